@@ -1,0 +1,96 @@
+"""Every exception that hypercomm raises, split by who must act.
+
+Each class also derives from the builtin that legacy code catches (Megatron's callers catch
+`KeyError`, `ValueError` and `RuntimeError`), so a port needs no new `except` clause.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CreationError",
+    "GridDestroyedError",
+    "GroupExistsError",
+    "GroupMissingError",
+    "GroupOptionsError",
+    "HyperCommError",
+    "LaunchError",
+    "LayoutError",
+    "NotInitializedError",
+    "NotationError",
+    "RankFailedError",
+    "RankOutsideError",
+    "UnknownDimError",
+    "WorldSizeError",
+]
+
+
+class HyperCommError(Exception):
+    """The base of every error of this library."""
+
+    # KeyError prints the repr of its message; ours are sentences.
+    __str__ = Exception.__str__
+
+
+class LayoutError(HyperCommError, ValueError):
+    """The sizes, names, ranks or coordinates in a call do not make sense: mend the call."""
+
+
+class NotationError(LayoutError):
+    """A text form ("tp=2,dp=4") cannot be read: mend the text."""
+
+
+class UnknownDimError(LayoutError):
+    """A dim is not one of the layout's: use one of the names listed."""
+
+
+class RankOutsideError(LayoutError):
+    """A rank is asked about that the layout, the groups or the grid do not hold."""
+
+
+class WorldSizeError(HyperCommError, RuntimeError, ValueError):
+    """The grid and the world have different sizes: change the sizes or the launch."""
+
+
+class NotInitializedError(HyperCommError, RuntimeError, ValueError):
+    """torch.distributed is needed and not initialised: initialise it first."""
+
+
+class GroupExistsError(HyperCommError, KeyError):
+    """A process group for this key was created before: look it up instead."""
+
+
+class GroupMissingError(HyperCommError, KeyError):
+    """No process group was created for this key: create it first."""
+
+
+class GroupOptionsError(HyperCommError, ValueError):
+    """An option of a process group is unknown, unavailable or would be dropped."""
+
+
+class CreationError(HyperCommError, RuntimeError):
+    """The chosen way of creating process groups cannot work here: choose another."""
+
+
+class GridDestroyedError(HyperCommError, RuntimeError):
+    """The grid was destroyed: build a new one."""
+
+
+class LaunchError(HyperCommError, ValueError):
+    """`run_ranks` was given something that cannot work, or cannot reach another process."""
+
+
+class RankFailedError(HyperCommError, RuntimeError):
+    """A local rank raised, died or did not finish.
+
+    Attributes:
+        rank: The first rank that failed.
+        reason: Its traceback as text, or what ended it.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} failed: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str]]:
+        return type(self), (self.rank, self.reason)

@@ -1,0 +1,118 @@
+"""The text forms: sizes ("tp=2,cp=2,dp=4"), orders ("tp-cp-ep-dp-pp"), groups ("tp,dp+cp")."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hypercomm.errors import NotationError
+
+OPEN = -1
+"""The size of a dim that is to be inferred from the world size."""
+
+SEPARATORS = ",=+-"
+"""Characters that the text forms use, and that a dim name therefore cannot hold."""
+
+
+def format_sizes(dim_names: Sequence[str], shape: Sequence[int]) -> str:
+    """Write sizes as text, first dim (fastest varying) first.
+
+    >>> format_sizes(["tp", "dp"], [2, 4])
+    'tp=2,dp=4'
+    """
+    return ",".join(f"{name}={size}" for name, size in zip(dim_names, shape, strict=True))
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the order given.
+
+    A size of -1, or a name alone, is left open (`OPEN`).
+
+    Raises:
+        NotationError: A part is empty, has no name, has a size that is no positive integer, or
+            names a dim that came before; the message holds the part.
+
+    >>> parse_sizes("tp=2, cp=3, dp")
+    {'tp': 2, 'cp': 3, 'dp': -1}
+    """
+    sizes: dict[str, int] = {}
+    for part in _parts(text, "tp=2,dp=4"):
+        name, equals, size_text = (piece.strip() for piece in part.partition("="))
+        _check_name(name, part, "tp=2,dp=4")
+        if name in sizes:
+            raise NotationError(f"dim {name!r} is given twice in {text!r}")
+        size = OPEN if not equals else _integer(size_text)
+        if size is None or (size < 1 and size != OPEN):
+            raise NotationError(
+                f"the size in {part!r} must be a positive integer, or -1 to infer it; "
+                f"write it like 'tp=2,dp=4'"
+            )
+        sizes[name] = size
+    return sizes
+
+
+def parse_order(text: str) -> tuple[str, ...]:
+    """Read "tp-cp-ep-dp-pp" into dim names, first one fastest varying.
+
+    Raises:
+        NotationError: A name is empty or comes twice.
+
+    >>> parse_order("tp-cp-dp")
+    ('tp', 'cp', 'dp')
+    """
+    if not isinstance(text, str):
+        raise NotationError(f"an order is a text like 'tp-cp-dp', got {text!r}")
+    names = tuple(name.strip() for name in text.split("-"))
+    for position, name in enumerate(names):
+        if not name:
+            raise NotationError(
+                f"name {position} of order {text!r} is empty; write it like 'tp-cp-dp'"
+            )
+        if name in names[:position]:
+            raise NotationError(f"dim {name!r} comes twice in order {text!r}")
+    return names
+
+
+def parse_groups(text: str) -> list[tuple[str, ...]]:
+    """Read "tp,dp+cp" into one tuple of dims for each set of groups asked for.
+
+    Raises:
+        NotationError: A part is empty or comes twice; the message holds the part.
+
+    >>> parse_groups("tp,dp+cp")
+    [('tp',), ('dp', 'cp')]
+    """
+    wanted: list[tuple[str, ...]] = []
+    for part in _parts(text, "tp,dp+cp"):
+        dims = tuple(dim.strip() for dim in part.split("+"))
+        for dim in dims:
+            _check_name(dim, part, "tp,dp+cp")
+        if any(set(dims) == set(earlier) for earlier in wanted):
+            raise NotationError(f"groups {part!r} come twice in {text!r}")
+        wanted.append(dims)
+    return wanted
+
+
+def _parts(text: str, example: str) -> list[str]:
+    """Split at commas, refusing empty parts."""
+    if not isinstance(text, str):
+        raise NotationError(f"expected a text like {example!r}, got {text!r}")
+    if not text.strip():
+        raise NotationError(f"the text is empty; write it like {example!r}")
+    parts = [part.strip() for part in text.split(",")]
+    if "" in parts:
+        raise NotationError(
+            f"part {parts.index('') + 1} of {text!r} is empty; write it like {example!r}"
+        )
+    return parts
+
+
+def _check_name(name: str, part: str, example: str) -> None:
+    if not name:
+        raise NotationError(f"{part!r} has no dim name; write it like {example!r}")
+    if any(character in SEPARATORS or character.isspace() for character in name):
+        raise NotationError(f"{name!r} is not a dim name; write it like {example!r}")
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]+", text) else None

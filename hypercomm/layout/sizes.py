@@ -1,0 +1,94 @@
+"""Which sizes make a world: inferring an open size, listing completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from hypercomm.errors import NotationError, WorldSizeError
+from hypercomm.layout.checks import as_sizes, positive
+from hypercomm.layout.notation import OPEN
+
+
+def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+    """Replace the one open size, if any, by what makes the product equal to `world_size`.
+
+    With `world_size` and nothing open, the product is checked against it.
+
+    Raises:
+        NotationError: More than one size is open, or one is and no world size is given.
+        WorldSizeError: The product of the sizes does not divide, or does not equal, the world size.
+
+    >>> close_sizes({"tp": 2, "dp": -1}, 8)
+    {'tp': 2, 'dp': 4}
+    """
+    open_names = [name for name, size in sizes.items() if size == OPEN]
+    if len(open_names) > 1:
+        raise NotationError(
+            f"only one size can be inferred, but {', '.join(open_names)} are all open; "
+            f"give the sizes of all but one"
+        )
+    if world_size is None:
+        if open_names:
+            raise NotationError(
+                f"the size of dim {open_names[0]!r} is open; give it, or give world_size="
+            )
+        return dict(sizes)
+    positive(world_size, "world_size")
+    known = math.prod(size for size in sizes.values() if size != OPEN)
+    factors = " * ".join(f"{name}={size}" for name, size in sizes.items() if size != OPEN) or "1"
+    if not open_names:
+        if known != world_size:
+            raise WorldSizeError(
+                f"{factors} = {known} ranks, but world_size is {world_size}; "
+                f"change a size, or leave one open with -1"
+            )
+        return dict(sizes)
+    if world_size % known:
+        raise WorldSizeError(
+            f"{factors} = {known} does not divide world_size {world_size}, so no size of "
+            f"{open_names[0]!r} fits; the nearest world sizes that work are "
+            f"{nearest_multiples(world_size, known)}"
+        )
+    return {name: world_size // known if size == OPEN else size for name, size in sizes.items()}
+
+
+def nearest_multiples(number: int, factor: int) -> str:
+    """Name the positive multiples of `factor` around `number`, for error messages.
+
+    >>> nearest_multiples(10, 4)
+    '8 and 12'
+    """
+    below = number // factor * factor
+    return f"{below} and {below + factor}" if below > 0 else f"{factor}"
+
+
+def divisors(number: int) -> list[int]:
+    """List the divisors of a positive integer, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small)]
+    return small + large[small[-1] == large[0] :]
+
+
+def completions(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
+    """Make all shapes with one size of each choice (-1 for any) that multiply to `total`.
+
+    >>> list(completions([[2, 4], [-1]], 8))
+    [(2, 4), (4, 2)]
+    """
+    if not choices:
+        if total == 1:
+            yield ()
+        return
+    first, *rest = choices
+    if OPEN in first:
+        candidates = divisors(total)
+    else:
+        candidates = sorted({size for size in as_sizes(first) if total % size == 0})
+    for size in candidates:
+        for others in completions(rest, total // size):
+            yield (size, *others)
