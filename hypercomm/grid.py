@@ -1,0 +1,513 @@
+"""HyperCommGrid: owns a hyperrectangle of ranks, and the process groups created from it."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+    HyperCommError,
+    LayoutError,
+    WorldSizeError,
+)
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_rank, positive
+from hypercomm.process_groups import world
+from hypercomm.process_groups.creation import (
+    STRATEGIES,
+    CreatedGroup,
+    GroupPlan,
+    choose,
+    create,
+    destroy,
+    grid_names,
+)
+from hypercomm.process_groups.options import GroupOptions, check_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+Creation = Literal["auto", "enumerate", "local", "split"]
+Share = Literal["never", "identical"]
+Cover = Literal["any", "exact"]
+
+
+@attrs.frozen
+class GroupKey:
+    """What a process group is filed under: the dims in layout order, and a name of its own."""
+
+    dims: tuple[str, ...]
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.dims) + (f" ({self.name})" if self.name else "")
+
+
+@attrs.frozen
+class _Entry:
+    """A process group that the grid created, with what it was created with."""
+
+    created: CreatedGroup
+    given: GroupOptions
+    resolved: GroupOptions
+
+
+class HyperCommGrid:
+    """An N-dimensional grid of ranks that creates process groups by dim names.
+
+    The first dim varies fastest, as in Megatron's `order` and opposite to DeviceMesh. The grid
+    owns what it creates: `destroy()`, or leaving its `with` block, destroys exactly that.
+
+    Args:
+        shape: Size of each dim, in ranks.
+        dim_names: Name of each dim, in the order of `shape`.
+        rank_offset: The smallest rank, where the grid does not begin at rank 0.
+        backend: Backend of the groups; default: that of WORLD.
+        name: Told apart from other grids of the same shape; every rank must give the same one.
+        cover: "exact" refuses a grid that leaves ranks of the world out.
+        creation: How groups are created. "local": each rank creates only its own; "split": each
+            rank splits WORLD once, where WORLD is bound to a device; "enumerate": every rank
+            walks every group, as torch does; "auto" takes the first of split, local, enumerate
+            that works.
+        share: "identical" lets keys with the same ranks, backend and options hold one group.
+        world_size: Number of ranks of the job; default: that of torch.distributed, else of the
+            environment's WORLD_SIZE.
+
+    Raises:
+        LayoutError: As for `RankLayout`.
+        WorldSizeError: The grid reaches beyond the world, or leaves ranks out with
+            `cover="exact"`.
+        NotInitializedError: Nothing tells the world size.
+        GroupOptionsError: The backend is unknown, or one of the choices is.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        ...     dp_cp = grid.create_pg(["dp", "cp"])
+        ...     print(grid.coords(), grid.group_ranks(["dp", "cp"]), dp_cp.size())
+        {'tp': 1, 'cp': 0, 'dp': 1} (1, 3, 5, 7) 4
+
+    Source: names, signatures and behaviour of `create_pg`, `get_pg`, `get_rank_enum`,
+    `_gen_rank_enum` and `_order_dims` follow `megatron.core.hyper_comm_grid`.
+    """
+
+    def __init__(
+        self,
+        shape: Iterable[int],
+        dim_names: Iterable[str],
+        rank_offset: int = 0,
+        backend: str | None = None,
+        *,
+        name: str | None = None,
+        cover: Cover = "any",
+        creation: Creation = "auto",
+        share: Share = "never",
+        world_size: int | None = None,
+    ) -> None:
+        layout = RankLayout(shape, dim_names, rank_offset)
+        self._setup(layout, backend, name, cover, creation, share, world_size)
+
+    @classmethod
+    def from_layout(
+        cls,
+        layout: RankLayout,
+        *,
+        backend: str | None = None,
+        name: str | None = None,
+        cover: Cover = "any",
+        creation: Creation = "auto",
+        share: Share = "never",
+        world_size: int | None = None,
+    ) -> Self:
+        """Make a grid of a layout, gaps included; the arguments are those of the class.
+
+        Example:
+            >>> layout = RankLayout.parse("tp=2,dp=-1", world_size=8)
+            >>> HyperCommGrid.from_layout(layout, world_size=8).shape
+            [2, 4]
+        """
+        if not isinstance(layout, RankLayout):
+            raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
+        grid = cls.__new__(cls)
+        grid._setup(layout, backend, name, cover, creation, share, world_size)
+        return grid
+
+    def _setup(
+        self,
+        layout: RankLayout,
+        backend: str | None,
+        name: str | None,
+        cover: str,
+        creation: str,
+        share: str,
+        world_size: int | None,
+    ) -> None:
+        _check_choice("cover", cover, ("any", "exact"))
+        _check_choice("creation", creation, ("auto", *STRATEGIES))
+        _check_choice("share", share, ("never", "identical"))
+        check_backend(backend)
+        if name is not None and not isinstance(name, str):
+            raise LayoutError(f"name must be a string, got {name!r}")
+        if world_size is not None:
+            positive(world_size, "world_size")
+        self._world_size = world.world_size(world_size)
+        _check_world(layout, self._world_size, cover)
+        self.layout = layout
+        self.backend = backend
+        self.name = name
+        self._creation = creation
+        self._share = share
+        self._identity: str | None = None
+        self._entries: dict[GroupKey, _Entry] = {}
+        self._destroyed = False
+
+    # ---- what the grid is ---------------------------------------------------------------------
+
+    @property
+    def shape(self) -> list[int]:
+        """The size of each dim; the first dim varies fastest."""
+        return list(self.layout.shape)
+
+    @property
+    def dim_names(self) -> list[str]:
+        """The name of each dim, in the order of `shape`."""
+        return list(self.layout.dim_names)
+
+    @property
+    def rank_offset(self) -> int:
+        """The smallest rank."""
+        return self.layout.rank_offset
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the grid."""
+        return self.layout.size
+
+    @property
+    def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
+        """The process groups that exist, by key, in the order of creation; a read-only copy."""
+        return MappingProxyType({key: entry.created.group for key, entry in self._entries.items()})
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Tell whether the calling rank is in the grid."""
+        return world.rank() in self.layout
+
+    def coords(self, rank: int | None = None) -> dict[str, int]:
+        """Return the coordinates of a rank, of the calling one by default.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid; `is_current_rank_in_grid()` tells.
+        """
+        return self.layout.coords(world.rank() if rank is None else rank)
+
+    def group_ranks(self, dims: str | Iterable[str], rank: int | None = None) -> tuple[int, ...]:
+        """Return the ranks that share a group with a rank, by default the calling one, ascending.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+        """
+        groups = self.layout.groups(*self.layout.order_dims(dims))
+        rank = world.rank() if rank is None else as_rank(rank)
+        self.layout.coords(rank)  # its error speaks of the grid, not of the groups
+        return groups.of(rank)
+
+    def get_rank_enum(self, dims: str | Iterable[str]) -> list[list[int]]:
+        """Enumerate the groups over some dims, members in ascending rank order.
+
+        Example:
+            >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+            >>> grid.get_rank_enum(["dp", "tp"])
+            [[0, 1, 4, 5], [2, 3, 6, 7]]
+        """
+        dims, _ = self._order_dims(dims)
+        return self._gen_rank_enum(dims)
+
+    def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
+        """Enumerate groups with members in the order of `dims`, the last one varying fastest.
+
+        Example:
+            >>> grid = HyperCommGrid([2, 2, 2], ["a", "b", "c"], world_size=8)
+            >>> grid._gen_rank_enum(["a", "b"])
+            [[0, 2, 1, 3], [4, 6, 5, 7]]
+        """
+        return self.layout.enumerate_ranks(dims).tolist()  # type: ignore[no-any-return]
+
+    def _order_dims(self, dims: str | Iterable[str]) -> tuple[list[str], str]:
+        """Return dims in REVERSED grid order, as Megatron does, and the same joined by dashes."""
+        ordered = list(reversed(self.layout.order_dims(dims)))
+        return ordered, "-".join(ordered)
+
+    # ---- process groups -----------------------------------------------------------------------
+
+    def create_pg(
+        self,
+        dims: str | Iterable[str],
+        *,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+    ) -> ProcessGroup | None:
+        """Create the process groups over some dims, and return the calling rank's.
+
+        Every rank of the grid must call this, in the same order; ranks outside may.
+
+        Args:
+            dims: One name, or any iterable of names, in any order.
+            name: Files a further group over the same dims, such as a gloo twin.
+            backend: Backend of this group; default: the grid's.
+            timeout: Default: the timeout of WORLD.
+            pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
+            group_desc: A description that torch's logs show; default: the dims.
+            share: Overrides the grid's.
+
+        Returns:
+            A plain torch `ProcessGroup`, or None on a rank outside the grid. Mind that torch's
+            collectives take None for WORLD.
+
+        Raises:
+            GroupExistsError: A group for this key was created before (a KeyError).
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            GroupOptionsError: An option is wrong, or would be dropped.
+            CreationError: The grid's way of creating groups cannot work here.
+            NotInitializedError: torch.distributed is not initialised.
+            GridDestroyedError: The grid was destroyed.
+        """
+        key = self._key(dims, name)
+        if key in self._entries:
+            raise GroupExistsError(
+                f"the process group over {_call(key)} has already been created; get it with "
+                f"get_pg({_call(key)}), create it once with ensure_pg, or create another over "
+                f"the same dims under a name of its own, name=..."
+            )
+        given = GroupOptions(backend or self.backend, timeout, pg_options, group_desc)
+        return self._create(key, given, share)
+
+    def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
+        """Look up a process group that was created before; never communicates.
+
+        Returns:
+            The group, or None on a rank outside the grid, as `create_pg`.
+
+        Raises:
+            GroupMissingError: It was not created (a KeyError).
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            GridDestroyedError: The grid was destroyed.
+        """
+        key = self._key(dims, name)
+        if key not in self._entries:
+            exist = ", ".join(map(str, self._entries)) or "none yet"
+            raise GroupMissingError(
+                f"the process group over {_call(key)} has not been created; call "
+                f"create_pg({_call(key)}) first, on every rank of the grid; created so far: {exist}"
+            )
+        return self._entries[key].created.group
+
+    def ensure_pg(
+        self,
+        dims: str | Iterable[str],
+        *,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+    ) -> ProcessGroup | None:
+        """Create a process group on the first call, and return the same one afterwards.
+
+        Takes what `create_pg` takes, and raises what it raises, but for a key that exists.
+
+        Raises:
+            GroupOptionsError: The options given differ from those of the first call.
+        """
+        key = self._key(dims, name)
+        given = GroupOptions(backend or self.backend, timeout, pg_options, group_desc)
+        if key not in self._entries:
+            return self._create(key, given, share)
+        first = self._entries[key].given
+        if given != first:
+            raise GroupOptionsError(
+                f"the process group over {_call(key)} was created with {first}, and cannot be "
+                f"had with {given}; use the same options, or another name=..."
+            )
+        return self._entries[key].created.group
+
+    def destroy(self) -> None:
+        """Destroy the groups that the grid created, the last one first; may be called twice.
+
+        Groups that the grid did not create stay, WORLD included. Afterwards the grid still
+        answers questions about ranks, but has no groups and creates none.
+        """
+        self._destroyed = True
+        entries, self._entries = list(self._entries.values()), {}
+        destroy(dict.fromkeys(entry.created for entry in reversed(entries)))  # shared ones once
+
+    def __enter__(self) -> Self:
+        self._check_alive()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def _create(self, key: GroupKey, given: GroupOptions, share: str | None) -> ProcessGroup | None:
+        """Check everything, then create or share, then file the group."""
+        share = self._share if share is None else share
+        _check_choice("share", share, ("never", "identical"))
+        given.check()
+        choice = choose(self._creation, given.backend)
+        live = dist.is_initialized()
+        if live:
+            _check_world(self.layout, dist.get_world_size(), "any")
+        resolved = given.resolve(group_desc=str(key)) if live else given
+        twin = self._twin(key, given, resolved) if share == "identical" else None
+        if twin is not None:
+            created = twin.created
+        else:
+            name = f"{self._claim_identity()}/{key}" if live else str(key)
+            plan = GroupPlan(name, self.layout.groups(*key.dims), resolved)
+            created = create(plan, choice.strategy)
+        self._entries[key] = _Entry(created, given, resolved)
+        return created.group
+
+    def _claim_identity(self) -> str:
+        """The name that all ranks know this grid by; claimed when its first group is created."""
+        if self._identity is None:
+            kind = f"{self.layout.to_json()} {self.name!r}"
+            fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
+            label = f".{self.name}" if self.name else ""
+            self._identity = grid_names.claim(f"hypercomm/{fingerprint}{label}")
+        return self._identity
+
+    def _twin(self, key: GroupKey, given: GroupOptions, resolved: GroupOptions) -> _Entry | None:
+        """Find a group that can serve a second key.
+
+        Dims of size 1 add no ranks. Comparing dims rather than ranks gives the same answer on
+        every rank, also on those outside the grid, which may have to take part in a creation.
+        """
+        for other, entry in self._entries.items():
+            same_ranks = self._long_dims(other) == self._long_dims(key)
+            if same_ranks and _same_options(entry, given, resolved):
+                return entry
+        return None
+
+    def _long_dims(self, key: GroupKey) -> list[str]:
+        return [dim for dim in key.dims if self.layout.size_of(dim) > 1]
+
+    def _key(self, dims: str | Iterable[str], name: str | None) -> GroupKey:
+        self._check_alive()
+        if name is not None and (not isinstance(name, str) or not name):
+            raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+        return GroupKey(self.layout.order_dims(dims), name)
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
+
+    # ---- how it looks -------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline(), *(f"  {line}" for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{size}</td><td>{stride}</td></tr>"
+            for name, size, stride in zip(
+                self.layout.dim_names, self.layout.shape, self.layout.strides, strict=True
+            )
+        )
+        return (
+            f"<p><b>{html.escape(self._headline())}</b></p>"
+            f"<table><thead><tr><th>dim</th><th>size</th><th>stride</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+            f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in self._lines())}</ul>"
+        )
+
+    def _headline(self) -> str:
+        ranks = self.layout.ranks
+        return (
+            f"HyperCommGrid({self.layout}): ranks {ranks[0]}..{ranks[-1]} of a world of "
+            f"{self._world_size}"
+        )
+
+    def _lines(self) -> list[str]:
+        """Where the calling rank is, and the groups that exist."""
+        if self._destroyed:
+            return ["destroyed"]
+        lines = [self._whereabouts()]
+        lines += [
+            f"group {key}: {len(self.layout.groups(*key.dims))} of "
+            f"{self.layout.groups(*key.dims).group_size} ranks, {entry.resolved.backend}"
+            for key, entry in self._entries.items()
+        ]
+        return lines if self._entries else [*lines, "no process groups yet"]
+
+    def _whereabouts(self) -> str:
+        try:
+            rank = world.rank()
+        except HyperCommError:
+            return "this rank is not known: torch.distributed is not initialised"
+        if rank not in self.layout:
+            return f"this is rank {rank}, outside the grid"
+        at = ", ".join(f"{dim}={index}" for dim, index in self.layout.coords(rank).items())
+        return f"this is rank {rank}, at {at}"
+
+
+def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise GroupOptionsError(f"{argument} must be one of {list(choices)}, got {value!r}")
+
+
+def _check_world(layout: RankLayout, world_size: int, cover: str) -> None:
+    factors = " * ".join(
+        f"{name}={size}" for name, size in zip(layout.dim_names, layout.shape, strict=True)
+    )
+    last = layout.ranks[-1]
+    if last >= world_size:
+        raise WorldSizeError(
+            f"the grid {factors} = {layout.size} ranks at rank_offset {layout.rank_offset} needs "
+            f"ranks up to {last}, but the world has {world_size} (ranks 0..{world_size - 1}); "
+            f"make a size smaller, or start at least {last + 1} ranks"
+        )
+    if cover == "exact" and layout.size != world_size:
+        raise WorldSizeError(
+            f"cover='exact', but the grid {factors} = {layout.size} ranks leaves "
+            f"{world_size - layout.size} of the world's {world_size} ranks out; change a size so "
+            f"that the sizes multiply to {world_size}"
+        )
+
+
+def _same_options(entry: _Entry, given: GroupOptions, resolved: GroupOptions) -> bool:
+    """Tell whether a group may serve a second key: only the default description may differ."""
+    return (
+        entry.resolved.backend == resolved.backend
+        and entry.resolved.timeout == resolved.timeout
+        and entry.given.pg_options is given.pg_options
+        and entry.given.group_desc == given.group_desc
+    )
+
+
+def _call(key: GroupKey) -> str:
+    """A key as one would write it in a call."""
+    dims = repr(key.dims[0]) if len(key.dims) == 1 else repr(list(key.dims))
+    return dims + (f", name={key.name!r}" if key.name else "")

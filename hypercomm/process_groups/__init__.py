@@ -1,0 +1,1 @@
+"""The first floor: creating and destroying torch process groups."""

@@ -1,0 +1,186 @@
+"""The only file that touches private names of torch.distributed.
+
+It probes what the installed torch has, says what is missing, and offers what is left under plain
+names. Everything is looked up at call time, so that a patched torch.distributed is respected.
+Checked against the sources of torch 2.6, 2.8 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import NotInitializedError
+
+_HELPER_ARGUMENTS = {"store", "group_name", "backend_options", "timeout", "device_id", "group_desc"}
+
+
+def _private() -> ModuleType:
+    return dist.distributed_c10d
+
+
+def missing() -> list[str]:
+    """Name what the installed torch lacks for creating a group under a name of our own."""
+    c10d = _private()
+    needed = ("_new_process_group_helper", "_get_default_store", "_get_default_timeout")
+    lacks = [name for name in needed if not hasattr(c10d, name)]
+    if lacks:
+        return lacks
+    arguments = _HELPER_ARGUMENTS - set(signature(c10d._new_process_group_helper).parameters)
+    return [f"_new_process_group_helper({name}=)" for name in sorted(arguments)]
+
+
+def replaces_new_group() -> str | None:
+    """Name what makes this world create groups in a way of its own, if anything does."""
+    torchcomms = getattr(_private(), "_use_torchcomms_enabled", None)
+    if torchcomms is not None and torchcomms():
+        return "torch creates groups through TorchComms here"
+    if callable(getattr(dist.group.WORLD, "new_group", None)):
+        return "the default process group has a new_group() of its own"
+    return None
+
+
+def _world_group() -> ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise NotInitializedError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+        )
+    return world
+
+
+def default_backend() -> str:
+    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    return str(_private()._world.pg_map[_world_group()][0])
+
+
+def single_backends(backend: str) -> list[str]:
+    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    return [part.rpartition(":")[2].strip() for part in backend.lower().split(",")]
+
+
+def known_backends() -> list[str]:
+    """List the backends that the installed torch knows by name, plugins included."""
+    return [str(name) for name in dist.Backend.backend_list if name != "undefined"]
+
+
+def is_available(backend: str) -> bool:
+    """Tell whether this build of torch can run a single backend."""
+    # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
+    if backend == "fake":
+        return "FAKE" in dist.Backend._plugins
+    return bool(dist.is_backend_available(backend))
+
+
+def takes_options(backend: str) -> bool:
+    """Tell whether torch hands `pg_options` to a single backend, rather than dropping them."""
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return backend == "nccl" or bool(plugin and plugin.extended_api)
+
+
+def world_timeout(backend: str) -> timedelta | None:
+    """Return the timeout of WORLD, preferring that of its part that runs `backend`.
+
+    None where torch does not tell: the fake backend has no options, and gloo shows its own only
+    in recent versions.
+    """
+    wanted = single_backends(backend)
+    first: timedelta | None = None
+    for device in _world_group()._device_types:
+        part = _world_group()._get_backend(device)
+        timeout = getattr(getattr(part, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            if part.name() in wanted:
+                return timeout
+            first = first or timeout
+    return first
+
+
+def split_device() -> torch.device | None:
+    """Return the device that WORLD is bound to, if its backend there can be split."""
+    device: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    if device is None:
+        return None
+    return device if _world_group()._get_backend(device).supports_splitting else None
+
+
+def device_backend(device: torch.device) -> str:
+    """Return the name of the backend that WORLD runs on a device."""
+    return str(_world_group()._get_backend(device).name())
+
+
+def new_group(
+    name: str,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    pg_options: Any,
+    group_desc: str,
+) -> ProcessGroup:
+    """Create the group of the calling rank, under `name`; only its members call this.
+
+    torch's public functions name a group after a count that each rank keeps for itself; this
+    one is the same on every member whatever else a rank has created.
+    """
+    c10d = _private()
+    backend = dist.Backend(backend)
+    if timeout is None:
+        timeout = c10d._get_default_timeout(backend)
+    members = list(ranks)
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        backend,
+        c10d._get_default_store(),
+        group_name=name,
+        backend_options=pg_options,
+        timeout=timeout,
+        group_desc=group_desc,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
+    return group  # type: ignore[no-any-return]
+
+
+def store() -> Any:
+    """Return the store that WORLD was made with."""
+    return _private()._get_default_store()
+
+
+def registered() -> set[ProcessGroup]:
+    """Return every process group that torch has registered in this process."""
+    return set(_private()._world.pg_map)
+
+
+def forget_non_members() -> None:
+    """Remove what torch files under its marker for "not a member", as if it were a group."""
+    _private()._world.pg_group_ranks.pop(dist.GroupMember.NON_GROUP_MEMBER, None)
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Tell whether torch knows a group; it forgets all of them when WORLD is destroyed."""
+    return group in _private()._world.pg_map
+
+
+def destroy(group: ProcessGroup) -> None:
+    """Destroy a group, and what torch forgets to clean up."""
+    world = _private()._world
+    tag = world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    if not world.tags_to_pg.get(tag, True):
+        del world.tags_to_pg[tag]  # torch leaves an empty list for every group that ever was
+
+
+def fake_store() -> Any:
+    """Make the store of a fake world; the module also registers torch's fake backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -1,0 +1,253 @@
+"""The ways of creating the process groups of some dims, and the one place that chooses.
+
+local      each rank creates its own group, under a name that all members derive alike
+split      each rank splits WORLD's communicator once, where WORLD is bound to a device
+enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
+
+gloo connects every pair of members while a group is created, and a member may be done before its
+peer is: closing the group then breaks the peer's creation ("Connection closed by peer"). So each
+member says in the store that it is connected, and `destroy` first looks that all have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import CreationError, NotInitializedError
+from hypercomm.layout import RankGroups
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import GroupOptions
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""How long the destruction of groups may wait for members that are still connecting."""
+
+
+class Choice(NamedTuple):
+    """A way of creating groups, and why it was taken."""
+
+    strategy: str
+    reason: str
+
+
+@attrs.frozen
+class GroupPlan:
+    """What to create: the groups of some dims, their common name and their options."""
+
+    name: str
+    groups: RankGroups
+    options: GroupOptions
+
+
+@attrs.frozen(eq=False)
+class CreatedGroup:
+    """What came of a plan on the calling rank: None for the group where it is no member."""
+
+    group: ProcessGroup | None
+    connected: str | None = None
+    """The key in the store that is set once every member is connected, if they must."""
+
+
+class GridNames:
+    """Tells grids of the same kind apart: the first is 0, the next is 1, on every rank alike.
+
+    A name is never used twice in the life of a process, because the store may still hold what
+    an earlier group of that name left there.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, itertools.count[int]] = {}
+
+    def claim(self, kind: str) -> str:
+        """Return a new name for a grid of this kind."""
+        return f"{kind}/{next(self._counts.setdefault(kind, itertools.count()))}"
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Count from 0 for a while: a fake world has no store, and each of its ranks is alike."""
+        counts, self._counts = self._counts, {}
+        try:
+            yield
+        finally:
+            self._counts = counts
+
+
+grid_names = GridNames()
+
+
+def choose(creation: str, backend: str | None) -> Choice:
+    """Decide how groups of `backend` (None: that of WORLD) are created in this world.
+
+    Args:
+        creation: "auto", or the name of a strategy.
+        backend: The backend asked for.
+
+    Raises:
+        CreationError: The strategy asked for cannot work here; says why, and which would.
+    """
+    if not dist.is_initialized():
+        return Choice("enumerate", "torch.distributed is not initialised")
+    backend = (backend or c10d.default_backend()).lower()
+    obstacles = {name: obstacle(backend) for name, (obstacle, _) in STRATEGIES.items()}
+    if creation == "auto":
+        choice = _auto(obstacles)
+        if choice.strategy == "enumerate":
+            logger.warning("creating groups by enumeration of the world: %s", choice.reason)
+        return choice
+    if obstacles[creation] is not None:
+        usable = [name for name, obstacle in obstacles.items() if obstacle is None]
+        raise CreationError(
+            f"creation={creation!r} cannot create groups of backend {backend!r} here: "
+            f"{obstacles[creation]}; use one of {['auto', *usable]}"
+        )
+    return Choice(creation, "asked for by name")
+
+
+def _auto(obstacles: dict[str, str | None]) -> Choice:
+    if obstacles["split"] is None:
+        return Choice("split", "WORLD is bound to a device whose backend can be split")
+    if obstacles["local"] is None:
+        return Choice("local", "each rank creates only the groups that it is a member of")
+    return Choice("enumerate", f"{obstacles['local']}, and {obstacles['split']}")
+
+
+def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
+    """Create the group of the calling rank, and leave torch as it was if that fails."""
+    before = c10d.registered()
+    try:
+        group = STRATEGIES[strategy][1](plan)
+        return CreatedGroup(group, _tell_connected(plan, group))
+    except BaseException:
+        for group in c10d.registered() - before:
+            c10d.destroy(group)
+        c10d.forget_non_members()
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                f"torch.distributed is not initialised, so the groups over {plan.name} cannot be "
+                f"created; call "
+                f"torch.distributed.init_process_group() first, or start the program with torchrun"
+            ) from None
+        raise
+
+
+def destroy(created: Iterable[CreatedGroup]) -> None:
+    """Destroy groups, in the order given, once all of their members are connected.
+
+    A member that died while it connected never says so, and is waited for a few seconds.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    for item in created:
+        if item.group is None or not c10d.is_registered(item.group):
+            continue  # torch destroyed it together with WORLD
+        if item.connected is not None:
+            _await_connected(item.connected, deadline - time.monotonic())
+        c10d.destroy(item.group)
+
+
+def _tell_connected(plan: GroupPlan, group: ProcessGroup | None) -> str | None:
+    backend = plan.options.backend
+    if group is None or backend is None or "gloo" not in c10d.single_backends(backend):
+        return None
+    index, size = plan.groups.index_of(dist.get_rank()), plan.groups.group_size
+    key = f"{plan.name}/{index}/connected"
+    store = c10d.store()
+    if store.add(key, 1) == size:
+        store.set(f"{key}/all", "1")
+    return f"{key}/all"
+
+
+def _await_connected(key: str, seconds: float) -> None:
+    try:
+        c10d.store().wait([key], timedelta(seconds=max(0.001, seconds)))
+    except RuntimeError as error:  # too late, or the store is gone
+        logger.warning("destroying a group whose members are not all connected: %s", error)
+
+
+# ---- local ----------------------------------------------------------------------------------
+
+
+def _why_not_local(backend: str) -> str | None:
+    lacks = c10d.missing()
+    if lacks:
+        return f"this torch lacks {', '.join(lacks)}"
+    if "mpi" in c10d.single_backends(backend):
+        return "MPI creates a group only with all ranks of the world"
+    device = c10d.split_device()
+    if device is not None and c10d.device_backend(device) in c10d.single_backends(backend):
+        return f"WORLD is bound to {device}, and every rank must take part in splitting it"
+    return c10d.replaces_new_group()
+
+
+def _create_local(plan: GroupPlan) -> ProcessGroup | None:
+    rank = dist.get_rank()
+    if not plan.groups.has_member(rank):
+        return None
+    index = plan.groups.index_of(rank)
+    return c10d.new_group(
+        f"{plan.name}/{index}",
+        plan.groups[index],
+        backend=plan.options.backend or c10d.default_backend(),
+        timeout=plan.options.timeout,
+        pg_options=plan.options.pg_options,
+        group_desc=plan.options.group_desc or plan.name,
+    )
+
+
+# ---- split ----------------------------------------------------------------------------------
+
+
+def _why_not_split(backend: str) -> str | None:
+    device = c10d.split_device()
+    if device is None:
+        return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
+    bound = c10d.device_backend(device)
+    if c10d.single_backends(backend) != [bound] and backend != c10d.default_backend():
+        return f"WORLD is bound to {device} with {bound!r}, and a split keeps the backend"
+    return None
+
+
+def _create_split(plan: GroupPlan) -> ProcessGroup | None:
+    # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
+    # A rank that is a member of none passes one that it is not in, and gets None.
+    rank = dist.get_rank()
+    own = plan.groups.of(rank) if plan.groups.has_member(rank) else plan.groups[0]
+    return dist.split_group(
+        split_ranks=[list(own)],
+        timeout=plan.options.timeout,
+        pg_options=plan.options.pg_options,
+        group_desc=plan.options.group_desc,
+    )
+
+
+# ---- enumerate ------------------------------------------------------------------------------
+
+
+def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
+    group: ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        plan.groups.to_array().tolist(), backend=plan.options.backend, **plan.options.given()
+    )
+    if dist.is_initialized():
+        c10d.forget_non_members()
+    return group
+
+
+STRATEGIES: dict[
+    str, tuple[Callable[[str], str | None], Callable[[GroupPlan], ProcessGroup | None]]
+] = {
+    "local": (_why_not_local, _create_local),
+    "split": (_why_not_split, _create_split),
+    "enumerate": (lambda _backend: None, _create_enumerate),
+}
+"""By name: what keeps a strategy from working for a backend (None: nothing), and the strategy."""

@@ -1,0 +1,105 @@
+"""GroupOptions: what a process group is created with."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import attrs
+
+from hypercomm.errors import GroupOptionsError
+from hypercomm.process_groups import c10d
+
+
+@attrs.frozen
+class GroupOptions:
+    """The options of one creation, as given; None where the default holds.
+
+    Args:
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; default: the backend of WORLD.
+        timeout: How long a collective may take; default: the timeout of WORLD.
+        pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
+        group_desc: A description that torch's logs show; default: the dims.
+    """
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+    pg_options: Any = None
+    group_desc: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, except the backend."""
+        fields = {name: getattr(self, name) for name in ("timeout", "pg_options", "group_desc")}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def check(self) -> None:
+        """Refuse what torch would refuse later, or drop without a word.
+
+        Raises:
+            GroupOptionsError: A value has the wrong type, a backend is unknown or not built into
+                this torch, or the backend would ignore `pg_options`.
+        """
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise GroupOptionsError(
+                f"timeout must be a datetime.timedelta, got {self.timeout!r}; "
+                f"write timedelta(seconds=...)"
+            )
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise GroupOptionsError(f"timeout must be longer than 0, got {self.timeout}")
+        if self.group_desc is not None and not isinstance(self.group_desc, str):
+            raise GroupOptionsError(f"group_desc must be a string, got {self.group_desc!r}")
+        check_backend(self.backend)
+
+    def resolve(self, group_desc: str) -> GroupOptions:
+        """Fill in the defaults of the live world; needs torch.distributed to be initialised.
+
+        Raises:
+            GroupOptionsError: The backend would ignore `pg_options`.
+        """
+        backend = (self.backend or c10d.default_backend()).lower()
+        if self.pg_options is not None and not any(
+            c10d.takes_options(single) for single in c10d.single_backends(backend)
+        ):
+            raise GroupOptionsError(
+                f"pg_options {self.pg_options!r} would be dropped: torch passes no options to "
+                f"backend {backend!r}; leave pg_options out"
+            )
+        timeout = self.timeout or c10d.world_timeout(backend)
+        return GroupOptions(
+            backend, timeout, _with_timeout(self.pg_options, timeout), self.group_desc or group_desc
+        )
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that the installed torch does not know or cannot run.
+
+    Raises:
+        GroupOptionsError: With the names that would have worked.
+    """
+    if backend is None:
+        return
+    if not isinstance(backend, str) or not backend:
+        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {backend!r}")
+    known = c10d.known_backends()
+    for single in c10d.single_backends(backend):
+        if single not in known:
+            raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
+        if not c10d.is_available(single):
+            usable = [name for name in known if c10d.is_available(name)]
+            raise GroupOptionsError(
+                f"backend {single!r} is not available in this build of torch; use one of {usable}"
+            )
+
+
+def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
+    """Copy backend options that hold a timeout, with the one that torch will use anyway.
+
+    torch writes the timeout, the ranks and the name of the group into the object that it is
+    given; a copy lets a caller use one object for several groups.
+    """
+    if timeout is None or not hasattr(pg_options, "_timeout"):
+        return pg_options
+    options = copy.deepcopy(pg_options)
+    options._timeout = timeout
+    return options
