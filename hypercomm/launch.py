@@ -1,0 +1,242 @@
+"""Ranks on this machine: start local processes that form one torch.distributed job.
+
+A fork server loads torch once for the life of the calling process; each rank is a fork of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from typing import IO, Any, TypeVar
+
+import attrs
+
+from hypercomm.errors import LaunchError, RankFailedError
+from hypercomm.layout.checks import positive
+from hypercomm.local_rank import InheritedFd, RankJob, pickled, report, serve
+
+__all__ = ["report", "run_ranks"]
+
+T = TypeVar("T")
+
+_GRACE_S = 0.3
+"""After one rank fails, how long to wait for an earlier failure to be heard of."""
+
+
+def run_ranks(
+    function: Callable[..., T],
+    nprocs: int,
+    *,
+    args: Sequence[Any] = (),
+    backend: str = "gloo",
+    timeout: float = 300.0,
+    group_timeout: timedelta | None = None,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[T]:
+    """Run a function on real local ranks and return what each returned, by rank.
+
+    Every rank is a process of its own with torch.distributed initialised over loopback. When
+    one fails, or the caller is interrupted, all of them are ended before this returns. The fork
+    server that they come from stays for the next call, and ends with the calling process.
+
+    Args:
+        function: What each rank runs; it must be importable: defined at the top of a module.
+        nprocs: The number of ranks.
+        args: Arguments of `function`, the same on every rank. They, and what it returns, travel
+            by pickle.
+        backend: Backend of the job: "gloo", or "nccl" with rank i on device i.
+        timeout: Seconds until ranks that have not returned are ended.
+        group_timeout: Timeout of the job's default process group; default: torch's.
+        on_message: Called here with (rank, value) for each `report(value)` that a rank makes.
+
+    Raises:
+        RankFailedError: A rank raised, died, or did not return in time; the first one, with its
+            traceback, or the place where it hangs.
+        LaunchError: An argument cannot work.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from hypercomm.testing import run_ranks
+        >>> run_ranks(dist.get_rank, 3)
+        [0, 1, 2]
+    """
+    positive(nprocs, "nprocs")
+    if not callable(function):
+        raise LaunchError(f"function must be callable, got {function!r}")
+    job = RankJob(
+        function=pickled(function, "function"),
+        args=pickled(tuple(args), "args"),
+        nprocs=nprocs,
+        backend=backend,
+        group_timeout=group_timeout,
+        environment=dict(os.environ),
+    )
+    with _started(job) as ranks:
+        return _Conversation(ranks, timeout, on_message).results()
+
+
+@attrs.frozen(eq=False)
+class _Rank:
+    """A started rank, as its parent sees it."""
+
+    number: int
+    process: ForkServerProcess
+    link: connection.Connection
+    stack: IO[bytes]
+
+
+@contextlib.contextmanager
+def _started(job: RankJob) -> Iterator[list[_Rank]]:
+    """Start the ranks of a job; on leaving, all of them are gone."""
+    context = multiprocessing.get_context("forkserver")
+    _start_server(context)
+    ranks: list[_Rank] = []
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=job.nprocs))
+        stack.callback(_end, ranks)
+        for number in range(job.nprocs):
+            ours, theirs = context.Pipe()
+            dump = stack.enter_context(tempfile.TemporaryFile())
+            process = context.Process(
+                target=serve,
+                args=(
+                    job,
+                    number,
+                    theirs,
+                    listener.getsockname()[1],
+                    listener if number == 0 else None,
+                    [InheritedFd(fd) for fd in (1, 2, dump.fileno())],
+                ),
+                name=f"rank {number}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(number, process, ours, dump))
+        yield ranks
+
+
+def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
+    """Start the fork server, or find it running, with torch loaded and one thread only.
+
+    Forking is safe from a process with a single thread, and numerical libraries would start
+    more when they are loaded.
+    """
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    before = {name: os.environ.get(name) for name in single}
+    context.set_forkserver_preload(["hypercomm.grid", "hypercomm.local_rank"])
+    os.environ.update(single)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.process.close()
+        rank.link.close()
+
+
+@attrs.define
+class _Conversation:
+    """Hears the ranks until all have returned, or one has failed."""
+
+    ranks: list[_Rank]
+    timeout: float
+    on_message: Callable[[int, Any], None] | None
+    returned: dict[int, Any] = attrs.field(factory=dict)
+    failed: list[tuple[float, int, str]] = attrs.field(factory=list)
+
+    def results(self) -> list[Any]:
+        deadline = time.monotonic() + self.timeout
+        while len(self.returned) < len(self.ranks) and not self.failed:
+            if not self._hear(deadline):
+                self._fail_unfinished()
+        if self.failed:
+            grace = time.monotonic() + _GRACE_S
+            while self._hear(grace):
+                pass
+            _, first, reason = min(self.failed)
+            raise RankFailedError(first, reason)
+        for rank in self.ranks:
+            rank.link.send_bytes(b"leave")
+        for rank in self.ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        return [self.returned[rank.number] for rank in self.ranks]
+
+    def _hear(self, deadline: float) -> bool:
+        """Take in what comes next; False when nothing came until the deadline."""
+        known = {failure[1] for failure in self.failed} | set(self.returned)
+        links = {rank.link: rank for rank in self.ranks if rank.number not in known}
+        deaths = [rank.process.sentinel for rank in links.values()]
+        ready = connection.wait([*links, *deaths], max(0.0, deadline - time.monotonic()))
+        for link, rank in links.items():
+            if link in ready:  # what a rank said before it died counts
+                self._take(rank)
+            elif rank.process.sentinel in ready:
+                self._take_death(rank)
+        return bool(ready)
+
+    def _take(self, rank: _Rank) -> None:
+        try:
+            kind, value = pickle.loads(rank.link.recv_bytes())  # noqa: S301 - from our own child
+        except (EOFError, ConnectionError):
+            self._take_death(rank)
+            return
+        if kind == "message" and self.on_message is not None:
+            self.on_message(rank.number, value)
+        elif kind == "returned":
+            self.returned[rank.number] = value
+        elif kind == "raised":
+            when, text = value
+            self.failed.append((when, rank.number, text))
+
+    def _take_death(self, rank: _Rank) -> None:
+        # A death comes before the errors that it causes elsewhere, whatever is heard first.
+        self.failed.append((0.0, rank.number, _death(rank)))
+
+    def _fail_unfinished(self) -> None:
+        """Fail the first rank that is late, and tell where each of them is."""
+        late = [rank for rank in self.ranks if rank.number not in self.returned]
+        for rank in late:
+            os.kill(rank.process.pid or 0, signal.SIGUSR1)  # makes it write down its stack
+        time.sleep(_GRACE_S)
+        places: dict[str, list[int]] = {}
+        for rank in late:
+            places.setdefault(_stack(rank), []).append(rank.number)
+        told = "\n".join(f"ranks {numbers} are at\n{place}" for place, numbers in places.items())
+        reason = f"it had not returned after {self.timeout:g} s\n{told}"
+        self.failed.append((0.0, late[0].number, reason))
+
+
+def _stack(rank: _Rank) -> str:
+    """Where a rank is, from the function that it runs inwards."""
+    rank.stack.seek(0)
+    frames = rank.stack.read().decode(errors="replace").splitlines()[1:]
+    own = [line for line in frames if "local_rank.py" in line]
+    return "\n".join(frames[: frames.index(own[0])] if own else frames) or "  (it does not answer)"
+
+
+def _death(rank: _Rank) -> str:
+    rank.process.join(5)
+    code = rank.process.exitcode
+    if code is not None and code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"its process ended with exit code {code} before the function returned"

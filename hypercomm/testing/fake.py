@@ -1,0 +1,61 @@
+"""A world of any size in this process, on torch's fake backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.layout.checks import as_int, positive
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.creation import grid_names
+
+
+@contextlib.contextmanager
+def fake_world(
+    world_size: int, rank: int = 0, *, timeout: timedelta | None = None
+) -> Iterator[None]:
+    """Make torch.distributed believe that this process is one rank of a large job.
+
+    Collectives on the fake backend return at once and move nothing: a fake world proves which
+    groups a rank is a member of, never that ranks can communicate. On leaving, the fake job and
+    every group in it are gone.
+
+    Args:
+        world_size: The number of ranks of the job.
+        rank: The rank that this process is.
+        timeout: The job's timeout; default: torch's.
+
+    Raises:
+        LayoutError: `world_size` or `rank` is no int, or out of range.
+        WorldSizeError: torch.distributed is initialised already.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(4096, rank=7):
+        ...     dist.get_rank(), dist.get_world_size()
+        (7, 4096)
+        >>> dist.is_initialized()
+        False
+    """
+    positive(world_size, "world_size")
+    if not 0 <= as_int(rank, "rank") < world_size:
+        raise LayoutError(f"rank must be in range({world_size}), got {rank}")
+    if dist.is_initialized():
+        raise WorldSizeError(
+            f"torch.distributed is initialised already, with {dist.get_world_size()} ranks; "
+            f"leave or destroy that world before entering a fake one"
+        )
+    dist.init_process_group(
+        "fake", store=c10d.fake_store(), world_size=world_size, rank=rank, timeout=timeout
+    )
+    try:
+        with grid_names.fresh():
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
