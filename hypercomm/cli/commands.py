@@ -1,0 +1,72 @@
+"""The commands and their options; what they do is in the modules named after them."""
+
+from __future__ import annotations
+
+import click
+
+from hypercomm import __version__
+from hypercomm.layout import RankLayout
+from hypercomm.layout.notation import parse_groups
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hypercomm")
+def cli() -> None:
+    """Plan grids of ranks, and check that their process groups work."""
+
+
+_layout = click.argument("layout", metavar="SIZES")
+_rank_offset = click.option("--rank-offset", default=0, help="The smallest rank.")
+_groups = click.option(
+    "--groups", "wanted", metavar="DIMS", help="As in tp,dp+cp. Default: every combination."
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@cli.command(short_help="Show coordinates and groups of a layout of any size.")
+@_layout
+@click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
+@_rank_offset
+@click.option("--rank", type=int, help="Show where this rank is, and its groups.")
+@click.option("--gpus-per-node", default=8, show_default=True, help="Ranks on each host.")
+@_groups
+@_as_json
+def plan(
+    layout: str,
+    world_size: int | None,
+    rank_offset: int,
+    rank: int | None,
+    gpus_per_node: int,
+    wanted: str | None,
+    as_json: bool,
+) -> None:
+    """Show coordinates and groups of a layout such as tp=8,cp=2,dp=64,pp=8.
+
+    The first dim varies fastest. Nothing is started, and torch is not loaded.
+    """
+    from hypercomm.cli import plan as command
+
+    parsed = RankLayout.parse(layout, world_size=world_size, rank_offset=rank_offset)
+    dims = None if wanted is None else parse_groups(wanted)
+    report = command.report(parsed, dims, gpus_per_node, rank)
+    command.show(report, as_json=as_json)
+
+
+@cli.command(short_help="Create every group on real processes and communicate over it.")
+@_layout
+@_groups
+@click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
+@click.option(
+    "--timeout", default=120.0, show_default=True, help="Seconds until a hanging check is ended."
+)
+@_as_json
+def check(layout: str, wanted: str | None, backend: str, timeout: float, as_json: bool) -> int:
+    """Create every group of a layout such as tp=2,cp=2,dp=2 and communicate over it.
+
+    Starts the ranks on this machine, or joins the job when torchrun started it:
+    torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
+    """
+    from hypercomm.cli import check as command
+
+    dims = None if wanted is None else parse_groups(wanted)
+    return command.run(layout, dims, backend, timeout, as_json=as_json)
