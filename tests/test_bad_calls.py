@@ -1,0 +1,515 @@
+"""The table of bad calls, and the exact sentence that each one gets."""
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from hypercomm import HyperCommGrid, RankLayout, errors
+from hypercomm.layout import notation
+from hypercomm.process_groups import c10d
+from hypercomm.testing import fake_world
+
+LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+DP = LAYOUT.groups("dp")
+
+
+def grid(*arguments, **options):
+    return HyperCommGrid(*arguments, **{"world_size": 8, **options})
+
+
+def in_a_world(call):
+    """Make a call with a grid of 8 ranks, seen from rank 5, in which dp exists."""
+
+    def called():
+        with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            grid.create_pg("dp")
+            call(grid)
+
+    return called
+
+
+def after_destroy(grid):
+    grid.destroy()
+    grid.create_pg("tp")
+
+
+# (the call, the builtin that legacy code catches, the class of ours, the sentence)
+LAYOUT_CALLS = [
+    (
+        lambda: RankLayout([2, 4], ["tp"]),
+        ValueError,
+        errors.LayoutError,
+        "shape (2, 4) has 2 sizes, but dim_names ('tp',) has 1 names; give one name for each size",
+    ),
+    (
+        lambda: RankLayout([], []),
+        ValueError,
+        errors.LayoutError,
+        "a layout needs at least one dim, but shape and dim_names are empty",
+    ),
+    (
+        lambda: RankLayout([2, 0], ["tp", "dp"]),
+        ValueError,
+        errors.LayoutError,
+        "every size in shape (2, 0) must be at least 1, got 0",
+    ),
+    (
+        lambda: RankLayout([2, -4], ["tp", "dp"]),
+        ValueError,
+        errors.LayoutError,
+        "every size in shape (2, -4) must be at least 1, got -4",
+    ),
+    (
+        lambda: RankLayout([2, True], ["tp", "dp"]),
+        ValueError,
+        errors.LayoutError,
+        "every size in shape (2, True) must be an int, got True",
+    ),
+    (
+        lambda: RankLayout([2, 4.0], ["tp", "dp"]),
+        ValueError,
+        errors.LayoutError,
+        "every size in shape (2, 4.0) must be an int, got 4.0",
+    ),
+    (
+        lambda: RankLayout(8, ["tp"]),
+        ValueError,
+        errors.LayoutError,
+        "shape must be a sequence, got 8",
+    ),
+    (
+        lambda: RankLayout([2], "tp"),
+        ValueError,
+        errors.LayoutError,
+        "dim_names must be a sequence, got 'tp'",
+    ),
+    (
+        lambda: RankLayout([2], {"tp"}),
+        ValueError,
+        errors.LayoutError,
+        "dim_names must be a sequence, and a set has no order: {'tp'}",
+    ),
+    (
+        lambda: RankLayout([2, 4], ["tp", "tp"]),
+        ValueError,
+        errors.LayoutError,
+        "dim name 'tp' comes twice in ('tp', 'tp')",
+    ),
+    (
+        lambda: RankLayout([2, 4], ["tp", ""]),
+        ValueError,
+        errors.LayoutError,
+        "every dim name must be a non-empty string, got '' in ('tp', '')",
+    ),
+    (
+        lambda: RankLayout([2, 4], ["tp", 7]),
+        ValueError,
+        errors.LayoutError,
+        "every dim name must be a non-empty string, got 7 in ('tp', 7)",
+    ),
+    (
+        lambda: RankLayout([2], ["tp-cp"]),
+        ValueError,
+        errors.LayoutError,
+        "dim name 'tp-cp' must hold no white space and none of ',=+-', which the text forms use",
+    ),
+    (
+        lambda: RankLayout([2], ["tp"], -1),
+        ValueError,
+        errors.LayoutError,
+        "rank_offset must be non-negative, got -1",
+    ),
+    (
+        lambda: RankLayout([2], ["tp"], 1.5),
+        ValueError,
+        errors.LayoutError,
+        "rank_offset must be an int, got 1.5",
+    ),
+    (
+        lambda: RankLayout([2, 2], ["tp", "dp"], strides=[1, 1]),
+        ValueError,
+        errors.LayoutError,
+        "the stride of dim 'dp' must be at least 2, the extent of the dims before it, got 1",
+    ),
+    (
+        lambda: LAYOUT.groups("pp"),
+        ValueError,
+        errors.UnknownDimError,
+        "unknown dim 'pp'; this layout has dims ('tp', 'cp', 'dp')",
+    ),
+    (
+        lambda: LAYOUT.groups("tp", "tp"),
+        ValueError,
+        errors.LayoutError,
+        "dim 'tp' comes twice in dims ('tp', 'tp')",
+    ),
+    (
+        LAYOUT.groups,
+        ValueError,
+        errors.LayoutError,
+        "dims is empty; name at least one of ('tp', 'cp', 'dp')",
+    ),
+    (
+        lambda: LAYOUT.coords(8),
+        ValueError,
+        errors.RankOutsideError,
+        "rank 8 is not in layout tp=2,cp=2,dp=2, which holds ranks 0..7",
+    ),
+    (
+        lambda: LAYOUT.select(cp=1).coords(4),
+        ValueError,
+        errors.RankOutsideError,
+        "rank 4 is not in layout tp=2,dp=2, which holds ranks 2..7, with gaps (strides (1, 4))",
+    ),
+    (
+        lambda: LAYOUT.coords(1.0),
+        ValueError,
+        errors.RankOutsideError,
+        "a rank is an int, got 1.0",
+    ),
+    (
+        lambda: DP.of(8),
+        ValueError,
+        errors.RankOutsideError,
+        "rank 8 is in none of these groups: <4 groups of 2: (0, 4), (1, 5), ...>",
+    ),
+    (
+        lambda: LAYOUT.rank(tp=1),
+        ValueError,
+        errors.LayoutError,
+        "rank() needs a coordinate for every dim; ['cp', 'dp'] have none",
+    ),
+    (
+        lambda: LAYOUT.rank(tp=2, cp=0, dp=0),
+        ValueError,
+        errors.LayoutError,
+        "the coordinate of dim 'tp' must be in range(2), got 2",
+    ),
+    (
+        lambda: LAYOUT.split("dp", a=3, b=1),
+        ValueError,
+        errors.LayoutError,
+        (
+            "dim 'dp' of size 2 cannot be split into {'a': 3, 'b': 1}: the sizes must be ints that "
+            "multiply to 2, one of them perhaps -1"
+        ),
+    ),
+    (
+        lambda: LAYOUT.merge(["tp", "dp"], "x"),
+        ValueError,
+        errors.LayoutError,
+        (
+            "dims ('tp', 'dp') cannot be merged: they are not neighbours in ('tp', 'cp', 'dp'); "
+            "reorder() the layout first, which renumbers its ranks"
+        ),
+    ),
+    (
+        lambda: LAYOUT.select(cp=0).merge(["tp", "dp"], "x"),
+        ValueError,
+        errors.LayoutError,
+        (
+            "dims ('tp', 'dp') cannot be merged: their strides (1, 4) leave gaps; strides (1, 2) "
+            "would not"
+        ),
+    ),
+    (
+        lambda: DP.chunks(3),
+        ValueError,
+        errors.LayoutError,
+        "chunk size 3 does not divide the group size 2; use one of [1, 2]",
+    ),
+    (
+        lambda: DP.levels([2, 2]),
+        ValueError,
+        errors.LayoutError,
+        "level sizes 2 * 2 = 4, but each group has 2 members",
+    ),
+    (
+        lambda: DP.pick(lambda _: [])[0],
+        ValueError,
+        errors.LayoutError,
+        "pick() must name at least one rank, all from group 0 (0, 4); the function returned ()",
+    ),
+    (
+        lambda: DP.pick(lambda group: group[: 1 + group[0] % 2])[1],
+        ValueError,
+        errors.LayoutError,
+        (
+            "pick() must keep equally many ranks of every group, but it keeps 1 of group 0 and 2 "
+            "of group 1"
+        ),
+    ),
+    (
+        lambda: DP[4],
+        IndexError,
+        IndexError,
+        "group 4 is out of range; there are 4 groups",
+    ),
+    (
+        lambda: RankLayout.from_json("{}"),
+        ValueError,
+        errors.LayoutError,
+        (
+            "the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
+            "'rank_offset' and 'strides', got '{}'"
+        ),
+    ),
+]
+
+TEXT_CALLS = [
+    (
+        lambda: RankLayout.parse("tp=2,,dp"),
+        ValueError,
+        errors.NotationError,
+        "part 2 of 'tp=2,,dp' is empty; write it like 'tp=2,dp=4'",
+    ),
+    (
+        lambda: RankLayout.parse("tp=x"),
+        ValueError,
+        errors.NotationError,
+        (
+            "the size in 'tp=x' must be a positive integer, or -1 to infer it; write it like "
+            "'tp=2,dp=4'"
+        ),
+    ),
+    (
+        lambda: RankLayout.parse("tp=2,tp=2"),
+        ValueError,
+        errors.NotationError,
+        "dim 'tp' is given twice in 'tp=2,tp=2'",
+    ),
+    (
+        lambda: RankLayout.parse("tp=2,dp=-1"),
+        ValueError,
+        errors.NotationError,
+        "the size of dim 'dp' is open; give it, or give world_size=",
+    ),
+    (
+        lambda: RankLayout.parse("tp,dp=-1", world_size=8),
+        ValueError,
+        errors.NotationError,
+        "only one size can be inferred, but tp, dp are all open; give the sizes of all but one",
+    ),
+    (
+        lambda: RankLayout.parse("tp=3,dp=-1", world_size=8),
+        RuntimeError,
+        errors.WorldSizeError,
+        (
+            "tp=3 = 3 does not divide world_size 8, so no size of 'dp' fits; the nearest world "
+            "sizes that work are 6 and 9"
+        ),
+    ),
+    (
+        lambda: RankLayout.parse("tp=3,dp=2", world_size=8),
+        RuntimeError,
+        errors.WorldSizeError,
+        "tp=3 * dp=2 = 6 ranks, but world_size is 8; change a size, or leave one open with -1",
+    ),
+    (
+        lambda: RankLayout.from_order("tp-dp", tp=2, dp=2, cp=2),
+        ValueError,
+        errors.LayoutError,
+        "dim 'cp' has size 2, but order 'tp-dp' does not name it; add it to the order",
+    ),
+    (
+        lambda: RankLayout.from_order("tp--dp"),
+        ValueError,
+        errors.NotationError,
+        "name 1 of order 'tp--dp' is empty; write it like 'tp-cp-dp'",
+    ),
+    (
+        lambda: notation.parse_groups("tp,dp+"),
+        ValueError,
+        errors.NotationError,
+        "'dp+' has no dim name; write it like 'tp,dp+cp'",
+    ),
+]
+
+GRID_CALLS = [
+    (
+        lambda: grid([4, 4], ["tp", "dp"]),
+        RuntimeError,
+        errors.WorldSizeError,
+        (
+            "the grid tp=4 * dp=4 = 16 ranks at rank_offset 0 needs ranks up to 15, but the world "
+            "has 8 (ranks 0..7); make a size smaller, or start at least 16 ranks"
+        ),
+    ),
+    (
+        lambda: grid([4], ["tp"], 5),
+        RuntimeError,
+        errors.WorldSizeError,
+        (
+            "the grid tp=4 = 4 ranks at rank_offset 5 needs ranks up to 8, but the world has 8 "
+            "(ranks 0..7); make a size smaller, or start at least 9 ranks"
+        ),
+    ),
+    (
+        lambda: grid([4], ["tp"], cover="exact"),
+        RuntimeError,
+        errors.WorldSizeError,
+        (
+            "cover='exact', but the grid tp=4 = 4 ranks leaves 4 of the world's 8 ranks out; "
+            "change a size so that the sizes multiply to 8"
+        ),
+    ),
+    (
+        lambda: grid([8], ["tp"], cover="all"),
+        ValueError,
+        errors.GroupOptionsError,
+        "cover must be one of ['any', 'exact'], got 'all'",
+    ),
+    (
+        lambda: grid([8], ["tp"], creation="magic"),
+        ValueError,
+        errors.GroupOptionsError,
+        "creation must be one of ['auto', 'local', 'split', 'enumerate'], got 'magic'",
+    ),
+    (
+        lambda: grid([8], ["tp"], world_size=0),
+        ValueError,
+        errors.LayoutError,
+        "world_size must be at least 1, got 0",
+    ),
+    (
+        lambda: HyperCommGrid([8], ["tp"]),
+        RuntimeError,
+        errors.NotInitializedError,
+        (
+            "cannot tell the world size: torch.distributed is not initialised and the environment "
+            "has no WORLD_SIZE; call torch.distributed.init_process_group() first, start the "
+            "program with torchrun, or pass world_size="
+        ),
+    ),
+    (
+        lambda: grid([8], ["tp"]).create_pg("tp"),
+        RuntimeError,
+        errors.NotInitializedError,
+        (
+            "torch.distributed is not initialised, so the groups over tp cannot be created; call "
+            "torch.distributed.init_process_group() first, or start the program with torchrun"
+        ),
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("dp")),
+        KeyError,
+        errors.GroupExistsError,
+        (
+            "the process group over 'dp' has already been created; get it with get_pg('dp'), "
+            "create it once with ensure_pg, or create another over the same dims under a name of "
+            "its own, name=..."
+        ),
+    ),
+    (
+        in_a_world(lambda grid: grid.get_pg(["tp", "cp"])),
+        KeyError,
+        errors.GroupMissingError,
+        (
+            "the process group over ['tp', 'cp'] has not been created; call create_pg(['tp', "
+            "'cp']) first, on every rank of the grid; created so far: dp"
+        ),
+    ),
+    (
+        in_a_world(lambda grid: grid.get_pg("dp", name="twin")),
+        KeyError,
+        errors.GroupMissingError,
+        (
+            "the process group over 'dp', name='twin' has not been created; call create_pg('dp', "
+            "name='twin') first, on every rank of the grid; created so far: dp"
+        ),
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg([])),
+        ValueError,
+        errors.LayoutError,
+        "dims is empty; name at least one of ('tp', 'cp', 'dp')",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("dp-cp")),
+        ValueError,
+        errors.UnknownDimError,
+        "unknown dim 'dp-cp'; this layout has dims ('tp', 'cp', 'dp')",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg(7)),
+        ValueError,
+        errors.LayoutError,
+        "dims must be a sequence, got 7",
+    ),
+    (
+        in_a_world(after_destroy),
+        RuntimeError,
+        errors.GridDestroyedError,
+        "this grid (tp=2,cp=2,dp=2) was destroyed; build a new one",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("tp", timeout=30)),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be a datetime.timedelta, got 30; write timedelta(seconds=...)",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("tp", timeout=timedelta(0))),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be longer than 0, got 0:00:00",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("tp", backend="gloo", pg_options=7)),
+        ValueError,
+        errors.GroupOptionsError,
+        (
+            "pg_options 7 would be dropped: torch passes no options to backend 'gloo'; leave "
+            "pg_options out"
+        ),
+    ),
+    (
+        lambda: fake_world(8, rank=8).__enter__(),
+        ValueError,
+        errors.LayoutError,
+        "rank must be in range(8), got 8",
+    ),
+]
+
+
+# Each bad call gets its sentence, from a class of ours that legacy code can catch.
+@pytest.mark.parametrize(
+    ("call", "builtin", "ours", "sentence"), LAYOUT_CALLS + TEXT_CALLS + GRID_CALLS
+)
+def test_sentence(call, builtin, ours, sentence, monkeypatch):
+    for variable in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(builtin, match=f"^{re.escape(sentence)}$") as caught:
+        call()
+    assert type(caught.value) is ours
+
+
+# An unknown backend is refused with those that the installed torch knows.
+def test_unknown_backend():
+    known = c10d.known_backends()
+    sentence = f"unknown backend 'bogus'; this torch knows {known}"
+    for call in (
+        lambda: grid([8], ["tp"], backend="bogus"),
+        in_a_world(lambda grid: grid.create_pg("tp", backend="bogus")),
+    ):
+        with pytest.raises(errors.GroupOptionsError, match=f"^{re.escape(sentence)}$"):
+            call()
+
+
+# A fake world does not hide a world that exists.
+def test_fake_world_in_a_world():
+    with (
+        fake_world(8),
+        pytest.raises(errors.WorldSizeError, match="initialised already, with 8 ranks"),
+        fake_world(4),
+    ):
+        pass
+
+
+# Every error is one of the family, and pickles: it may come from another process.
+def test_family():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.HyperCommError)
+    assert str(errors.GroupMissingError("a sentence")) == "a sentence"  # not its repr
