@@ -103,6 +103,7 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=job.nprocs))
+        port = listener.getsockname()[1]
         stack.callback(_end, ranks)
         for number in range(job.nprocs):
             ours, theirs = context.Pipe()
@@ -113,7 +114,7 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
                     job,
                     number,
                     theirs,
-                    listener.getsockname()[1],
+                    port,
                     listener if number == 0 else None,
                     [InheritedFd(fd) for fd in (1, 2, dump.fileno())],
                 ),
@@ -122,6 +123,7 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
             )
             process.start()
             theirs.close()
+            listener.close()  # rank 0 has it now: if it dies, who calls must not be kept waiting
             ranks.append(_Rank(number, process, ours, dump))
         yield ranks
 

@@ -138,6 +138,16 @@ def cycles(count):
     return before, threads_and_files()
 
 
+def create_and_destroy_at_once(count):
+    """No communication in between: a member may be done while its peer is still connecting."""
+    for cycle in range(count):
+        with HyperCommGrid(
+            [2, 2], ["tp", "dp"], creation=("local", "enumerate")[cycle % 2]
+        ) as grid:
+            grid.create_pg("tp")
+    return count
+
+
 def shared_groups():
     """With share="identical", dp and dp+cp are one group where cp is 1, destroyed once."""
     before = registered()[0]
