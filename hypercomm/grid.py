@@ -444,10 +444,9 @@ class HyperCommGrid:
         )
 
     def _headline(self) -> str:
-        ranks = self.layout.ranks
         return (
-            f"HyperCommGrid({self.layout}): ranks {ranks[0]}..{ranks[-1]} of a world of "
-            f"{self._world_size}"
+            f"HyperCommGrid({self.layout}): ranks {self.rank_offset}..{self.layout.last_rank} of a "
+            f"world of {self._world_size}"
         )
 
     def _lines(self) -> list[str]:
@@ -482,7 +481,7 @@ def _check_world(layout: RankLayout, world_size: int, cover: str) -> None:
     factors = " * ".join(
         f"{name}={size}" for name, size in zip(layout.dim_names, layout.shape, strict=True)
     )
-    last = layout.ranks[-1]
+    last = layout.last_rank
     if last >= world_size:
         raise WorldSizeError(
             f"the grid {factors} = {layout.size} ranks at rank_offset {layout.rank_offset} needs "

@@ -209,8 +209,8 @@ LAYOUT_CALLS = [
         ValueError,
         errors.LayoutError,
         (
-            "dims ('tp', 'dp') cannot be merged: their strides (1, 4) leave gaps; strides (1, 2) "
-            "would not"
+            "dims ('tp', 'dp') cannot be merged: there are gaps between their ranks, with strides "
+            "(1, 4) over sizes (2, 2)"
         ),
     ),
     (

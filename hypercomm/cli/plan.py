@@ -108,7 +108,8 @@ def show(plan: PlanReport, *, as_json: bool) -> None:
     console.print(
         f"[bold]{plan['layout']}[/]: {plan['ranks']:,} ranks {plan['rank_offset']}..{last}; the "
         f"first dim varies fastest\n"
-        f"{plan['hosts']:,} hosts of {plan['gpus_per_node']}; rank {plan['rank']} is at {at}",
+        f"{plan['hosts']:,} host{'s' * (plan['hosts'] > 1)} of {plan['gpus_per_node']}; "
+        f"rank {plan['rank']} is at {at}",
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout.axes import Axis, coalesce, element, lattice
-from hypercomm.layout.checks import as_rank, as_tuple, positive
+from hypercomm.layout.checks import as_int, as_rank, as_tuple, positive
 from hypercomm.layout.sizes import divisors
+
+_SHOWN = 5
+"""Members of a group that its repr shows."""
 
 
 class RankGroups(ABC, Sequence[tuple[int, ...]]):
@@ -151,10 +154,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         return PickedGroups(self, function)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]
-        if isinstance(index, slice):
-            raise LayoutError(
-                "groups are not sliced; take one by index, or slice to_array() or list(groups)"
-            )
+        index = as_int(index, "the index of a group")
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"group {index} is out of range; there are {len(self)} groups")
@@ -164,9 +164,20 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         return map(tuple, self.to_array().tolist())
 
     def __repr__(self) -> str:
-        first = ", ".join(str(self[index]) for index in range(min(len(self), 2)))
+        first = ", ".join(self._shorten(index) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
         return f"<{len(self)} groups of {self.group_size}: {first}{more}>"
+
+    def _shorten(self, index: int) -> str:
+        """Write a group, leaving out the middle of a long one."""
+        size = self.group_size
+        if size <= _SHOWN:
+            return str(self[index])
+        first, last = (
+            self.members(index, range(_SHOWN - 1)),
+            self.members(index, range(size - 1, size)),
+        )
+        return f"({', '.join(map(str, first))}, ..., {last[0]})"
 
 
 @attrs.frozen(repr=False)
@@ -299,13 +310,7 @@ class PickedGroups(RankGroups):
         return index, picked.index(rank)
 
     def members(self, index: int, positions: range) -> tuple[int, ...]:
-        picked = self._pick(index)
-        if index and len(picked) != self.group_size:
-            raise LayoutError(
-                f"pick() must keep equally many ranks of every group, but it keeps "
-                f"{self.group_size} of group 0 and {len(picked)} of group {index}"
-            )
-        return picked[positions.start : positions.stop : positions.step]
+        return self._pick(index)[positions.start : positions.stop : positions.step]
 
     def to_array(self) -> NDArray[np.int64]:
         everyone = range(self.group_size)
@@ -314,10 +319,16 @@ class PickedGroups(RankGroups):
 
     def _pick(self, index: int) -> tuple[int, ...]:
         group = self.parent[index]
-        picked = tuple(sorted({as_rank(rank) for rank in self.function(group)}))
+        chosen = {as_int(rank, "what pick() keeps") for rank in self.function(group)}
+        picked = tuple(sorted(chosen))
         if not picked or not set(picked) <= set(group):
             raise LayoutError(
                 f"pick() must name at least one rank, all from group {index} {group}; "
                 f"the function returned {picked}"
+            )
+        if index and len(picked) != self.group_size:
+            raise LayoutError(
+                f"pick() must keep equally many ranks of every group, but it keeps "
+                f"{self.group_size} of group 0 and {len(picked)} of group {index}"
             )
         return picked

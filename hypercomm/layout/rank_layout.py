@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
 from hypercomm.layout import notation
-from hypercomm.layout.axes import Axis, lattice
+from hypercomm.layout.axes import Axis, coalesce, lattice
 from hypercomm.layout.checks import (
     as_int,
     as_names,
@@ -28,7 +28,7 @@ from hypercomm.layout.checks import (
     positive,
 )
 from hypercomm.layout.rank_groups import RankGroups, StridedGroups
-from hypercomm.layout.sizes import close_sizes, completions
+from hypercomm.layout.sizes import as_choices, close_sizes, completions
 
 
 def _dense_strides(layout: RankLayout) -> tuple[int, ...]:
@@ -84,14 +84,24 @@ class RankLayout:
             )
         if len(self.strides) != len(self.shape):
             raise LayoutError(f"strides {self.strides} need one stride for each of {self.shape}")
+        object.__setattr__(self, "strides", self._canonical_strides())
+
+    def _canonical_strides(self) -> tuple[int, ...]:
+        """Check that the dims are nested; a dim of size 1 steps nowhere, and gets the dense stride.
+
+        So layouts with the same ranks are equal.
+        """
+        strides = []
         extent = 1
         for name, size, stride in zip(self.dim_names, self.shape, self.strides, strict=True):
-            if stride < extent:
+            if size > 1 and stride < extent:
                 raise LayoutError(
                     f"the stride of dim {name!r} must be at least {extent}, the extent of the "
                     f"dims before it, got {stride}"
                 )
-            extent = size * stride
+            strides.append(stride if size > 1 else extent)
+            extent = size * strides[-1]
+        return tuple(strides)
 
     # ---- other ways to make one -------------------------------------------------------------
 
@@ -150,8 +160,6 @@ class RankLayout:
         marked = notation.OPEN in sizes.values()
         default = 1 if world_size is None or marked else notation.OPEN
         wanted = {name: sizes.get(name, default) for name in dict.fromkeys((*names, *sizes))}
-        for name, size in wanted.items():
-            as_int(size, f"the size of dim {name!r}")
         closed = close_sizes(wanted, world_size)
         return cls(tuple(closed.values()), tuple(closed), rank_offset)
 
@@ -177,10 +185,7 @@ class RankLayout:
         total = positive(world_size, "world_size")
         if not sizes:
             raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
-        choices = {
-            name: as_tuple(value, name) if isinstance(value, Iterable) else (value,)
-            for name, value in sizes.items()
-        }
+        choices = {name: as_choices(name, value) for name, value in sizes.items()}
         return [
             cls(shape, tuple(choices), rank_offset)
             for shape in completions(list(choices.values()), total)
@@ -226,6 +231,12 @@ class RankLayout:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
+
+    @property
+    def last_rank(self) -> int:
+        """The largest rank."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.rank_offset + sum((size - 1) * stride for size, stride in steps)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -419,13 +430,13 @@ class RankLayout:
                 f"dims {wanted} cannot be merged: they are not neighbours in {self.dim_names}; "
                 f"reorder() the layout first, which renumbers its ranks"
             )
-        size, stride = math.prod(self.shape[first:last]), self.strides[first]
-        dense = [stride * math.prod(self.shape[first:axis]) for axis in range(first, last)]
-        if list(self.strides[first:last]) != dense:
+        steps = coalesce(self._axes(wanted))
+        if len(steps) > 1:
             raise LayoutError(
-                f"dims {wanted} cannot be merged: their strides {self.strides[first:last]} leave "
-                f"gaps; strides {tuple(dense)} would not"
+                f"dims {wanted} cannot be merged: there are gaps between their ranks, with "
+                f"strides {self.strides[first:last]} over sizes {self.shape[first:last]}"
             )
+        size, stride = steps[0] if steps else (1, self.strides[first])
         return self._with_dims(first, last, (name,), (size,), (stride,))
 
     def rename(self, /, **names: str) -> RankLayout:
@@ -519,10 +530,11 @@ class RankLayout:
         return reversed_index[::-1]
 
     def _outside(self, rank: object) -> RankOutsideError:
-        ranks = self.ranks
-        gaps = "" if isinstance(ranks, range) else f", with gaps (strides {self.strides})"
+        dense = self.strides == _dense_strides(self)
+        gaps = "" if dense else f", with gaps (strides {self.strides})"
         return RankOutsideError(
-            f"rank {rank} is not in layout {self}, which holds ranks {ranks[0]}..{ranks[-1]}{gaps}"
+            f"rank {rank} is not in layout {self}, which holds ranks "
+            f"{self.rank_offset}..{self.last_rank}{gaps}"
         )
 
     def _origin(self, coords: Mapping[str, int]) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hypercomm.errors import NotationError, WorldSizeError
-from hypercomm.layout.checks import as_sizes, positive
+from hypercomm.layout.checks import as_int, as_tuple, positive
 from hypercomm.layout.notation import OPEN
 
 
@@ -22,6 +22,7 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, i
     >>> close_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}
     """
+    sizes = {name: as_size(name, size) for name, size in sizes.items()}
     open_names = [name for name, size in sizes.items() if size == OPEN]
     if len(open_names) > 1:
         raise NotationError(
@@ -33,7 +34,7 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, i
             raise NotationError(
                 f"the size of dim {open_names[0]!r} is open; give it, or give world_size="
             )
-        return dict(sizes)
+        return sizes
     positive(world_size, "world_size")
     known = math.prod(size for size in sizes.values() if size != OPEN)
     factors = " * ".join(f"{name}={size}" for name, size in sizes.items() if size != OPEN) or "1"
@@ -43,7 +44,7 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, i
                 f"{factors} = {known} ranks, but world_size is {world_size}; "
                 f"change a size, or leave one open with -1"
             )
-        return dict(sizes)
+        return sizes
     if world_size % known:
         raise WorldSizeError(
             f"{factors} = {known} does not divide world_size {world_size}, so no size of "
@@ -51,6 +52,20 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, i
             f"{nearest_multiples(world_size, known)}"
         )
     return {name: world_size // known if size == OPEN else size for name, size in sizes.items()}
+
+
+def as_size(name: str, size: object) -> int:
+    """Read the size of one dim, which may be open."""
+    what = f"the size of dim {name!r}"
+    return OPEN if as_int(size, what) == OPEN else positive(size, what)
+
+
+def as_choices(name: str, value: object) -> tuple[int, ...]:
+    """Read the size of one dim, or the sizes to choose from."""
+    choices = (
+        as_tuple(value, f"the sizes of dim {name!r}") if isinstance(value, Iterable) else (value,)
+    )
+    return tuple(as_size(name, size) for size in choices)
 
 
 def nearest_multiples(number: int, factor: int) -> str:
@@ -85,10 +100,7 @@ def completions(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[
             yield ()
         return
     first, *rest = choices
-    if OPEN in first:
-        candidates = divisors(total)
-    else:
-        candidates = sorted({size for size in as_sizes(first) if total % size == 0})
-    for size in candidates:
+    fitting = divisors(total)
+    for size in fitting if OPEN in first else sorted(set(first).intersection(fitting)):
         for others in completions(rest, total // size):
             yield (size, *others)

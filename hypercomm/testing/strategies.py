@@ -47,6 +47,8 @@ def layouts(
         'tp=1,cp=3'
     """
     max_dims = len(dim_names) if max_dims is None else max_dims
+    if len(set(dim_names)) != len(dim_names):
+        raise InvalidArgument(f"a layout cannot have a dim twice, as in dim_names={dim_names}")
     if not 1 <= min_dims <= max_dims <= len(dim_names):
         raise InvalidArgument(
             f"need 1 <= min_dims={min_dims} <= max_dims={max_dims} <= {len(dim_names)} dim_names"
