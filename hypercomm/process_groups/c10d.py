@@ -57,8 +57,12 @@ def _world_group() -> ProcessGroup:
 
 
 def default_backend() -> str:
-    """Return the backend that torch gives a group when none is named: that of WORLD."""
-    return str(_private()._world.pg_map[_world_group()][0])
+    """Return the backend that torch gives a group when none is named: that of WORLD.
+
+    Where WORLD was made without one, torch calls it "undefined"; its parts have names.
+    """
+    name = str(_private()._world.pg_map[_world_group()][0])
+    return dist.get_backend_config() if name == dist.Backend.UNDEFINED else name
 
 
 def single_backends(backend: str) -> list[str]:
