@@ -95,16 +95,25 @@ def world_timeout(backend: str) -> timedelta | None:
     None where torch does not tell: the fake backend has no options, and gloo shows its own only
     in recent versions.
     """
-    wanted = single_backends(backend)
-    first: timedelta | None = None
-    for device in _world_group()._device_types:
-        part = _world_group()._get_backend(device)
-        timeout = getattr(getattr(part, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            if part.name() in wanted:
-                return timeout
-            first = first or timeout
-    return first
+    timeouts = {
+        single: _timeout_of(_world_group()._get_backend(torch.device(device)))
+        for device, single in _world_parts().items()
+    }
+    wanted = [timeouts.get(single) for single in single_backends(backend)]
+    return next((timeout for timeout in [*wanted, *timeouts.values()] if timeout), None)
+
+
+def _timeout_of(part: Any) -> timedelta | None:
+    try:
+        return getattr(part.options, "_timeout", None)
+    except (AttributeError, RuntimeError):  # this version of torch does not show them
+        return None
+
+
+def _world_parts() -> dict[str, str]:
+    """Name the backend that WORLD runs on each device, by the name of the device."""
+    pairs = (part.split(":") for part in dist.get_backend_config().split(","))
+    return {device.strip(): single.strip() for device, single in pairs}
 
 
 def split_device() -> torch.device | None:
@@ -117,7 +126,7 @@ def split_device() -> torch.device | None:
 
 def device_backend(device: torch.device) -> str:
     """Return the name of the backend that WORLD runs on a device."""
-    return str(_world_group()._get_backend(device).name())
+    return _world_parts()[device.type]
 
 
 def new_group(
