@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +72,9 @@ def run_ranks(
     positive(nprocs, "nprocs")
     if not callable(function):
         raise LaunchError(f"function must be callable, got {function!r}")
+    if not timeout > 0:
+        raise LaunchError(f"timeout must be a number of seconds larger than 0, got {timeout!r}")
+    check_devices(backend, nprocs)
     job = RankJob(
         function=pickled(function, "function"),
         args=pickled(tuple(args), "args"),
@@ -83,6 +85,24 @@ def run_ranks(
     )
     with _started(job) as ranks:
         return _Conversation(ranks, timeout, on_message).results()
+
+
+def check_devices(backend: str, ranks: int) -> None:
+    """Refuse more ranks on this machine than it has GPUs, where the backend needs one for each.
+
+    Raises:
+        LaunchError: With both numbers.
+    """
+    if backend != "nccl":
+        return
+    import torch
+
+    devices = torch.cuda.device_count()
+    if ranks > devices:
+        raise LaunchError(
+            f"backend 'nccl' needs a GPU for each of {ranks} ranks, and this machine shows "
+            f"{devices}; use backend 'gloo', or fewer ranks"
+        )
 
 
 @attrs.frozen(eq=False)
@@ -102,28 +122,18 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
     _start_server(context)
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=job.nprocs))
-        port = listener.getsockname()[1]
         stack.callback(_end, ranks)
         for number in range(job.nprocs):
             ours, theirs = context.Pipe()
             dump = stack.enter_context(tempfile.TemporaryFile())
             process = context.Process(
                 target=serve,
-                args=(
-                    job,
-                    number,
-                    theirs,
-                    port,
-                    listener if number == 0 else None,
-                    [InheritedFd(fd) for fd in (1, 2, dump.fileno())],
-                ),
+                args=(job, number, theirs, [InheritedFd(fd) for fd in (1, 2, dump.fileno())]),
                 name=f"rank {number}",
                 daemon=True,
             )
             process.start()
             theirs.close()
-            listener.close()  # rank 0 has it now: if it dies, who calls must not be kept waiting
             ranks.append(_Rank(number, process, ours, dump))
         yield ranks
 
@@ -204,6 +214,9 @@ class _Conversation:
             return
         if kind == "message" and self.on_message is not None:
             self.on_message(rank.number, value)
+        elif kind == "port":
+            for other in self.ranks[1:]:
+                other.link.send_bytes(str(value).encode())
         elif kind == "returned":
             self.returned[rank.number] = value
         elif kind == "raised":

@@ -1,7 +1,8 @@
 """What one local rank does between its start and its end; `launch` is the other side.
 
-The rank and its parent talk over one pipe, in pickled pairs (kind, value): "message", "returned"
-and "raised" on the way up; a plain b"leave" on the way down, when every rank has returned.
+The rank and its parent talk over one pipe. On the way up go pickled pairs (kind, value): "port"
+from rank 0, then "message", and "returned" or "raised". On the way down go plain bytes: the port,
+to the other ranks, and b"leave" once every rank has returned.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
@@ -23,6 +25,8 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import LaunchError, NotInitializedError
+
+_LOOPBACK = "127.0.0.1"
 
 
 @attrs.frozen
@@ -71,12 +75,15 @@ class _Parent:
     """The way to the parent, if this process is a local rank."""
 
     link: connection.Connection | None = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def send(self, kind: str, value: object) -> None:
         if self.link is None:
             raise NotInitializedError("report() works only inside a rank that run_ranks() started")
         what = "what the function returned" if kind == "returned" else "what was reported"
-        self.link.send_bytes(pickled((kind, value), what))
+        message = pickled((kind, value), what)
+        with self._lock:
+            self.link.send_bytes(message)
 
 
 _parent = _Parent()
@@ -91,14 +98,7 @@ def report(value: object) -> None:
     _parent.send("message", value)
 
 
-def serve(
-    job: RankJob,
-    rank: int,
-    link: connection.Connection,
-    port: int,
-    listener: socket.socket | None,
-    fds: list[int],
-) -> None:
+def serve(job: RankJob, rank: int, link: connection.Connection, fds: list[int]) -> None:
     """Be one rank: join the job, run the function, say what came of it, wait for the others."""
     stdout, stderr, stack = fds
     os.dup2(stdout, 1)
@@ -106,30 +106,30 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     os.environ.clear()
-    os.environ.update(_environment(job, rank, port))
+    os.environ.update(_environment(job, rank))
     _parent.link = link
-    everyone_returned = threading.Event()
-    threading.Thread(target=_listen, args=(link, everyone_returned), daemon=True).start()
+    inbox: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_listen, args=(link, inbox), daemon=True).start()
     try:
-        _join_job(job, rank, port, listener)
+        _join_job(job, rank, inbox)
         value = pickle.loads(job.function)(*pickle.loads(job.args))  # noqa: S301 - from our parent
         _parent.send("returned", value)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         _parent.send("raised", (time.monotonic(), _describe(error)))
-    everyone_returned.wait()
+    inbox.get()  # every rank has returned
     sys.stdout.flush()
     _leave_job()
 
 
-def _listen(link: connection.Connection, everyone_returned: threading.Event) -> None:
-    try:
-        link.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is gone, and nobody would end this rank
-    everyone_returned.set()
+def _listen(link: connection.Connection, inbox: queue.Queue[bytes]) -> None:
+    while True:
+        try:
+            inbox.put(link.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone, and nobody would end this rank
 
 
-def _environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
+def _environment(job: RankJob, rank: int) -> dict[str, str]:
     """The parent's environment, what torchrun would set, and loopback for gloo."""
     interfaces = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
@@ -141,27 +141,26 @@ def _environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(job.nprocs),
         "LOCAL_WORLD_SIZE": str(job.nprocs),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": _LOOPBACK,
     }
 
 
-def _join_job(job: RankJob, rank: int, port: int, listener: socket.socket | None) -> None:
+def _join_job(job: RankJob, rank: int, inbox: queue.Queue[bytes]) -> None:
+    """Initialise torch.distributed on a port that rank 0 gets from the system and passes on."""
     import torch
     import torch.distributed as dist
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does: ranks share the processors
     if job.backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank)
+    port = 0 if rank == 0 else int(inbox.get())
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        port,
-        job.nprocs,
-        is_master=listener is not None,
-        master_listen_fd=None if listener is None else listener.detach(),
-        wait_for_workers=False,
+        _LOOPBACK, port, job.nprocs, is_master=rank == 0, wait_for_workers=False
     )
+    if rank == 0:
+        _parent.send("port", store.port)
+    os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group(
         job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
     )

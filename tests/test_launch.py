@@ -182,6 +182,12 @@ def test_a_caller_that_ends(tmp_path, number):
         (lambda: run_ranks(print, 2, args=(lambda: 1,)), LaunchError, "args must travel"),
         (lambda: run_ranks("print", 2), LaunchError, "function must be callable, got 'print'"),
         (lambda: run_ranks(print, 0), LayoutError, "nprocs must be at least 1, got 0"),
+        (lambda: run_ranks(print, 2, timeout=0), LaunchError, "seconds larger than 0, got 0"),
+        (
+            lambda: run_ranks(print, 999, backend="nccl"),
+            LaunchError,
+            r"a GPU for each of 999 ranks, and this machine shows \d+; use backend 'gloo'",
+        ),
         (lambda: run_ranks(print, 2.0), LayoutError, "nprocs must be an int, got 2.0"),
         (lambda: run_ranks(rank_functions.return_unpicklable, 2), RankFailedError, "returned must"),
         (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),

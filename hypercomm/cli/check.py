@@ -74,7 +74,7 @@ def _start(
     from hypercomm.launch import run_ranks
 
     if backend != "gloo":
-        _check_backend(backend)
+        _check_backend(backend, layout.size)
     with display:
         try:
             run_ranks(
@@ -98,10 +98,12 @@ def _local_probe(layout: RankLayout, dims: list[tuple[str, ...]], backend: str) 
     probe(layout, dims, backend, report)
 
 
-def _check_backend(backend: str) -> None:
+def _check_backend(backend: str, local_ranks: int) -> None:
+    from hypercomm.launch import check_devices
     from hypercomm.process_groups.options import check_backend  # loads torch
 
     check_backend(backend)
+    check_devices(backend, local_ranks)
 
 
 def _join(
@@ -119,9 +121,10 @@ def _join(
 
     from hypercomm.cli.probe import probe, quieten
 
-    _check_backend(backend)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _check_backend(backend, local_rank + 1)
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank)
     output = os.fdopen(os.dup(1), "w")
     quieten()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

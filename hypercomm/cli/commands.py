@@ -57,7 +57,11 @@ def plan(
 @_groups
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
 @click.option(
-    "--timeout", default=120.0, show_default=True, help="Seconds until a hanging check is ended."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds until a hanging check is ended.",
 )
 @_as_json
 def check(layout: str, wanted: str | None, backend: str, timeout: float, as_json: bool) -> int:
