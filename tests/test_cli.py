@@ -243,7 +243,7 @@ def test_plan_of_a_million_ranks():
         (("check", "tp=2", "--groups", "tp+tp"), "dim 'tp' comes twice"),
         (("check", "tp=2,cp=2", "--groups", "tp+cp,cp+tp"), "'cp+tp' come twice"),
         (("check", "tp=8,dp=64"), "needs 512 ranks, and at most 64 are started on one machine"),
-        (("check", "tp=2", "--backend", "nccl"), "backend 'nccl' is not available"),
+        (("check", "tp=2", "--backend", "nccl"), "backend 'nccl' "),  # not built in, or no GPU
         (("check", "tp=2", "--backend", "bogus"), "'bogus' is not one of"),
         (("check",), "Missing argument"),
         (("chekc",), "No such command"),

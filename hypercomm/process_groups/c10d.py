@@ -7,6 +7,7 @@ Checked against the sources of torch 2.6, 2.8 and 2.13.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
@@ -190,6 +191,16 @@ def destroy(group: ProcessGroup) -> None:
     dist.destroy_process_group(group)
     if not world.tags_to_pg.get(tag, True):
         del world.tags_to_pg[tag]  # torch leaves an empty list for every group that ever was
+
+
+def let_threads_finish() -> None:
+    """Let gloo's threads drop their last tensors before their groups go, where that can deadlock.
+
+    Before torch 2.8 a group joins its threads while it holds the interpreter lock, for which a
+    thread may be waiting to drop a tensor (pytorch pull request 154976).
+    """
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.8":
+        time.sleep(0.02)
 
 
 def fake_store() -> Any:

@@ -147,12 +147,15 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
     A member that died while it connected never says so, and is waited for a few seconds.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    for item in created:
-        if item.group is None or not c10d.is_registered(item.group):
+    members = [(item.group, item.connected) for item in created if item.group is not None]
+    if any(connected is not None for _, connected in members):
+        c10d.let_threads_finish()
+    for group, connected in members:
+        if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
-        if item.connected is not None:
-            _await_connected(item.connected, deadline - time.monotonic())
-        c10d.destroy(item.group)
+        if connected is not None:
+            _await_connected(connected, deadline - time.monotonic())
+        c10d.destroy(group)
 
 
 def _tell_connected(plan: GroupPlan, group: ProcessGroup | None) -> str | None:
