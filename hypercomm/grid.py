@@ -295,7 +295,8 @@ class HyperCommGrid:
                 f"get_pg({_call(key)}), create it once with ensure_pg, or create another over "
                 f"the same dims under a name of its own, name=..."
             )
-        given = GroupOptions(backend or self.backend, timeout, pg_options, group_desc)
+        backend = self.backend if backend is None else backend
+        given = GroupOptions(backend, timeout, pg_options, group_desc)
         return self._create(key, given, share)
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
@@ -337,7 +338,8 @@ class HyperCommGrid:
             GroupOptionsError: The options given differ from those of the first call.
         """
         key = self._key(dims, name)
-        given = GroupOptions(backend or self.backend, timeout, pg_options, group_desc)
+        backend = self.backend if backend is None else backend
+        given = GroupOptions(backend, timeout, pg_options, group_desc)
         if key not in self._entries:
             return self._create(key, given, share)
         first = self._entries[key].given
@@ -473,7 +475,7 @@ class HyperCommGrid:
 
 
 def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise GroupOptionsError(f"{argument} must be one of {list(choices)}, got {value!r}")
 
 

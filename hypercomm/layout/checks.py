@@ -29,9 +29,10 @@ def positive(value: object, what: str) -> int:
 
 def as_tuple(value: object, what: str) -> tuple[Any, ...]:
     """Read an iterable of names or sizes; a lone string or a mapping is a mistake."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise LayoutError(f"{what} must be a sequence, got {value!r}")
-    return tuple(value)
+    lone = isinstance(value, (str, bytes, Mapping)) or getattr(value, "shape", None) == ()
+    if isinstance(value, Iterable) and not lone:  # numpy's scalars look iterable
+        return tuple(value)
+    raise LayoutError(f"{what} must be a sequence, got {value!r}")
 
 
 def as_ordered(value: object, what: str) -> tuple[Any, ...]:

@@ -151,6 +151,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> list(pp.pick(lambda group: (group[0], group[-1])))
             [(0, 4), (1, 5)]
         """
+        if not callable(function):
+            raise LayoutError(f"pick() takes a function of a group, got {function!r}")
         return PickedGroups(self, function)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]
@@ -319,8 +321,8 @@ class PickedGroups(RankGroups):
 
     def _pick(self, index: int) -> tuple[int, ...]:
         group = self.parent[index]
-        chosen = {as_int(rank, "what pick() keeps") for rank in self.function(group)}
-        picked = tuple(sorted(chosen))
+        chosen = as_tuple(self.function(group), "what pick() keeps")
+        picked = tuple(sorted({as_int(rank, "what pick() keeps") for rank in chosen}))
         if not picked or not set(picked) <= set(group):
             raise LayoutError(
                 f"pick() must name at least one rank, all from group {index} {group}; "

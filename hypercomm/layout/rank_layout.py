@@ -28,11 +28,15 @@ from hypercomm.layout.checks import (
     positive,
 )
 from hypercomm.layout.rank_groups import RankGroups, StridedGroups
-from hypercomm.layout.sizes import as_choices, close_sizes, completions
+from hypercomm.layout.sizes import as_choices, as_size, close_sizes, completions
 
 
 def _dense_strides(layout: RankLayout) -> tuple[int, ...]:
     return tuple(math.prod(layout.shape[:axis]) for axis in range(len(layout.shape)))
+
+
+_LARGEST_WORLD = 2**31 - 1
+"""torch numbers ranks with a C int; the sizes that fill a larger world are not worth a search."""
 
 
 @attrs.frozen
@@ -151,6 +155,7 @@ class RankLayout:
             'tp=2,cp=1,ep=1,dp=2,pp=4'
         """
         names = notation.parse_order(order)
+        sizes = {name: as_size(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
             if name not in names and size != 1:
                 raise LayoutError(
@@ -183,6 +188,8 @@ class RankLayout:
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
         total = positive(world_size, "world_size")
+        if total > _LARGEST_WORLD:
+            raise LayoutError(f"world_size must be at most {_LARGEST_WORLD:,}, got {total}")
         if not sizes:
             raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
         choices = {name: as_choices(name, value) for name, value in sizes.items()}
