@@ -24,7 +24,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_rank, positive
-from hypercomm.process_groups import world
+from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.creation import (
     STRATEGIES,
     CreatedGroup,
@@ -62,6 +62,7 @@ class _Entry:
     created: CreatedGroup
     given: GroupOptions
     resolved: GroupOptions
+    share: str
 
 
 class HyperCommGrid:
@@ -75,7 +76,7 @@ class HyperCommGrid:
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank, where the grid does not begin at rank 0.
         backend: Backend of the groups; default: that of WORLD.
-        name: Told apart from other grids of the same shape; every rank must give the same one.
+        name: Tells this grid apart from others of its shape; every rank must give the same one.
         cover: "exact" refuses a grid that leaves ranks of the world out.
         creation: How groups are created. "local": each rank creates only its own; "split": each
             rank splits WORLD once, where WORLD is bound to a device; "enumerate": every rank
@@ -158,8 +159,8 @@ class HyperCommGrid:
         _check_choice("creation", creation, ("auto", *STRATEGIES))
         _check_choice("share", share, ("never", "identical"))
         check_backend(backend)
-        if name is not None and not isinstance(name, str):
-            raise LayoutError(f"name must be a string, got {name!r}")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
         if world_size is not None:
             positive(world_size, "world_size")
         self._world_size = world.world_size(world_size)
@@ -169,7 +170,8 @@ class HyperCommGrid:
         self.name = name
         self._creation = creation
         self._share = share
-        self._identity: str | None = None
+        self._identity: tuple[str, str] | None = None
+        self._failures: dict[GroupKey, int] = {}
         self._entries: dict[GroupKey, _Entry] = {}
         self._destroyed = False
 
@@ -297,7 +299,7 @@ class HyperCommGrid:
             )
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
-        return self._create(key, given, share)
+        return self._create(key, given, self._check_share(share))
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
         """Look up a process group that was created before; never communicates.
@@ -340,8 +342,9 @@ class HyperCommGrid:
         key = self._key(dims, name)
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
+        shared = self._check_share(share)
         if key not in self._entries:
-            return self._create(key, given, share)
+            return self._create(key, given, shared)
         first = self._entries[key].given
         if given != first:
             raise GroupOptionsError(
@@ -372,10 +375,13 @@ class HyperCommGrid:
     ) -> None:
         self.destroy()
 
-    def _create(self, key: GroupKey, given: GroupOptions, share: str | None) -> ProcessGroup | None:
-        """Check everything, then create or share, then file the group."""
+    def _check_share(self, share: str | None) -> str:
         share = self._share if share is None else share
         _check_choice("share", share, ("never", "identical"))
+        return share
+
+    def _create(self, key: GroupKey, given: GroupOptions, share: str) -> ProcessGroup | None:
+        """Check everything, then create or share, then file the group."""
         given.check()
         choice = choose(self._creation, given.backend)
         live = dist.is_initialized()
@@ -386,20 +392,30 @@ class HyperCommGrid:
         if twin is not None:
             created = twin.created
         else:
-            name = f"{self._claim_identity()}/{key}" if live else str(key)
-            plan = GroupPlan(name, self.layout.groups(*key.dims), resolved)
-            created = create(plan, choice.strategy)
-        self._entries[key] = _Entry(created, given, resolved)
+            name = self._plan_name(key) if live else str(key)
+            plan = GroupPlan(name, self.layout, self.layout.groups(*key.dims), resolved)
+            try:
+                created = create(plan, choice.strategy)
+            except BaseException:
+                self._failures[key] = self._failures.get(key, 0) + 1
+                raise
+        self._entries[key] = _Entry(created, given, resolved, share)
         return created.group
 
-    def _claim_identity(self) -> str:
-        """The name that all ranks know this grid by; claimed when its first group is created."""
-        if self._identity is None:
+    def _plan_name(self, key: GroupKey) -> str:
+        """The name that all ranks know the groups of a key by.
+
+        The grid's part is claimed when its first group is created. A creation that failed is
+        tried again under another name: the store still holds what the failed one left.
+        """
+        store = c10d.store_identity()
+        if self._identity is None or self._identity[0] != store:
             kind = f"{self.layout.to_json()} {self.name!r}"
             fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
             label = f".{self.name}" if self.name else ""
-            self._identity = grid_names.claim(f"hypercomm/{fingerprint}{label}")
-        return self._identity
+            self._identity = store, grid_names.claim(f"hypercomm/{fingerprint}{label}", store)
+        failures = self._failures.get(key, 0)
+        return f"{self._identity[1]}/{key}" + (f"#{failures}" if failures else "")
 
     def _twin(self, key: GroupKey, given: GroupOptions, resolved: GroupOptions) -> _Entry | None:
         """Find a group that can serve a second key.
@@ -409,7 +425,7 @@ class HyperCommGrid:
         """
         for other, entry in self._entries.items():
             same_ranks = self._long_dims(other) == self._long_dims(key)
-            if same_ranks and _same_options(entry, given, resolved):
+            if entry.share == "identical" and same_ranks and _same_options(entry, given, resolved):
                 return entry
         return None
 

@@ -115,4 +115,4 @@ def _check_name(name: str, part: str, example: str) -> None:
 
 
 def _integer(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"-?[0-9]+", text) else None
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None

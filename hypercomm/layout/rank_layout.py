@@ -21,6 +21,7 @@ from hypercomm.layout.checks import (
     as_int,
     as_names,
     as_offset,
+    as_ordered,
     as_rank,
     as_sizes,
     as_strides,
@@ -35,8 +36,8 @@ def _dense_strides(layout: RankLayout) -> tuple[int, ...]:
     return tuple(math.prod(layout.shape[:axis]) for axis in range(len(layout.shape)))
 
 
-_LARGEST_WORLD = 2**31 - 1
-"""torch numbers ranks with a C int; the sizes that fill a larger world are not worth a search."""
+_LARGEST_RANK = 2**31 - 1
+"""torch numbers ranks with a C int."""
 
 
 @attrs.frozen
@@ -89,6 +90,11 @@ class RankLayout:
         if len(self.strides) != len(self.shape):
             raise LayoutError(f"strides {self.strides} need one stride for each of {self.shape}")
         object.__setattr__(self, "strides", self._canonical_strides())
+        if self.last_rank > _LARGEST_RANK:
+            raise LayoutError(
+                f"{self} at rank_offset {self.rank_offset} needs ranks up to {self.last_rank}; "
+                f"torch numbers them up to {_LARGEST_RANK}"
+            )
 
     def _canonical_strides(self) -> tuple[int, ...]:
         """Check that the dims are nested; a dim of size 1 steps nowhere, and gets the dense stride.
@@ -188,8 +194,8 @@ class RankLayout:
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
         total = positive(world_size, "world_size")
-        if total > _LARGEST_WORLD:
-            raise LayoutError(f"world_size must be at most {_LARGEST_WORLD:,}, got {total}")
+        if total > _LARGEST_RANK:
+            raise LayoutError(f"world_size must be at most {_LARGEST_RANK}, got {total}")
         if not sizes:
             raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
         choices = {name: as_choices(name, value) for name, value in sizes.items()}
@@ -207,7 +213,7 @@ class RankLayout:
         """
         try:
             fields = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
         known = {"shape", "dim_names", "rank_offset", "strides"}
         if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
@@ -387,7 +393,7 @@ class RankLayout:
             >>> layout.enumerate_ranks(["a", "b"]).tolist()
             [[0, 2, 1, 3], [4, 6, 5, 7]]
         """
-        inner = self._check_dims(dims)
+        inner = self._check_dims(dims if isinstance(dims, str) else as_ordered(dims, "dims"))
         outer = [name for name in self.dim_names if name not in inner]
         bases = self.rank_offset + lattice(self._axes(outer))
         return bases[:, None] + lattice(self._axes(reversed(inner)))[None, :]

@@ -8,6 +8,7 @@ Checked against the sources of torch 2.6, 2.8 and 2.13.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
@@ -162,6 +163,14 @@ def new_group(
     )
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
+
+
+def store_identity() -> str:
+    """Return a word that all ranks of this job's store share, and that no other store has."""
+    if "fake" in single_backends(default_backend()):
+        return ""  # a fake world has no store
+    found: bytes = store().compare_set("hypercomm/store", "", uuid.uuid4().hex)
+    return found.decode()
 
 
 def store() -> Any:

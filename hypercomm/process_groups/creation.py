@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, NotInitializedError
-from hypercomm.layout import RankGroups
+from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import GroupOptions
 
@@ -46,6 +46,7 @@ class GroupPlan:
     """What to create: the groups of some dims, their common name and their options."""
 
     name: str
+    layout: RankLayout
     groups: RankGroups
     options: GroupOptions
 
@@ -62,16 +63,16 @@ class CreatedGroup:
 class GridNames:
     """Tells grids of the same kind apart: the first is 0, the next is 1, on every rank alike.
 
-    A name is never used twice in the life of a process, because the store may still hold what
-    an earlier group of that name left there.
+    The count is kept for each store: a process that takes part in a new job counts from 0 like
+    those that are new with it, and a store that serves several worlds never sees a name twice.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, itertools.count[int]] = {}
+        self._counts: dict[tuple[str, str], itertools.count[int]] = {}
 
-    def claim(self, kind: str) -> str:
-        """Return a new name for a grid of this kind."""
-        return f"{kind}/{next(self._counts.setdefault(kind, itertools.count()))}"
+    def claim(self, kind: str, store: str) -> str:
+        """Return a new name for a grid of this kind, in the job that has this store."""
+        return f"{kind}/{next(self._counts.setdefault((store, kind), itertools.count()))}"
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -97,6 +98,7 @@ def choose(creation: str, backend: str | None) -> Choice:
         CreationError: The strategy asked for cannot work here; says why, and which would.
     """
     if not dist.is_initialized():
+        logger.warning("creating groups by enumeration: torch.distributed is not initialised")
         return Choice("enumerate", "torch.distributed is not initialised")
     backend = (backend or c10d.default_backend()).lower()
     obstacles = {name: obstacle(backend) for name, (obstacle, _) in STRATEGIES.items()}
@@ -126,19 +128,33 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
     """Create the group of the calling rank, and leave torch as it was if that fails."""
     before = c10d.registered()
     try:
+        _tell_here(plan)
         group = STRATEGIES[strategy][1](plan)
         return CreatedGroup(group, _tell_connected(plan, group))
-    except BaseException:
-        for group in c10d.registered() - before:
-            c10d.destroy(group)
+    except BaseException as error:
+        for leftover in c10d.registered() - before:
+            c10d.destroy(leftover)
         c10d.forget_non_members()
-        if not dist.is_initialized():
-            raise NotInitializedError(
-                f"torch.distributed is not initialised, so the groups over {plan.name} cannot be "
-                f"created; call "
-                f"torch.distributed.init_process_group() first, or start the program with torchrun"
-            ) from None
+        if isinstance(error, (RuntimeError, ValueError)):
+            _explain(plan, error)
         raise
+
+
+def _explain(plan: GroupPlan, error: Exception) -> None:
+    """Raise an error of ours where we know better than torch what went wrong."""
+    if not dist.is_initialized():
+        raise NotInitializedError(
+            f"torch.distributed is not initialised, so the groups over {plan.name} cannot be "
+            f"created; call torch.distributed.init_process_group() first, or start the program "
+            f"with torchrun"
+        ) from error
+    absent = _absent(plan)
+    if absent:
+        raise CreationError(
+            f"the group {plan.name} of ranks {plan.groups.of(dist.get_rank())} was not created "
+            f"within {plan.options.timeout}: {', '.join(absent)} did not come; every rank of the "
+            f"grid must create it, in the same order"
+        ) from error
 
 
 def destroy(created: Iterable[CreatedGroup]) -> None:
@@ -150,17 +166,52 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
     members = [(item.group, item.connected) for item in created if item.group is not None]
     if any(connected is not None for _, connected in members):
         c10d.let_threads_finish()
+    errors = []
     for group, connected in members:
         if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
         if connected is not None:
             _await_connected(connected, deadline - time.monotonic())
-        c10d.destroy(group)
+        try:
+            c10d.destroy(group)
+        except Exception as error:  # noqa: BLE001 - the other groups must go too
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _connects(plan: GroupPlan) -> bool:
+    """Tell whether the members of the caller's group meet while it is created: gloo's do."""
+    if not dist.is_initialized() or plan.options.backend is None:
+        return False
+    gloo = "gloo" in c10d.single_backends(plan.options.backend)
+    return gloo and plan.groups.has_member(dist.get_rank())
+
+
+def _here(plan: GroupPlan, rank: int) -> str:
+    return f"{plan.name}/{plan.groups.index_of(rank)}/here/{rank}"
+
+
+def _tell_here(plan: GroupPlan) -> None:
+    if _connects(plan):
+        c10d.store().set(_here(plan, dist.get_rank()), "1")
+
+
+def _absent(plan: GroupPlan) -> list[str]:
+    """Name the members of the caller's group that never began to create it, with coordinates."""
+    if not _connects(plan):
+        return []
+    store = c10d.store()
+    absent = []
+    for rank in plan.groups.of(dist.get_rank()):
+        if not store.check([_here(plan, rank)]):
+            at = ", ".join(f"{dim}={index}" for dim, index in plan.layout.coords(rank).items())
+            absent.append(f"rank {rank} ({at})")
+    return absent
 
 
 def _tell_connected(plan: GroupPlan, group: ProcessGroup | None) -> str | None:
-    backend = plan.options.backend
-    if group is None or backend is None or "gloo" not in c10d.single_backends(backend):
+    if group is None or not _connects(plan):
         return None
     index, size = plan.groups.index_of(dist.get_rank()), plan.groups.group_size
     key = f"{plan.name}/{index}/connected"
@@ -215,8 +266,8 @@ def _why_not_split(backend: str) -> str | None:
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
     bound = c10d.device_backend(device)
-    if c10d.single_backends(backend) != [bound] and backend != c10d.default_backend():
-        return f"WORLD is bound to {device} with {bound!r}, and a split keeps the backend"
+    if not [bound] == c10d.single_backends(backend) == c10d.single_backends(c10d.default_backend()):
+        return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     return None
 
 

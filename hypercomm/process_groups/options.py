@@ -65,10 +65,17 @@ class GroupOptions:
                 f"pg_options {self.pg_options!r} would be dropped: torch passes no options to "
                 f"backend {backend!r}; leave pg_options out"
             )
-        timeout = self.timeout or c10d.world_timeout(backend)
-        return GroupOptions(
-            backend, timeout, _with_timeout(self.pg_options, timeout), self.group_desc or group_desc
-        )
+        own = _own_timeout(self.pg_options)
+        timeout = self.timeout or own or c10d.world_timeout(backend)
+        if own is not None and own != timeout:
+            raise GroupOptionsError(
+                f"timeout={timeout} differs from the {own} that pg_options hold, which torch would "
+                f"drop; give one of them"
+            )
+        pg_options = _with_timeout(self.pg_options, timeout)
+        if c10d.default_backend() == "fake" != backend:
+            backend, pg_options = "fake", None  # there is nobody to connect to in a fake world
+        return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc)
 
 
 def check_backend(backend: str | None) -> None:
@@ -92,14 +99,30 @@ def check_backend(backend: str | None) -> None:
             )
 
 
+def _own_timeout(pg_options: Any) -> timedelta | None:
+    """Return the timeout that a caller has set in backend options, if it is not their default."""
+    own = getattr(pg_options, "_timeout", None)
+    if own is None:
+        return None
+    try:
+        default = type(pg_options)()._timeout
+    except (TypeError, AttributeError):  # options that need arguments do not tell their default
+        return None
+    return None if own == default else own
+
+
 def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
     """Copy backend options that hold a timeout, with the one that torch will use anyway.
 
     torch writes the timeout, the ranks and the name of the group into the object that it is
-    given; a copy lets a caller use one object for several groups.
+    given; a copy lets a caller use one object for several groups. Before torch 2.8 they cannot
+    be copied.
     """
     if timeout is None or not hasattr(pg_options, "_timeout"):
         return pg_options
-    options = copy.deepcopy(pg_options)
+    try:
+        options = copy.deepcopy(pg_options)
+    except TypeError:
+        return pg_options
     options._timeout = timeout
     return options

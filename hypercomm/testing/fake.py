@@ -20,6 +20,7 @@ def fake_world(
 ) -> Iterator[None]:
     """Make torch.distributed believe that this process is one rank of a large job.
 
+    A grid's groups in it are all fake, whatever backend they ask for.
     Collectives on the fake backend return at once and move nothing: a fake world proves which
     groups a rank is a member of, never that ranks can communicate. On leaving, the fake job and
     every group in it are gone.
