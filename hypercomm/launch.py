@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from typing import IO, Any, TypeVar
 
@@ -27,6 +27,9 @@ from hypercomm.local_rank import InheritedFd, RankJob, pickled, report, serve
 __all__ = ["report", "run_ranks"]
 
 T = TypeVar("T")
+
+_LONGEST_S = 1e6
+"""No wait is longer: the system counts milliseconds in a C int."""
 
 _GRACE_S = 0.3
 """After one rank fails, how long to wait for an earlier failure to be heard of."""
@@ -72,8 +75,12 @@ def run_ranks(
     positive(nprocs, "nprocs")
     if not callable(function):
         raise LaunchError(f"function must be callable, got {function!r}")
-    if not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise LaunchError(f"timeout must be a number of seconds larger than 0, got {timeout!r}")
+    if group_timeout is not None and not isinstance(group_timeout, timedelta):
+        raise LaunchError(f"group_timeout must be a datetime.timedelta, got {group_timeout!r}")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise LaunchError(f"args must be a sequence of arguments, got {args!r}")
     check_devices(backend, nprocs)
     job = RankJob(
         function=pickled(function, "function"),
@@ -110,6 +117,7 @@ class _Rank:
     """A started rank, as its parent sees it."""
 
     number: int
+    pid: int
     process: ForkServerProcess
     link: connection.Connection
     stack: IO[bytes]
@@ -119,7 +127,7 @@ class _Rank:
 def _started(job: RankJob) -> Iterator[list[_Rank]]:
     """Start the ranks of a job; on leaving, all of them are gone."""
     context = multiprocessing.get_context("forkserver")
-    _start_server(context)
+    context.set_forkserver_preload(["hypercomm.preload"])
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, ranks)
@@ -134,32 +142,15 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
             )
             process.start()
             theirs.close()
-            ranks.append(_Rank(number, process, ours, dump))
+            ranks.append(_Rank(number, _pid(process), process, ours, dump))
         yield ranks
-
-
-def _start_server(context: multiprocessing.context.ForkServerContext) -> None:
-    """Start the fork server, or find it running, with torch loaded and one thread only.
-
-    Forking is safe from a process with a single thread, and numerical libraries would start
-    more when they are loaded.
-    """
-    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    before = {name: os.environ.get(name) for name in single}
-    context.set_forkserver_preload(["hypercomm.grid", "hypercomm.local_rank"])
-    os.environ.update(single)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         rank.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has ended, or had not begun to lead
+            os.killpg(rank.pid, signal.SIGKILL)  # what the rank started
     for rank in ranks:
         rank.process.join()
         rank.process.close()
@@ -177,7 +168,7 @@ class _Conversation:
     failed: list[tuple[float, int, str]] = attrs.field(factory=list)
 
     def results(self) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + min(self.timeout, _LONGEST_S)
         while len(self.returned) < len(self.ranks) and not self.failed:
             if not self._hear(deadline):
                 self._fail_unfinished()
@@ -188,7 +179,7 @@ class _Conversation:
             _, first, reason = min(self.failed)
             raise RankFailedError(first, reason)
         for rank in self.ranks:
-            rank.link.send_bytes(b"leave")
+            _send(rank, b"leave")
         for rank in self.ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
         return [self.returned[rank.number] for rank in self.ranks]
@@ -208,15 +199,20 @@ class _Conversation:
 
     def _take(self, rank: _Rank) -> None:
         try:
-            kind, value = pickle.loads(rank.link.recv_bytes())  # noqa: S301 - from our own child
-        except (EOFError, ConnectionError):
+            message = rank.link.recv_bytes()
+        except (EOFError, OSError):
             self._take_death(rank)
+            return
+        try:
+            kind, value = pickle.loads(message)  # noqa: S301 - from our own child
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            self.failed.append((0.0, rank.number, f"what it sent cannot be unpickled: {error!r}"))
             return
         if kind == "message" and self.on_message is not None:
             self.on_message(rank.number, value)
         elif kind == "port":
             for other in self.ranks[1:]:
-                other.link.send_bytes(str(value).encode())
+                _send(other, str(value).encode())
         elif kind == "returned":
             self.returned[rank.number] = value
         elif kind == "raised":
@@ -231,7 +227,8 @@ class _Conversation:
         """Fail the first rank that is late, and tell where each of them is."""
         late = [rank for rank in self.ranks if rank.number not in self.returned]
         for rank in late:
-            os.kill(rank.process.pid or 0, signal.SIGUSR1)  # makes it write down its stack
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)  # makes it write down its stack
         time.sleep(_GRACE_S)
         places: dict[str, list[int]] = {}
         for rank in late:
@@ -249,9 +246,23 @@ def _stack(rank: _Rank) -> str:
     return "\n".join(frames[: frames.index(own[0])] if own else frames) or "  (it does not answer)"
 
 
+def _pid(process: ForkServerProcess) -> int:
+    if process.pid is None:
+        raise LaunchError(f"{process.name} was not started")
+    return process.pid
+
+
+def _send(rank: _Rank, message: bytes) -> None:
+    with contextlib.suppress(OSError):  # it died, which is heard of in another way
+        rank.link.send_bytes(message)
+
+
 def _death(rank: _Rank) -> str:
     rank.process.join(5)
     code = rank.process.exitcode
     if code is not None and code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"its process ended with exit code {code} before the function returned"
+    return (
+        f"its process ended with exit code {code} before the function returned; what it said is on "
+        f"stderr. A script must call run_ranks() under if __name__ == '__main__':"
+    )

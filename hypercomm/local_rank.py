@@ -100,6 +100,7 @@ def report(value: object) -> None:
 
 def serve(job: RankJob, rank: int, link: connection.Connection, fds: list[int]) -> None:
     """Be one rank: join the job, run the function, say what came of it, wait for the others."""
+    os.setpgid(0, 0)  # so that what this rank starts ends with it
     stdout, stderr, stack = fds
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -126,7 +127,7 @@ def _listen(link: connection.Connection, inbox: queue.Queue[bytes]) -> None:
         try:
             inbox.put(link.recv_bytes())
         except (EOFError, OSError):
-            os._exit(1)  # the parent is gone, and nobody would end this rank
+            os.killpg(0, signal.SIGKILL)  # the parent is gone, and nobody would end this rank
 
 
 def _environment(job: RankJob, rank: int) -> dict[str, str]:
@@ -150,17 +151,27 @@ def _join_job(job: RankJob, rank: int, inbox: queue.Queue[bytes]) -> None:
     import torch
     import torch.distributed as dist
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does: ranks share the processors
+    # As torchrun does: ranks share the processors. torch was loaded with another environment.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
     if job.backend == "nccl":
         torch.cuda.set_device(rank)
-    port = 0 if rank == 0 else int(inbox.get())
+    listener = socket.create_server((_LOOPBACK, 0), backlog=job.nprocs) if rank == 0 else None
+    port = listener.getsockname()[1] if listener else int(inbox.get())
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        _LOOPBACK, port, job.nprocs, is_master=rank == 0, wait_for_workers=False
+        _LOOPBACK,
+        port,
+        job.nprocs,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        # A store that opens its own port listens on every interface; handing it one needs the
+        # older of torch's two servers.
+        master_listen_fd=listener.detach() if listener else None,
+        use_libuv=False,
     )
     if rank == 0:
-        _parent.send("port", store.port)
-    os.environ["MASTER_PORT"] = str(store.port)
+        _parent.send("port", port)
+    os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group(
         job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
     )

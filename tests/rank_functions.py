@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -234,8 +236,29 @@ def return_unpicklable():
 
 
 def print_something():
-    print(f"said by rank {dist.get_rank()}")
-    print("also on stderr", file=sys.stderr)
+    sys.stdout.write(f"said by rank {dist.get_rank()}\n")
+    sys.stderr.write("also on stderr\n")
+
+
+def start_something_and_fail():
+    """Leave a process behind, if nobody ends it."""
+    report(subprocess.Popen(["sleep", "600"]).pid)
+    dist.barrier()
+    raise ValueError("on purpose")
+
+
+def die_after_returning():
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return dist.get_rank()
+
+
+class CannotBeUnpickled:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def return_what_cannot_be_unpickled():
+    return CannotBeUnpickled()
 
 
 def check_with_a_broken_rank(layout, wanted, broken):

@@ -236,7 +236,7 @@ def test_plan_of_a_million_ranks():
         (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it"),
         (("plan", "tp=3,dp=-1", "--world-size", "8"), "tp=3 = 3 does not divide world_size 8"),
         (("plan", "tp=2", "--rank", "2"), "rank 2 is not in layout tp=2, which holds ranks 0..1"),
-        (("plan", "tp=2", "--gpus-per-node", "0"), "ranks_per_host must be at least 1, got 0"),
+        (("plan", "tp=2", "--gpus-per-node", "0"), "0 is not in the range x>=1"),
         (("plan", "tp=2", "--rank-offset", "-1"), "rank_offset must be non-negative, got -1"),
         (("check", "tp=2", "--groups", "tp,pp"), "unknown dim 'pp'; this layout has dims ('tp',)"),
         (("check", "tp=2", "--groups", "tp,,pp"), "part 2 of 'tp,,pp' is empty"),
@@ -245,6 +245,9 @@ def test_plan_of_a_million_ranks():
         (("check", "tp=8,dp=64"), "needs 512 ranks, and at most 64 are started on one machine"),
         (("check", "tp=2", "--backend", "nccl"), "backend 'nccl' "),  # not built in, or no GPU
         (("check", "tp=2", "--backend", "bogus"), "'bogus' is not one of"),
+        (("plan", "tp=99999999999"), "torch numbers them up to 2147483647"),
+        (("plan", "tp=2000000000"), "has 2,000,000,000 ranks; plan shows up to 16,777,216"),
+        (("check", "tp=2", "--timeout", "inf"), "is not in the range"),
         (("check",), "Missing argument"),
         (("chekc",), "No such command"),
     ],

@@ -25,7 +25,7 @@ FLOORS = [
     ("hypercomm.errors",),
     ("hypercomm.layout",),
     ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
-    ("hypercomm.grid",),
+    ("hypercomm.grid", "hypercomm.preload"),
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]

@@ -126,6 +126,24 @@ def test_a_rank_that_is_stopped():
     assert_gone(pids)
 
 
+# What a rank has started ends with it.
+def test_what_a_rank_started():
+    pids = []
+    with pytest.raises(RankFailedError, match="on purpose"):
+        run_ranks(
+            rank_functions.start_something_and_fail,
+            2,
+            on_message=lambda _, pid: pids.append(pid),
+        )
+    assert len(pids) == 2
+    assert_gone(pids)
+
+
+# A rank that ends after it has returned has returned.
+def test_a_rank_that_dies_after_returning():
+    assert run_ranks(rank_functions.die_after_returning, 2) == [0, 1]
+
+
 # After any failure the next job runs as if nothing had been.
 def test_after_a_failure():
     with pytest.raises(RankFailedError):
@@ -183,6 +201,14 @@ def test_a_caller_that_ends(tmp_path, number):
         (lambda: run_ranks("print", 2), LaunchError, "function must be callable, got 'print'"),
         (lambda: run_ranks(print, 0), LayoutError, "nprocs must be at least 1, got 0"),
         (lambda: run_ranks(print, 2, timeout=0), LaunchError, "seconds larger than 0, got 0"),
+        (lambda: run_ranks(print, 2, timeout="5"), LaunchError, "seconds larger than 0, got '5'"),
+        (lambda: run_ranks(print, 2, args="ab"), LaunchError, "sequence of arguments, got 'ab'"),
+        (lambda: run_ranks(print, 2, group_timeout=5), LaunchError, "a datetime.timedelta, got 5"),
+        (
+            lambda: run_ranks(rank_functions.return_what_cannot_be_unpickled, 2),
+            RankFailedError,
+            "cannot be unpickled: ValueError",
+        ),
         (
             lambda: run_ranks(print, 999, backend="nccl"),
             LaunchError,

@@ -27,7 +27,8 @@ def test_program(tmp_path):
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # buffered, so that a rank's lines are not torn by another's
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
     )
     assert done.returncode == 0, done.stderr
     for rank in range(8):

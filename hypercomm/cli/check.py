@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import attrs
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli.plan import combinations_of
-from hypercomm.errors import RankFailedError, WorldSizeError
+from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.layout import RankLayout
 
 if TYPE_CHECKING:
@@ -49,8 +51,7 @@ def run(
     # torch reads it when it is loaded: its own reports of a dead peer would drown ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
-    world_size = int(os.environ["WORLD_SIZE"]) if launched else None
-    layout = RankLayout.parse(text, world_size=world_size)
+    layout = RankLayout.parse(text, world_size=_launched_size() if launched else None)
     dims = [layout.order_dims(names) for names in wanted or combinations_of(layout)]
     display = _Display(layout, backend, dims, as_json)
     if launched:
@@ -61,6 +62,13 @@ def run(
             f"one machine; start it with torchrun on several, or look at it with 'hypercomm plan'"
         )
     return _start(layout, dims, backend, timeout, display)
+
+
+def _launched_size() -> int:
+    text = os.environ["WORLD_SIZE"]
+    if not text.isdecimal() or not int(text):
+        raise WorldSizeError(f"the environment's WORLD_SIZE must be a positive int, got {text!r}")
+    return int(text)
 
 
 def _start(
@@ -138,15 +146,16 @@ def _join(
                 display.hear(each)
 
     display.output = output
-    with display if rank == 0 else output:
+    with display if rank == 0 else contextlib.nullcontext():
         try:
             probe(layout, dims, backend, tell)
+        except HyperCommError:
+            raise
         except RuntimeError as error:  # a peer that died shows as torch's RuntimeError
-            reason = " ".join(str(error).split())
-            display.failed(RankFailedError(rank, reason))
+            display.saw(rank, " ".join(str(error).split()))
         else:
             dist.destroy_process_group()
-    return display.finish() if rank == 0 or display.error else 0
+    return display.finish() if rank == 0 or display.seen else 0
 
 
 @attrs.define
@@ -160,6 +169,7 @@ class _Display:
     output: Any = attrs.field(factory=lambda: sys.stdout)
     rows: list[Row] = attrs.field(factory=list)
     error: RankFailedError | None = None
+    seen: str = ""
     _started: float = attrs.field(factory=time.monotonic)
     _at: dict[int, list[str]] = attrs.field(factory=dict)
     _heard: dict[tuple[str, ...], list[Any]] = attrs.field(factory=dict)
@@ -190,17 +200,21 @@ class _Display:
         """Take in that a rank failed."""
         self.error = error
 
+    def saw(self, rank: int, reason: str) -> None:
+        """Take in what one rank of a launched job saw, when it may be another that failed."""
+        self.seen = f"rank {rank} saw a failure, its own or a peer's: {reason}"
+
     def finish(self) -> int:
         """Print the result and return the exit code."""
         wrong = [line for row in self.rows for line in row["wrong"]]
-        ok = not wrong and self.error is None and len(self.rows) == len(self.dims)
+        ok = not wrong and not (self.error or self.seen) and len(self.rows) == len(self.dims)
         if self.as_json:
             self._print_json(ok)
         else:
             self._print_table()
             console = Console(file=self.output, highlight=False, soft_wrap=True)
             for line in wrong[:_SHOWN_FAILURES]:
-                console.print(f"[red]wrong[/] {line}", markup=True)
+                console.print(f"[red]wrong[/] {escape(line)}", markup=True)
             if len(wrong) > _SHOWN_FAILURES:
                 console.print(f"... and {len(wrong) - _SHOWN_FAILURES} more")
             console.print(self._verdict(ok), markup=False)
@@ -252,6 +266,7 @@ class _Display:
             "seconds": time.monotonic() - self._started,
             "groups": self.rows,
             "failed": failed,
+            "seen": self.seen,
         }
         print(json.dumps(answer), file=self.output)
 
@@ -266,7 +281,7 @@ class _Display:
         for row in self.rows:
             bandwidth = row["bandwidth_bytes_per_s"]
             table.add_row(
-                "+".join(row["dims"]),
+                escape("+".join(row["dims"])),
                 f"{row['groups']} x {row['size']}",
                 f"{row['creation_s'] * 1e3:.1f} ms",
                 "-" if row["latency_s"] is None else f"{row['latency_s'] * 1e6:.0f} us",
@@ -282,6 +297,8 @@ class _Display:
                 f"{self.layout}: all-reduce, all-gather and broadcast are right over every group, "
                 f"on {self.layout.size} {self.backend} ranks, in {seconds}"
             )
+        if self.seen:
+            return f"failed after {len(self.rows)} of {len(self.dims)}: {self.seen}"
         if self.error is None:
             return f"{self.layout}: some results are wrong, see above"
         place = self._place(self.error.rank, self._at.get(self.error.rank))

@@ -28,7 +28,13 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
 @click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
 @_rank_offset
 @click.option("--rank", type=int, help="Show where this rank is, and its groups.")
-@click.option("--gpus-per-node", default=8, show_default=True, help="Ranks on each host.")
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Ranks on each host.",
+)
 @_groups
 @_as_json
 def plan(
@@ -58,7 +64,7 @@ def plan(
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, max=1e6, min_open=True),
     default=120.0,
     show_default=True,
     help="Seconds until a hanging check is ended.",

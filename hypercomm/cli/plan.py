@@ -9,13 +9,21 @@ from typing import TypedDict
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.placement import hosts_touched
 
 _EXAMPLE = 16
 """Ranks of an example group that a report holds, at most."""
+
+_MANY_DIMS = 6
+"""More dims than this have too many combinations to look at."""
+
+_MOST_RANKS = 2**24
+"""Ranks that are enumerated in a fraction of a second for each combination."""
 
 _PIPED_WIDTH = 120
 """Columns of the table where no terminal sets them."""
@@ -47,11 +55,12 @@ class PlanReport(TypedDict):
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
-    """List every combination of dims, dims of size 1 only alone: they add no ranks."""
+    """List every combination of dims, of many dims only the pairs; dims of size 1 add no ranks."""
     long = [name for name in layout.dim_names if layout.size_of(name) > 1]
+    most = len(long) if len(long) <= _MANY_DIMS else 2
     single = [(name,) for name in layout.dim_names]
     return single + list(
-        chain.from_iterable(combinations(long, count) for count in range(2, len(long) + 1))
+        chain.from_iterable(combinations(long, count) for count in range(2, most + 1))
     )
 
 
@@ -62,6 +71,8 @@ def report(
     rank: int | None,
 ) -> PlanReport:
     """Work out the plan; the example groups are those of `rank`, by default the smallest."""
+    if layout.size > _MOST_RANKS:
+        raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     rank = layout.rank_offset if rank is None else rank
     coords = layout.coords(rank)
     every_rank = layout.groups(*layout.dim_names)
@@ -106,10 +117,10 @@ def show(plan: PlanReport, *, as_json: bool) -> None:
     last = plan["rank_offset"] + plan["ranks"] - 1
     at = ", ".join(f"{dim}={index}" for dim, index in plan["coords"].items())
     console.print(
-        f"[bold]{plan['layout']}[/]: {plan['ranks']:,} ranks {plan['rank_offset']}..{last}; the "
-        f"first dim varies fastest\n"
+        f"[bold]{escape(plan['layout'])}[/]: {plan['ranks']:,} ranks "
+        f"{plan['rank_offset']}..{last}; the first dim varies fastest\n"
         f"{plan['hosts']:,} host{'s' * (plan['hosts'] > 1)} of {plan['gpus_per_node']}; "
-        f"rank {plan['rank']} is at {at}",
+        f"rank {plan['rank']} is at {escape(at)}",
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -119,7 +130,7 @@ def show(plan: PlanReport, *, as_json: bool) -> None:
     table.add_column(f"group of rank {plan['rank']}", no_wrap=True)
     for row in plan["groups"]:
         table.add_row(
-            "+".join(row["dims"]),
+            escape("+".join(row["dims"])),
             f"{row['groups']:,}",
             f"{row['size']:,}",
             " ".join(map(str, row["strides"])),
