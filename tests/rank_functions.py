@@ -179,6 +179,37 @@ def late_rank_times_out():
     return failed, waited, registered() == before, list(grid.pgs)
 
 
+def late_for_the_first_try(late):
+    """One rank comes too late for a creation; then all ranks try it again."""
+    grid, rank = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]), dist.get_rank()
+    if rank == late:
+        time.sleep(3)
+    said = None
+    try:
+        grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=1))
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    with grid:
+        return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
+
+
+def survivor_and_replacement(folder):
+    """Ranks 0 and 1 are a job; then 0, which has a past, and 2, which has none, are another."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    parts = {0: [("first", 0), ("second", 0)], 1: [("first", 1)], 2: [("second", 1)]}
+    sums = []
+    for job, number in parts[rank]:
+        store = dist.FileStore(f"{folder}/{job}", 2)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+        with HyperCommGrid([2], ["dp"]) as grid:
+            group = grid.create_pg("dp", timeout=timedelta(seconds=10))
+            sums.append(all_reduce_of(10**rank, group))
+        dist.destroy_process_group()
+    return sums
+
+
 def split_is_refused():
     grid = HyperCommGrid([2], ["dp"], creation="split")
     try:

@@ -161,6 +161,25 @@ def test_ctrl_c():
     assert_session_is_empty(process)
 
 
+# Ctrl-C while torch is still being loaded ends it as well, without a traceback from anywhere.
+@pytest.mark.parametrize("seconds", [0.4, 0.8])
+def test_ctrl_c_at_the_start(seconds):
+    with subprocess.Popen(
+        [sys.executable, "-m", "hypercomm", "check", "tp=2,cp=2,dp=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=RANK_FREE,
+        start_new_session=True,
+    ) as process:
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert_session_is_empty(process)
+
+
 # A killed rank ends the check within seconds: which rank, where it was, and in which group.
 def test_a_killed_rank():
     process = start_check("tp=2,cp=2,dp=2")

@@ -27,6 +27,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import GroupOptions
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
@@ -343,6 +344,61 @@ def test_sharing_compares_members():
             assert (groups[one] is groups[other]) == same
         longer = grid.create_pg("tp", name="longer", timeout=timedelta(seconds=3))
         assert longer is not groups["tp",]
+
+
+# share="never" holds for the first of two keys too.
+def test_a_group_that_is_not_to_be_shared():
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        first = grid.create_pg("dp", share="never")
+        assert grid.create_pg("dp", name="second", share="identical") is not first
+
+
+# When one group cannot be destroyed, the others are, and the error is raised at the end.
+def test_destroy_goes_on(monkeypatch):
+    with fake_world(4):
+        grid = HyperCommGrid([2, 2], ["tp", "dp"])
+        stubborn = grid.create_pg("tp")
+        others = [grid.create_pg("dp"), grid.create_pg(["tp", "dp"])]
+        honest = dist.destroy_process_group
+
+        def refuse_one(group=None):
+            if group is stubborn:
+                raise RuntimeError("not this one")
+            honest(group)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", refuse_one)
+            with pytest.raises(RuntimeError, match="not this one"):
+                grid.destroy()
+        assert not registered()[0].intersection(others)
+
+
+class Options:
+    """Backend options with a timeout, as NCCL's are, that cannot be copied, as before torch 2.8."""
+
+    def __init__(self):
+        self._timeout = timedelta(minutes=10)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle")
+
+
+# A timeout that a caller has put into backend options counts, and cannot contradict another.
+def test_timeout_in_options(monkeypatch):
+    monkeypatch.setattr(c10d, "takes_options", lambda _backend: True)
+    with fake_world(4, timeout=timedelta(seconds=7)):
+        assert GroupOptions(pg_options=Options()).resolve("dp").timeout is None  # fake: unknown
+        own = Options()
+        own._timeout = timedelta(seconds=3)
+        assert GroupOptions(pg_options=own).resolve("dp").timeout == timedelta(seconds=3)
+        with pytest.raises(GroupOptionsError, match="differs from the 0:00:03 that pg_options"):
+            GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp")
+
+
+# A fake world has nobody to connect to, so a gloo twin in it is fake as well.
+def test_a_twin_in_a_fake_world():
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        assert grid.create_pg("dp", name="gloo", backend="gloo").size() == 4
 
 
 # What a person sees: the layout, where this rank is, and the groups; the same in a notebook.

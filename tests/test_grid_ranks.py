@@ -124,6 +124,25 @@ def test_a_creation_that_times_out_leaves_nothing():
     assert absent[0] is None
 
 
+# Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
+# all, succeeds under a name that the failed one has left nothing at.
+@pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
+def test_a_creation_is_tried_again(late, place):
+    got = run_ranks(rank_functions.late_for_the_first_try, 4, args=(late,), timeout=90)
+    assert [total for _, total in got] == [1111] * 4
+    for rank in {0, 1, 2, 3} - {late}:
+        assert (
+            f"of ranks (0, 1, 2, 3) was not created within 0:00:01: rank {late} ({place})"
+            in (got[rank][0])
+        )
+
+
+# A process that was in another job before agrees on names with one that is new.
+def test_a_survivor_and_its_new_peer(tmp_path):
+    got = run_ranks(rank_functions.survivor_and_replacement, 3, args=(str(tmp_path),), timeout=60)
+    assert got == [[11, 101], [11], [101]]
+
+
 # A strategy that cannot work here is refused before anything is created, with those that can.
 def test_split_without_a_device():
     for message in run_ranks(rank_functions.split_is_refused, 2):
