@@ -162,7 +162,7 @@ def test_ctrl_c():
 
 
 # Ctrl-C while torch is still being loaded ends it as well, without a traceback from anywhere.
-@pytest.mark.parametrize("seconds", [0.4, 0.8])
+@pytest.mark.parametrize("seconds", [0.1, 0.4])
 def test_ctrl_c_at_the_start(seconds):
     with subprocess.Popen(
         [sys.executable, "-m", "hypercomm", "check", "tp=2,cp=2,dp=2"],
@@ -172,6 +172,9 @@ def test_ctrl_c_at_the_start(seconds):
         env=RANK_FREE,
         start_new_session=True,
     ) as process:
+        while not any("forkserver" in args for args in session_of(process).values()):
+            assert process.poll() is None
+            time.sleep(0.01)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=20)
