@@ -24,6 +24,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_rank, positive
+from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.creation import (
     STRATEGIES,
@@ -212,7 +213,7 @@ class HyperCommGrid:
         Raises:
             RankOutsideError: The rank is not in the grid; `is_current_rank_in_grid()` tells.
         """
-        return self.layout.coords(world.rank() if rank is None else rank)
+        return self.layout.coords(world.rank(rank))
 
     def group_ranks(self, dims: str | Iterable[str], rank: int | None = None) -> tuple[int, ...]:
         """Return the ranks that share a group with a rank, by default the calling one, ascending.
@@ -222,7 +223,7 @@ class HyperCommGrid:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
         """
         groups = self.layout.groups(*self.layout.order_dims(dims))
-        rank = world.rank() if rank is None else as_rank(rank)
+        rank = as_rank(world.rank(rank))
         self.layout.coords(rank)  # its error speaks of the grid, not of the groups
         return groups.of(rank)
 
@@ -486,8 +487,7 @@ class HyperCommGrid:
             return "this rank is not known: torch.distributed is not initialised"
         if rank not in self.layout:
             return f"this is rank {rank}, outside the grid"
-        at = ", ".join(f"{dim}={index}" for dim, index in self.layout.coords(rank).items())
-        return f"this is rank {rank}, at {at}"
+        return f"this is rank {rank}, at {format_coords(self.layout.coords(rank))}"
 
 
 def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:

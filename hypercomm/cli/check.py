@@ -19,6 +19,7 @@ from rich.table import Table
 from hypercomm.cli.plan import combinations_of
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.notation import format_coords
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -240,7 +241,7 @@ class _Display:
         )
 
     def _place(self, rank: int, dims: Sequence[str] | None) -> str:
-        at = ", ".join(f"{dim}={index}" for dim, index in self.layout.coords(rank).items())
+        at = format_coords(self.layout.coords(rank))
         if dims is None:
             return f"rank {rank} ({at})"
         ranks = list(self.layout.groups(*dims).of(rank))

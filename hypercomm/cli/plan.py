@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.notation import format_coords
 from hypercomm.layout.placement import hosts_touched
 
 _EXAMPLE = 16
@@ -115,7 +116,7 @@ def show(plan: PlanReport, *, as_json: bool) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPED_WIDTH)
     last = plan["rank_offset"] + plan["ranks"] - 1
-    at = ", ".join(f"{dim}={index}" for dim, index in plan["coords"].items())
+    at = format_coords(plan["coords"])
     console.print(
         f"[bold]{escape(plan['layout'])}[/]: {plan['ranks']:,} ranks "
         f"{plan['rank_offset']}..{last}; the first dim varies fastest\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hypercomm.errors import NotationError
 
@@ -21,6 +21,15 @@ def format_sizes(dim_names: Sequence[str], shape: Sequence[int]) -> str:
     'tp=2,dp=4'
     """
     return ",".join(f"{name}={size}" for name, size in zip(dim_names, shape, strict=True))
+
+
+def format_coords(coords: Mapping[str, int]) -> str:
+    """Write coordinates as text.
+
+    >>> format_coords({"tp": 1, "dp": 0})
+    'tp=1, dp=0'
+    """
+    return ", ".join(f"{dim}={index}" for dim, index in coords.items())
 
 
 def parse_sizes(text: str) -> dict[str, int]:

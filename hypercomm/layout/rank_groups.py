@@ -175,11 +175,9 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         size = self.group_size
         if size <= _SHOWN:
             return str(self[index])
-        first, last = (
-            self.members(index, range(_SHOWN - 1)),
-            self.members(index, range(size - 1, size)),
-        )
-        return f"({', '.join(map(str, first))}, ..., {last[0]})"
+        first = self.members(index, range(_SHOWN - 1))
+        (last,) = self.members(index, range(size - 1, size))
+        return f"({', '.join(map(str, first))}, ..., {last})"
 
 
 @attrs.frozen(repr=False)

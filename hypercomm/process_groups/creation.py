@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, NotInitializedError
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import GroupOptions
 
@@ -49,6 +50,10 @@ class GroupPlan:
     layout: RankLayout
     groups: RankGroups
     options: GroupOptions
+
+    def name_of_group(self, rank: int) -> str:
+        """Return the name of the group of `rank`, which all of its members derive alike."""
+        return f"{self.name}/{self.groups.index_of(rank)}"
 
 
 @attrs.frozen(eq=False)
@@ -189,7 +194,7 @@ def _connects(plan: GroupPlan) -> bool:
 
 
 def _here(plan: GroupPlan, rank: int) -> str:
-    return f"{plan.name}/{plan.groups.index_of(rank)}/here/{rank}"
+    return f"{plan.name_of_group(rank)}/here/{rank}"
 
 
 def _tell_here(plan: GroupPlan) -> None:
@@ -202,21 +207,19 @@ def _absent(plan: GroupPlan) -> list[str]:
     if not _connects(plan):
         return []
     store = c10d.store()
-    absent = []
-    for rank in plan.groups.of(dist.get_rank()):
-        if not store.check([_here(plan, rank)]):
-            at = ", ".join(f"{dim}={index}" for dim, index in plan.layout.coords(rank).items())
-            absent.append(f"rank {rank} ({at})")
-    return absent
+    return [
+        f"rank {rank} ({format_coords(plan.layout.coords(rank))})"
+        for rank in plan.groups.of(dist.get_rank())
+        if not store.check([_here(plan, rank)])
+    ]
 
 
 def _tell_connected(plan: GroupPlan, group: ProcessGroup | None) -> str | None:
     if group is None or not _connects(plan):
         return None
-    index, size = plan.groups.index_of(dist.get_rank()), plan.groups.group_size
-    key = f"{plan.name}/{index}/connected"
+    key = f"{plan.name_of_group(dist.get_rank())}/connected"
     store = c10d.store()
-    if store.add(key, 1) == size:
+    if store.add(key, 1) == plan.groups.group_size:
         store.set(f"{key}/all", "1")
     return f"{key}/all"
 
@@ -247,10 +250,9 @@ def _create_local(plan: GroupPlan) -> ProcessGroup | None:
     rank = dist.get_rank()
     if not plan.groups.has_member(rank):
         return None
-    index = plan.groups.index_of(rank)
     return c10d.new_group(
-        f"{plan.name}/{index}",
-        plan.groups[index],
+        plan.name_of_group(rank),
+        plan.groups.of(rank),
         backend=plan.options.backend or c10d.default_backend(),
         timeout=plan.options.timeout,
         pg_options=plan.options.pg_options,
