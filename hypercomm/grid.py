@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,13 +22,12 @@ from hypercomm.errors import (
     LayoutError,
     WorldSizeError,
 )
-from hypercomm.layout import RankLayout
+from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_rank, positive
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.creation import (
     STRATEGIES,
-    CreatedGroup,
     GroupPlan,
     choose,
     create,
@@ -36,6 +35,7 @@ from hypercomm.process_groups.creation import (
     grid_names,
 )
 from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.sharing import Entry, Wanted, find_twin
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Creation = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
+Derive = Callable[[RankGroups], RankGroups]
 
 
 @attrs.frozen
@@ -54,16 +55,6 @@ class GroupKey:
 
     def __str__(self) -> str:
         return "+".join(self.dims) + (f" ({self.name})" if self.name else "")
-
-
-@attrs.frozen
-class _Entry:
-    """A process group that the grid created, with what it was created with."""
-
-    created: CreatedGroup
-    given: GroupOptions
-    resolved: GroupOptions
-    share: str
 
 
 class HyperCommGrid:
@@ -84,6 +75,8 @@ class HyperCommGrid:
             walks every group, as torch does; "auto" takes the first of split, local, enumerate
             that works.
         share: "identical" lets keys with the same ranks, backend and options hold one group.
+        share_with: Another grid whose groups may serve this one's keys too, under
+            `share="identical"`; it stays their owner, and is destroyed after this one.
         world_size: Number of ranks of the job; default: that of torch.distributed, else of the
             environment's WORLD_SIZE.
 
@@ -116,10 +109,11 @@ class HyperCommGrid:
         cover: Cover = "any",
         creation: Creation = "auto",
         share: Share = "never",
+        share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
     ) -> None:
         layout = RankLayout(shape, dim_names, rank_offset)
-        self._setup(layout, backend, name, cover, creation, share, world_size)
+        self._setup(layout, backend, name, cover, creation, share, share_with, world_size)
 
     @classmethod
     def from_layout(
@@ -131,6 +125,7 @@ class HyperCommGrid:
         cover: Cover = "any",
         creation: Creation = "auto",
         share: Share = "never",
+        share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
     ) -> Self:
         """Make a grid of a layout, gaps included; the arguments are those of the class.
@@ -143,7 +138,7 @@ class HyperCommGrid:
         if not isinstance(layout, RankLayout):
             raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
         grid = cls.__new__(cls)
-        grid._setup(layout, backend, name, cover, creation, share, world_size)
+        grid._setup(layout, backend, name, cover, creation, share, share_with, world_size)
         return grid
 
     def _setup(
@@ -154,6 +149,7 @@ class HyperCommGrid:
         cover: str,
         creation: str,
         share: str,
+        share_with: HyperCommGrid | None,
         world_size: int | None,
     ) -> None:
         _check_choice("cover", cover, ("any", "exact"))
@@ -162,6 +158,8 @@ class HyperCommGrid:
         check_backend(backend)
         if name is not None and (not isinstance(name, str) or not name):
             raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+        if share_with is not None and not isinstance(share_with, HyperCommGrid):
+            raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         if world_size is not None:
             positive(world_size, "world_size")
         self._world_size = world.world_size(world_size)
@@ -171,9 +169,10 @@ class HyperCommGrid:
         self.name = name
         self._creation = creation
         self._share = share
+        self._share_with = share_with
         self._identity: tuple[str, str] | None = None
         self._failures: dict[GroupKey, int] = {}
-        self._entries: dict[GroupKey, _Entry] = {}
+        self._entries: dict[GroupKey, Entry] = {}
         self._destroyed = False
 
     # ---- what the grid is ---------------------------------------------------------------------
@@ -265,6 +264,7 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
         share: Share | None = None,
+        derive: Derive | None = None,
     ) -> ProcessGroup | None:
         """Create the process groups over some dims, and return the calling rank's.
 
@@ -278,10 +278,12 @@ class HyperCommGrid:
             pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
             group_desc: A description that torch's logs show; default: the dims.
             share: Overrides the grid's.
+            derive: Makes other groups of those over `dims`, such as the ends of each pipeline:
+                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`. Needs a name.
 
         Returns:
-            A plain torch `ProcessGroup`, or None on a rank outside the grid. Mind that torch's
-            collectives take None for WORLD.
+            A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Mind
+            that torch's collectives take None for WORLD.
 
         Raises:
             GroupExistsError: A group for this key was created before (a KeyError).
@@ -300,7 +302,7 @@ class HyperCommGrid:
             )
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
-        return self._create(key, given, self._check_share(share))
+        return self._create(key, self._groups(key, derive), given, self._check_share(share))
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
         """Look up a process group that was created before; never communicates.
@@ -332,25 +334,33 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
         share: Share | None = None,
+        derive: Derive | None = None,
     ) -> ProcessGroup | None:
         """Create a process group on the first call, and return the same one afterwards.
 
         Takes what `create_pg` takes, and raises what it raises, but for a key that exists.
 
         Raises:
-            GroupOptionsError: The options given differ from those of the first call.
+            GroupOptionsError: The options given, or the groups derived, differ from those of the
+                first call.
         """
         key = self._key(dims, name)
+        groups = self._groups(key, derive)
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
         shared = self._check_share(share)
         if key not in self._entries:
-            return self._create(key, given, shared)
-        first = self._entries[key].given
-        if given != first:
+            return self._create(key, groups, given, shared)
+        first = self._entries[key].wanted
+        if given != first.given:
             raise GroupOptionsError(
-                f"the process group over {_call(key)} was created with {first}, and cannot be "
-                f"had with {given}; use the same options, or another name=..."
+                f"the process group over {_call(key)} was created with {first.given}, and cannot "
+                f"be had with {given}; use the same options, or another name=..."
+            )
+        if groups != first.groups:
+            raise GroupOptionsError(
+                f"the process group over {_call(key)} was created for {first.groups!r}, and cannot "
+                f"be had for {groups!r}; derive the same groups, or use another name=..."
             )
         return self._entries[key].created.group
 
@@ -362,7 +372,9 @@ class HyperCommGrid:
         """
         self._destroyed = True
         entries, self._entries = list(self._entries.values()), {}
-        destroy(dict.fromkeys(entry.created for entry in reversed(entries)))  # shared ones once
+        foreign = {entry.created for entry in self._shareable()}
+        own = dict.fromkeys(entry.created for entry in reversed(entries))  # shared ones once
+        destroy(created for created in own if created not in foreign)
 
     def __enter__(self) -> Self:
         self._check_alive()
@@ -381,7 +393,26 @@ class HyperCommGrid:
         _check_choice("share", share, ("never", "identical"))
         return share
 
-    def _create(self, key: GroupKey, given: GroupOptions, share: str) -> ProcessGroup | None:
+    def _groups(self, key: GroupKey, derive: Derive | None) -> RankGroups:
+        """The groups that a key stands for."""
+        groups = self.layout.groups(*key.dims)
+        if derive is None:
+            return groups
+        if not callable(derive):
+            raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
+        if key.name is None:
+            raise GroupOptionsError(
+                f"derive= makes other groups than those over {_call(key)}; file them under a name "
+                f"of their own, name=..."
+            )
+        derived = derive(groups)
+        if not isinstance(derived, RankGroups):
+            raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
+        return derived
+
+    def _create(
+        self, key: GroupKey, groups: RankGroups, given: GroupOptions, share: str
+    ) -> ProcessGroup | None:
         """Check everything, then create or share, then file the group."""
         given.check()
         choice = choose(self._creation, given.backend)
@@ -389,18 +420,20 @@ class HyperCommGrid:
         if live:
             _check_world(self.layout, dist.get_world_size(), "any")
         resolved = given.resolve(group_desc=str(key)) if live else given
-        twin = self._twin(key, given, resolved) if share == "identical" else None
+        wanted = Wanted(groups, given, resolved)
+        shareable = self._shareable() if share == "identical" else ()
+        twin = find_twin(wanted, shareable, choice.strategy)
         if twin is not None:
             created = twin.created
         else:
             name = self._plan_name(key) if live else str(key)
-            plan = GroupPlan(name, self.layout, self.layout.groups(*key.dims), resolved)
+            plan = GroupPlan(name, self.layout, groups, resolved)
             try:
                 created = create(plan, choice.strategy)
             except BaseException:
                 self._failures[key] = self._failures.get(key, 0) + 1
                 raise
-        self._entries[key] = _Entry(created, given, resolved, share)
+        self._entries[key] = Entry(wanted, created, share)
         return created.group
 
     def _plan_name(self, key: GroupKey) -> str:
@@ -418,20 +451,11 @@ class HyperCommGrid:
         failures = self._failures.get(key, 0)
         return f"{self._identity[1]}/{key}" + (f"#{failures}" if failures else "")
 
-    def _twin(self, key: GroupKey, given: GroupOptions, resolved: GroupOptions) -> _Entry | None:
-        """Find a group that can serve a second key.
-
-        Dims of size 1 add no ranks. Comparing dims rather than ranks gives the same answer on
-        every rank, also on those outside the grid, which may have to take part in a creation.
-        """
-        for other, entry in self._entries.items():
-            same_ranks = self._long_dims(other) == self._long_dims(key)
-            if entry.share == "identical" and same_ranks and _same_options(entry, given, resolved):
-                return entry
-        return None
-
-    def _long_dims(self, key: GroupKey) -> list[str]:
-        return [dim for dim in key.dims if self.layout.size_of(dim) > 1]
+    def _shareable(self) -> Iterator[Entry]:
+        """What may serve a second key: the other grid's groups, then this one's."""
+        if self._share_with is not None:
+            yield from self._share_with._shareable()
+        yield from self._entries.values()
 
     def _key(self, dims: str | Iterable[str], name: str | None) -> GroupKey:
         self._check_alive()
@@ -474,8 +498,8 @@ class HyperCommGrid:
             return ["destroyed"]
         lines = [self._whereabouts()]
         lines += [
-            f"group {key}: {len(self.layout.groups(*key.dims))} of "
-            f"{self.layout.groups(*key.dims).group_size} ranks, {entry.resolved.backend}"
+            f"group {key}: {len(entry.wanted.groups)} of {entry.wanted.groups.group_size} ranks, "
+            f"{entry.wanted.resolved.backend}"
             for key, entry in self._entries.items()
         ]
         return lines if self._entries else [*lines, "no process groups yet"]
@@ -512,16 +536,6 @@ def _check_world(layout: RankLayout, world_size: int, cover: str) -> None:
             f"{world_size - layout.size} of the world's {world_size} ranks out; change a size so "
             f"that the sizes multiply to {world_size}"
         )
-
-
-def _same_options(entry: _Entry, given: GroupOptions, resolved: GroupOptions) -> bool:
-    """Tell whether a group may serve a second key: only the default description may differ."""
-    return (
-        entry.resolved.backend == resolved.backend
-        and entry.resolved.timeout == resolved.timeout
-        and entry.given.pg_options is given.pg_options
-        and entry.given.group_desc == given.group_desc
-    )
 
 
 def _call(key: GroupKey) -> str:
