@@ -7,19 +7,25 @@ Each class also derives from the builtin that legacy code catches (Megatron's ca
 from __future__ import annotations
 
 __all__ = [
+    "ConfigurationError",
     "CreationError",
     "GridDestroyedError",
     "GroupExistsError",
     "GroupMissingError",
     "GroupOptionsError",
     "HyperCommError",
+    "InstallError",
     "LaunchError",
     "LayoutError",
+    "NcclConfigError",
     "NotInitializedError",
     "NotationError",
+    "OrderError",
     "RankFailedError",
     "RankOutsideError",
+    "StateError",
     "UnknownDimError",
+    "UnknownFieldError",
     "WorldSizeError",
 ]
 
@@ -39,8 +45,12 @@ class NotationError(LayoutError):
     """A text form ("tp=2,dp=4") cannot be read: mend the text."""
 
 
-class UnknownDimError(LayoutError):
+class UnknownDimError(LayoutError, KeyError):
     """A dim is not one of the layout's: use one of the names listed."""
+
+
+class OrderError(LayoutError, RuntimeError):
+    """An order of dims leaves out one that is larger than 1: add it to the order."""
 
 
 class RankOutsideError(LayoutError):
@@ -73,6 +83,26 @@ class CreationError(HyperCommError, RuntimeError):
 
 class GridDestroyedError(HyperCommError, RuntimeError):
     """The grid was destroyed: build a new one."""
+
+
+class StateError(HyperCommError, AssertionError):
+    """Legacy global state is asked for before it was initialised, or initialised twice."""
+
+
+class ConfigurationError(HyperCommError, AssertionError, ValueError):
+    """The sizes or choices of a legacy configuration contradict each other: change one."""
+
+
+class UnknownFieldError(HyperCommError, AttributeError, ValueError):
+    """A collection of process groups has no such field: use one of the names listed."""
+
+
+class NcclConfigError(HyperCommError, RuntimeError, ValueError):
+    """An NCCL configuration cannot be read, or names what does not exist: mend the file."""
+
+
+class InstallError(HyperCommError, RuntimeError):
+    """Modules cannot be replaced any more: install earlier, before the code that holds them."""
 
 
 class LaunchError(HyperCommError, ValueError):

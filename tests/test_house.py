@@ -26,6 +26,8 @@ FLOORS = [
     ("hypercomm.layout",),
     ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
     ("hypercomm.grid", "hypercomm.preload"),
+    ("hypercomm.compat.module_state",),
+    ("hypercomm.compat",),
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
+from hypercomm.errors import LayoutError, OrderError, RankOutsideError, UnknownDimError
 from hypercomm.layout import notation
 from hypercomm.layout.axes import Axis, coalesce, lattice
 from hypercomm.layout.checks import (
@@ -153,7 +153,7 @@ class RankLayout:
 
         Raises:
             NotationError: The order cannot be read, or more than one size is open.
-            LayoutError: A size larger than 1 belongs to no dim of the order.
+            OrderError: A size larger than 1 belongs to no dim of the order.
             WorldSizeError: The sizes do not multiply to `world_size`.
 
         Example:
@@ -164,7 +164,7 @@ class RankLayout:
         sizes = {name: as_size(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
             if name not in names and size != 1:
-                raise LayoutError(
+                raise OrderError(
                     f"dim {name!r} has size {size}, but order {order!r} does not name it; "
                     f"add it to the order"
                 )

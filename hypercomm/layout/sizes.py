@@ -78,6 +78,18 @@ def nearest_multiples(number: int, factor: int) -> str:
     return f"{below} and {below + factor}" if below > 0 else f"{factor}"
 
 
+def nearest_divisors(number: int, near: int) -> str:
+    """Name the divisors of `number` around `near`, for error messages.
+
+    >>> nearest_divisors(16, 6)
+    '4 or 8'
+    """
+    fitting = divisors(number)
+    below = [divisor for divisor in fitting if divisor < near][-1:]
+    above = [divisor for divisor in fitting if divisor > near][:1]
+    return " or ".join(map(str, below + above))
+
+
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer, ascending.
 

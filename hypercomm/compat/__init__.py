@@ -1,0 +1,1 @@
+"""Other people's names, on top of grids: legacy code changes an import, or nothing at all."""

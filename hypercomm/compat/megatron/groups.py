@@ -1,0 +1,272 @@
+"""Which of Megatron's globals is which groups of which grid, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+
+from hypercomm.compat.megatron.configuration import Configuration, RanksFunction, hybrid_sizes
+from hypercomm.layout import RankGroups, RankLayout
+
+Derived = RankGroups | list[RankGroups] | dict[int, RankGroups] | None
+Derive = Callable[[Configuration, RankLayout, RankGroups], Derived]
+
+
+def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold word embeddings: its first and last stage.
+
+    Example:
+        >>> default_embedding_ranks([0, 4, 8]), default_embedding_ranks([3])
+        ([0, 8], [3])
+    """
+    return [pp_ranks[0], pp_ranks[-1]] if len(pp_ranks) > 1 else [pp_ranks[0]]
+
+
+def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold position embeddings: its first stage.
+
+    Example:
+        >>> default_position_embedding_ranks([0, 4, 8])
+        [0]
+    """
+    return [pp_ranks[0]]
+
+
+def _plain(_: Configuration, __: RankLayout, groups: RankGroups) -> Derived:
+    return groups
+
+
+def _all_gather(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    return groups if config.create_all_gather_group else None
+
+
+def _instance(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    """The part of each group that is in one distributed optimizer instance."""
+    instances = config.num_distributed_optimizer_instances
+    return groups.chunks(groups.group_size // instances) if instances > 1 else None
+
+
+def _across_instances(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    """The members of each group that are at one place in all optimizer instances."""
+    instances = config.num_distributed_optimizer_instances
+    sizes = [groups.group_size // instances, instances]
+    return groups.levels(sizes)[1] if instances > 1 else None
+
+
+def _whole_instance(config: Configuration, layout: RankLayout, _: RankGroups) -> Derived:
+    """All ranks of one optimizer instance: dp in as many parts as there are instances."""
+    split = layout.split("dp", dp=-1, instance=config.num_distributed_optimizer_instances)
+    return split.groups("tp", "ep", "pp", "dp")
+
+
+def _hierarchy(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    sizes = config.hierarchical_context_parallel_sizes
+    return list(groups.levels(sizes)) if sizes else None
+
+
+def _hybrid(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    wanted = hybrid_sizes(groups.group_size) if config.hybrid_context_parallel else []
+    return {size: groups.chunks(size) for size in wanted}
+
+
+def _picked(groups: RankGroups, function: RanksFunction) -> RankGroups:
+    return groups.pick(lambda ranks: function(list(ranks)))
+
+
+def _embedding(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    return _picked(groups, config.get_embedding_ranks or default_embedding_ranks)
+
+
+def _position_embedding(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
+    return _picked(groups, config.get_position_embedding_ranks or default_position_embedding_ranks)
+
+
+@attrs.frozen
+class GroupRow:
+    """One of Megatron's groups.
+
+    Attributes:
+        name: The global that holds the calling rank's group.
+        grid: The grid whose groups these are.
+        dims: The dims that the groups span.
+        key: The key in an NCCL configuration.
+        field: The field of a `ProcessGroupCollection`.
+        ranks: The global that holds the ranks of the group.
+        gloo: Whether a gloo twin exists; its global has the same name with _GLOO behind.
+        derive: Makes the groups, one or many, of those over `dims`; None for no groups.
+        otherwise: The global whose group stands in where there are none.
+        option: The argument that makes these groups, for error messages.
+        overlaps: Whether the group exists so that its traffic overlaps that of another.
+    """
+
+    name: str
+    grid: Literal["dense", "expert"]
+    dims: str
+    key: str
+    field: str | None = None
+    ranks: str | None = None
+    gloo: bool = False
+    derive: Derive = _plain
+    otherwise: str | None = None
+    option: str | None = None
+    overlaps: bool = False
+
+    @property
+    def description(self) -> str:
+        """What torch's logs show: the name of the global."""
+        return self.name.lstrip("_")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the groups are those over `dims` as they are."""
+        return self.derive is _plain
+
+
+_DP_CP = "_DATA_PARALLEL_GROUP_WITH_CP"
+_EXPERT_DP = "_EXPERT_DATA_PARALLEL_GROUP"
+_INSTANCES = "num_distributed_optimizer_instances"
+
+# In the order of creation. The group over dp-cp is the first: SHARP is for the first communicator.
+TABLE = (
+    GroupRow(
+        _DP_CP,
+        "dense",
+        "dp-cp",
+        "dp_cp",
+        "dp_cp",
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+        gloo=True,
+    ),
+    GroupRow(
+        "_DATA_PARALLEL_GROUP_WITH_CP_AG",
+        "dense",
+        "dp-cp",
+        "dp_cp",
+        "dp_cp_ag",
+        derive=_all_gather,
+        option="create_all_gather_group",
+        overlaps=True,
+    ),
+    GroupRow(
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+        "dense",
+        "dp-cp",
+        "intra_dp_cp",
+        "intra_dp_cp",
+        gloo=True,
+        derive=_instance,
+        otherwise=_DP_CP,
+    ),
+    GroupRow(
+        "_HYBRID_DP_CP_GROUPS",
+        "dense",
+        "dp-cp",
+        "dp_cp",
+        derive=_hybrid,
+        option="hybrid_context_parallel",
+    ),
+    GroupRow(
+        "_DATA_PARALLEL_GROUP",
+        "dense",
+        "dp",
+        "dp",
+        "dp",
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS",
+        gloo=True,
+    ),
+    GroupRow(
+        "_CONTEXT_PARALLEL_GROUP", "dense", "cp", "cp", "cp", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"
+    ),
+    GroupRow(
+        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+        "dense",
+        "cp",
+        "hcp",
+        "hcp",
+        derive=_hierarchy,
+        option="hierarchical_context_parallel_sizes",
+    ),
+    GroupRow(
+        "_MODEL_PARALLEL_GROUP", "dense", "tp-pp", "mp", "mp", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"
+    ),
+    GroupRow(
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "dense",
+        "tp",
+        "tp",
+        "tp",
+        ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+    ),
+    GroupRow(
+        "_PIPELINE_MODEL_PARALLEL_GROUP", "dense", "pp", "pp", "pp", ranks="_PIPELINE_GLOBAL_RANKS"
+    ),
+    GroupRow(
+        "_EMBEDDING_GROUP",
+        "dense",
+        "pp",
+        "embd",
+        "embd",
+        ranks="_EMBEDDING_GLOBAL_RANKS",
+        derive=_embedding,
+    ),
+    GroupRow(
+        "_POSITION_EMBEDDING_GROUP",
+        "dense",
+        "pp",
+        "pos_embd",
+        "pos_embd",
+        ranks="_POSITION_EMBEDDING_GLOBAL_RANKS",
+        derive=_position_embedding,
+    ),
+    GroupRow(
+        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "dense", "tp-dp-cp", "tp_dp_cp", "tp_dp_cp"
+    ),
+    GroupRow("_TENSOR_AND_DATA_PARALLEL_GROUP", "dense", "tp-dp", "tp_dp"),
+    GroupRow("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "dense", "tp-cp", "tp_cp", "tp_cp"),
+    GroupRow(
+        "_EXPERT_MODEL_PARALLEL_GROUP",
+        "expert",
+        "ep",
+        "ep",
+        "ep",
+        ranks="_EXPERT_MODEL_PARALLEL_RANKS",
+    ),
+    GroupRow("_EXPERT_TENSOR_PARALLEL_GROUP", "expert", "tp", "ep_tp", "expt_tp"),
+    GroupRow("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "expert", "tp-ep", "tp_ep_mp", "tp_ep"),
+    GroupRow(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "expert", "tp-ep-pp", "tp_ep_pp", "tp_ep_pp"
+    ),
+    GroupRow(_EXPERT_DP, "expert", "dp", "ep_dp", "expt_dp", gloo=True),
+    GroupRow(
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+        "expert",
+        "dp",
+        "intra_ep_dp",
+        "intra_expt_dp",
+        gloo=True,
+        derive=_instance,
+        otherwise=_EXPERT_DP,
+    ),
+    GroupRow(
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+        "expert",
+        "dp",
+        "inter_ep_dp",
+        "inter_dist_opt",
+        derive=_across_instances,
+        option=_INSTANCES,
+    ),
+    GroupRow(
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        "expert",
+        "tp-ep-dp-pp",
+        "intra_dist_opt_instance",
+        "intra_dist_opt",
+        derive=_whole_instance,
+    ),
+)
+
+NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
+"""The keys that an NCCL configuration may have."""

@@ -1,0 +1,395 @@
+"""ParallelState: one Megatron configuration, as two grids and the groups of the table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.compat.megatron import nccl
+from hypercomm.compat.megatron.configuration import Configuration
+from hypercomm.compat.megatron.groups import TABLE, GroupRow
+from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
+from hypercomm.compat.module_state import CurrentState, ModuleState
+from hypercomm.errors import NotInitializedError, StateError
+from hypercomm.grid import HyperCommGrid
+from hypercomm.layout import RankGroups
+from hypercomm.process_groups.creation import choose
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+
+_CHANGED_ON_THE_FLY = (
+    "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_MODEL_PARALLEL_RANK",
+    "_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE",
+    "_MPU_EXPERT_TENSOR_PARALLEL_RANK",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
+    "_MPU_DATA_PARALLEL_WORLD_SIZE",
+    "_MPU_DATA_PARALLEL_RANK",
+)
+"""Sizes and ranks that callers set; they win over those of the groups, and outlive a creation."""
+
+_OTHERS = (
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_GLOBAL_MEMORY_BUFFER",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
+    "_global_process_group_list",
+)
+_GLOO = "_GLOO"
+_ROWS = {row.name: row for row in TABLE} | {row.name + _GLOO: row for row in TABLE if row.gloo}
+
+
+def _nothing() -> None:
+    return None
+
+
+GLOBALS: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys((*_ROWS, *(row.ranks for row in TABLE if row.ranks)), _nothing),
+    **dict.fromkeys((*_CHANGED_ON_THE_FLY, *_OTHERS), _nothing),
+    "_HYBRID_DP_CP_GROUPS": dict,
+}
+"""Every global of Megatron's parallel_state, with what makes its value at rest."""
+
+
+@attrs.frozen(eq=False)
+class PlannedGroup:
+    """The calling rank's group before it is created: what can be asked of it, and how to create it.
+
+    It answers `size()` and `rank()` as a process group does.
+    """
+
+    groups: RankGroups
+    own_rank: int
+    create: Callable[[], ProcessGroup | None]
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self.groups.group_size
+
+    def rank(self) -> int:
+        """Return the position of the calling rank among the members."""
+        return self.groups.position_of(self.own_rank)
+
+
+class ParallelState(ModuleState):
+    """One Megatron configuration: its two grids, its groups, and the values of Megatron's globals.
+
+    A new one is empty. It needs no global state: `create` makes one that stands for itself, and
+    `parallel_state.use(state)` lets Megatron's functions act on it within a `with` block.
+
+    Attributes:
+        configuration: What it was created from; None while it is empty.
+        grids: The "dense" and the "expert" grid, by name; empty while it is.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(16), ParallelState.create(tensor_model_parallel_size=2) as state:
+        ...     print(state.grids["dense"].layout, state.collection().tp.size())
+        tp=2,cp=1,ep=1,dp=8,pp=1 2
+    """
+
+    def __init__(self) -> None:
+        super().__init__(GLOBALS)
+        self.configuration: Configuration | None = None
+        self.grids: dict[str, HyperCommGrid] = {}
+
+    @classmethod
+    def create(cls, **arguments: Any) -> Self:
+        """Make a state of its own; every rank must call this, in the same order.
+
+        Args:
+            arguments: Those of `parallel_state.initialize_model_parallel`, by name.
+
+        Raises:
+            HyperCommError: As for `initialize_model_parallel`.
+        """
+        state = cls()
+        state.initialize(Configuration(**arguments))
+        return state
+
+    def initialize(self, configuration: Configuration) -> None:
+        """Create all groups of a configuration; a failure leaves everything as it was.
+
+        Raises:
+            HyperCommError: As for `parallel_state.initialize_model_parallel`.
+        """
+        if not dist.is_initialized():
+            raise StateError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+            )
+        layouts = configuration.layouts(dist.get_world_size())
+        nccl_config = nccl.load(
+            configuration.nccl_communicator_config_path, configuration.high_priority_stream_groups
+        )
+        self._check_empty()
+        with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
+            build = _Build(configuration, nccl_config)
+            try:
+                dense = build.grid("dense", layouts.dense)
+                build.grid("expert", layouts.expert, share_with=dense)
+                values = build.values()
+            except BaseException:
+                build.destroy()
+                raise
+        self.configuration, self.grids = configuration, build.grids
+        self.values.update(values)
+        self.settle()
+
+    def destroy(self) -> None:
+        """Destroy the groups that the state created, and empty it; may be called twice."""
+        grids = list(self.grids.values())
+        self.configuration, self.grids = None, {}
+        self.reset()
+        with contextlib.ExitStack() as stack:
+            for grid in grids:
+                stack.callback(grid.destroy)  # the last one first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def collection(self, required_pgs: list[str] | None = None) -> ProcessGroupCollection:
+        """Return the state's groups as a `ProcessGroupCollection`.
+
+        Args:
+            required_pgs: The fields to set; default: all.
+
+        Raises:
+            ValueError: There is no such field.
+        """
+        from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+
+        return ProcessGroupCollection.from_state(self, required_pgs)
+
+    def all_gather_groups(
+        self,
+        for_expert_parallelism: bool,
+        timeout: timedelta | None,
+        nccl_config: Mapping[str, Mapping[str, Any]],
+    ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """Create twins of data parallel groups; `parallel_state.create_all_gather_groups` is it.
+
+        Raises:
+            NotInitializedError: The state is empty.
+        """
+        if self.configuration is None:
+            raise NotInitializedError(
+                "create_all_gather_groups() needs groups to make twins of; call "
+                "initialize_model_parallel() first"
+            )
+
+        default = self.configuration.timeout
+
+        def twin(name: str) -> ProcessGroup | None:
+            row = _ROWS[name]
+            return self.grids[row.grid].ensure_pg(
+                row.dims.split("-"),
+                name=f"{row.field}_ag",
+                timeout=timeout or default,
+                pg_options=nccl.get_nccl_options(row.key, nccl_config),
+                group_desc=f"{row.description}_AG",
+                share="never",
+            )
+
+        experts = for_expert_parallelism and self.grids["expert"].layout.size_of("ep") > 1
+        dense = twin("_DATA_PARALLEL_GROUP_WITH_CP")
+        return dense, twin("_EXPERT_DATA_PARALLEL_GROUP") if experts else None
+
+    # ---- what getters ask -----------------------------------------------------------------
+
+    def read(self, name: str) -> Any:
+        """Return the value of a global; a group that is only planned is created now."""
+        value = super().read(name)
+        if not isinstance(value, (PlannedGroup, list, dict)):
+            return value
+        group = _create_planned(value)
+        if group is not value:
+            self.write(name, group)
+        return group
+
+    def require(self, name: str) -> Any:
+        """Return the value of a global that is set.
+
+        Raises:
+            StateError: It is None; says what to do.
+        """
+        value = self.read(name)
+        if value is None:
+            raise self.missing(name)
+        return value
+
+    def size_in(self, name: str, override: str | None = None) -> int:
+        """Return the size of a group, or what was set on the fly."""
+        return self._fact(name, override, lambda group: group.size())
+
+    def rank_in(self, name: str, override: str | None = None) -> int:
+        """Return the calling rank's position in a group, or what was set on the fly."""
+        return self._fact(name, override, lambda group: group.rank())
+
+    def _fact(self, name: str, override: str | None, fact: Callable[[Any], int]) -> int:
+        if override is not None and self.values[override] is not None:
+            return self.values[override]  # type: ignore[no-any-return]
+        if self.values[name] is None:
+            raise self.missing(name)
+        return fact(self.values[name])
+
+    def missing(self, name: str) -> StateError:
+        """Make the error for a global that is None."""
+        words = name.strip("_").replace("_", " ").lower()
+        if self.configuration is None:
+            reason = "call initialize_model_parallel() first"
+        elif name.endswith(_GLOO) and not self.configuration.create_gloo_process_groups:
+            reason = "the state was initialised with create_gloo_process_groups=False"
+        elif name not in _ROWS:
+            reason = "nothing has set it"
+        elif _ROWS[name].option is not None:
+            reason = f"the state was initialised without {_ROWS[name].option}"
+        else:
+            reason = f"rank {dist.get_rank()} is in none of these groups"
+        return StateError(f"{words} is not initialized: {reason}")
+
+    def _check_empty(self) -> None:
+        taken = [name for name in (*_ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
+        if taken:
+            raise StateError(
+                f"the parallel state is already initialized: {taken[0]} is set; call "
+                f"destroy_model_parallel() first, or hold a second state of its own with "
+                f"ParallelState.create() and parallel_state.use()"
+            )
+
+
+def _create_planned(value: Any) -> Any:
+    """Create what is planned, within a list or a dict too."""
+    if isinstance(value, PlannedGroup):
+        return value.create()
+    if isinstance(value, list) and any(isinstance(item, PlannedGroup) for item in value):
+        return [_create_planned(item) for item in value]
+    if isinstance(value, dict) and any(isinstance(item, PlannedGroup) for item in value.values()):
+        return {key: _create_planned(item) for key, item in value.items()}
+    return value
+
+
+class _Build:
+    """One creation: walks the table, and holds what came of it until all of it is there."""
+
+    def __init__(self, configuration: Configuration, nccl_config: nccl.NcclConfig) -> None:
+        self.configuration = configuration
+        self.grids: dict[str, HyperCommGrid] = {}
+        self._nccl_config = nccl_config
+        self._options: dict[str, Any] = {}
+        self._rank = dist.get_rank()
+        self._created: list[ProcessGroup | None] = [None]  # None stands for WORLD
+
+    def grid(self, name: str, layout: Any, **options: Any) -> HyperCommGrid:
+        config = self.configuration
+        if config.lazy:
+            choose("local", None)  # says why not, where members alone cannot create a group
+        self.grids[name] = HyperCommGrid.from_layout(
+            layout,
+            name=f"megatron.{name}",
+            share=config.share,
+            creation="local" if config.lazy else "auto",
+            **options,
+        )
+        return self.grids[name]
+
+    def destroy(self) -> None:
+        for grid in reversed(self.grids.values()):
+            grid.destroy()
+
+    def values(self) -> dict[str, Any]:
+        config = self.configuration
+        values: dict[str, Any] = {
+            "_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(),
+            "_global_process_group_list": self._created,
+        }
+        if config.virtual_pipeline_model_parallel_size is not None:
+            size = config.virtual_pipeline_model_parallel_size
+            values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = size
+            values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        for row in TABLE:
+            layout = self.grids[row.grid].layout
+            derived = row.derive(config, layout, layout.groups(*row.dims.split("-")))
+            gloo = row.gloo and config.create_gloo_process_groups
+            for twin, suffix in [(False, ""), (True, _GLOO)][: 1 + gloo]:
+                name = row.name + suffix
+                values[name] = self._all_of(row, derived, twin)
+                if derived is None and row.otherwise:
+                    values[name] = values[row.otherwise + suffix]
+            if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
+                values[row.ranks] = list(derived.of(self._rank))
+        return values
+
+    def _all_of(self, row: GroupRow, derived: Any, twin: bool) -> Any:
+        """Create one group, or a list or dict of groups."""
+        if isinstance(derived, list):
+            return [self._one(row, item, twin, f"_L{level}") for level, item in enumerate(derived)]
+        if isinstance(derived, dict):
+            return {key: self._one(row, item, twin, f"_{key}") for key, item in derived.items()}
+        return None if derived is None else self._one(row, derived, twin, "")
+
+    def _one(self, row: GroupRow, groups: RankGroups, twin: bool, suffix: str) -> Any:
+        """Create the calling rank's group of a row, or plan it."""
+        config = self.configuration
+        grid = self.grids[row.grid]
+        description = row.description + (_GLOO if twin else "") + suffix
+        parts = () if row.plain else (row.field or row.key, suffix.strip("_"))
+        name = "_".join(filter(None, (*parts, "gloo" if twin else "")))
+        shared = config.share == "identical" and not row.overlaps
+        backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
+
+        def create() -> ProcessGroup | None:
+            group = grid.create_pg(
+                row.dims.split("-"),
+                name=name or None,
+                backend="gloo" if twin else backend,
+                timeout=config.timeout,
+                pg_options=None if twin or backend == "ucc" else self._options_of(row.key),
+                # A shared group serves several rows: no row's description fits it.
+                group_desc=None if shared else description,
+                share="identical" if shared else "never",
+                derive=(lambda _: groups) if name else None,
+            )
+            if group is not None and group not in self._created:
+                self._created.append(group)
+            return group
+
+        if config.lazy:
+            member = groups.has_member(self._rank)
+            return PlannedGroup(groups, self._rank, create) if member else None
+        if not twin and row is _SHARP_ROWS.get(config.sharp_group):
+            with nccl.sharp() as connect:
+                group = create()
+                connect(group)
+            return group
+        return create()
+
+    def _options_of(self, key: str) -> Any:
+        """One options object for equal options, so that groups that have them can be shared."""
+        wanted = repr(self._nccl_config.get(key))
+        if wanted not in self._options:
+            self._options[wanted] = nccl.get_nccl_options(key, self._nccl_config)
+        return self._options[wanted]
+
+
+_SHARP_ROWS: dict[str | None, GroupRow] = {
+    "dp": _ROWS["_DATA_PARALLEL_GROUP_WITH_CP"],
+    "dp_replica": _ROWS["_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"],
+}
+
+current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState())
+"""The state that the functions of `parallel_state` act on."""

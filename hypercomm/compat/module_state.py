@@ -1,0 +1,158 @@
+"""One mechanism for the globals of a legacy module: read, written, deleted, switched for a scope.
+
+Legacy code reads and writes `module._SOME_GLOBAL` from outside. Here the values live in an object;
+the module has a descriptor for each name, which acts on the current object. What getters answer is
+kept until the next write, so that a getter costs two lookups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import StateError
+
+_PLAIN = (type(None), int, str, list, tuple, dict, ProcessGroup)
+"""What can be written without making answers change behind our back; a mock may change."""
+
+
+class ModuleState:
+    """The values of one legacy module's globals.
+
+    Args:
+        blank: For each global, what makes its value at rest.
+
+    Attributes:
+        values: The value of each global.
+        answers: What getters answered, by the function that computes it; None is an answer too.
+
+    Example:
+        >>> state = ModuleState({"_SIZE": lambda: None})
+        >>> state.write("_SIZE", 4)
+        >>> state.read("_SIZE"), state.answers[lambda state: state.values["_SIZE"] * 2]
+        (4, 8)
+    """
+
+    def __init__(self, blank: Mapping[str, Callable[[], Any]]) -> None:
+        self._blank = blank
+        self.reset()
+
+    def reset(self) -> None:
+        """Put every global to its value at rest."""
+        self.values: dict[str, Any] = {name: make() for name, make in self._blank.items()}
+        self._deleted: set[str] = set()
+        self._restless: set[str] = set()
+        self._may_settle = False
+        self._forget_answers()
+
+    def read(self, name: str) -> Any:
+        """Return the value of a global, as `module.name` does."""
+        if name in self._deleted:
+            raise AttributeError(f"the global {name!r} was deleted")
+        return self.values[name]
+
+    def write(self, name: str, value: Any) -> None:
+        """Set a global, as `module.name = value` does; getters follow."""
+        self._deleted.discard(name)
+        self.values[name] = value
+        if isinstance(value, _PLAIN):
+            self._restless.discard(name)
+        else:
+            self._restless.add(name)
+        self._forget_answers()
+
+    def delete(self, name: str) -> None:
+        """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
+        self.read(name)
+        self.write(name, self._blank[name]())
+        self._deleted.add(name)
+
+    def settle(self) -> None:
+        """Let answers be kept from now on, while no global holds what may change by itself."""
+        self._may_settle = True
+        self._forget_answers()
+
+    @property
+    def settled(self) -> bool:
+        """Whether answers are kept."""
+        return self._may_settle and not self._restless
+
+    def _forget_answers(self) -> None:
+        # A new dict: a thread that computes an answer right now keeps it in the old one.
+        self.answers = _Answers(self)
+
+
+class _Answers(dict[Callable[[Any], Any], Any]):
+    """Computes what it does not hold."""
+
+    def __init__(self, state: ModuleState) -> None:
+        super().__init__()
+        self._state = state
+
+    def __missing__(self, question: Callable[[Any], Any]) -> Any:
+        answer = question(self._state)
+        if self._state.settled:
+            self[question] = answer
+        return answer
+
+
+State = TypeVar("State", bound=ModuleState)
+
+
+class CurrentState(Generic[State]):
+    """The state that a module's functions act on: the default one, or that of a scope.
+
+    Each thread and each asyncio task has scopes of its own.
+
+    Attributes:
+        default: The state outside every scope.
+    """
+
+    def __init__(self, name: str, default: State) -> None:
+        self.default = default
+        self._scoped = ContextVar(name, default=default)
+
+    @property
+    def get(self) -> Callable[[], State]:
+        """The function that returns the current state; what calls it often keeps it."""
+        return self._scoped.get
+
+    @contextlib.contextmanager
+    def use(self, state: State) -> Iterator[State]:
+        """Make `state` the current one within a `with` block."""
+        if not isinstance(state, type(self.default)):
+            raise StateError(f"use() takes a {type(self.default).__name__}, got {state!r}")
+        token = self._scoped.set(state)
+        try:
+            yield state
+        finally:
+            self._scoped.reset(token)
+
+    def bind(self, module: ModuleType, names: Iterable[str]) -> None:
+        """Give a module one attribute for each name, which reads and writes the current state."""
+        names = sorted(names)
+        members: dict[str, Any] = {name: _Global(name, self.get) for name in names}
+        members["__dir__"] = lambda self: sorted({*ModuleType.__dir__(self), *names})
+        module.__class__ = type("LegacyModule", (ModuleType,), members)
+
+
+class _Global:
+    """A module's attribute whose value lives in the current state."""
+
+    def __init__(self, name: str, current: Callable[[], ModuleState]) -> None:
+        self._name = name
+        self._current = current
+
+    def __get__(self, module: ModuleType, kind: type) -> Any:
+        return self._current().read(self._name)
+
+    def __set__(self, module: ModuleType, value: Any) -> None:
+        self._current().write(self._name, value)
+
+    def __delete__(self, module: ModuleType) -> None:
+        self._current().delete(self._name)

@@ -1,0 +1,126 @@
+"""Everything that can be asked of a parallel state, asked of Megatron's or of ours alike."""
+
+import inspect
+import itertools
+import warnings
+from contextlib import contextmanager
+from unittest import mock
+
+import torch.distributed as dist
+from megatron.core import parallel_state as theirs
+
+from hypercomm.compat.megatron import parallel_state as ours
+from hypercomm.testing import fake_world
+
+UNLIKE = {
+    "get_nccl_options",  # no getter
+    "get_hybrid_data_context_parallel_groups",  # takes a size; asked for below
+}
+GETTERS = [
+    name
+    for name, value in vars(theirs).items()
+    if name.startswith(("get_", "is_", "has_", "model_parallel_is")) and inspect.isfunction(value)
+    if name not in UNLIKE and value.__module__ == theirs.__name__
+]
+GLOBALS = [
+    name
+    for name, value in vars(theirs).items()
+    if name.startswith("_") and (name.isupper() or name == "_global_process_group_list")
+]
+
+
+@contextmanager
+def gloo_made_fake(module):
+    """Let Megatron create its gloo twins in a fake world, where there is nobody to connect to."""
+    if module is not theirs:
+        yield
+        return
+    honest = theirs.create_group
+
+    def create_group(*args, backend=None, **kwargs):
+        return honest(*args, backend=None, **kwargs)
+
+    with mock.patch.object(theirs, "create_group", create_group):
+        yield
+
+
+def plain(value):
+    """A value without identities: ranks for groups."""
+    if isinstance(value, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(value))
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, int | str):
+        return value
+    return type(value).__name__
+
+
+def calls_of(name):
+    """All calls of a getter with every combination of its flags."""
+    parameters = [
+        parameter.name
+        for parameter in inspect.signature(getattr(theirs, name)).parameters.values()
+        if isinstance(parameter.default, bool)
+    ]
+    for flags in itertools.product([False, True], repeat=len(parameters)):
+        yield dict(zip(parameters, flags, strict=True))
+    if "vp_stage" in inspect.signature(getattr(theirs, name)).parameters:
+        yield from ({"ignore_virtual": False, "vp_stage": stage} for stage in range(3))
+
+
+def ask(module):
+    """Every answer, by the call; an error by its builtin type."""
+    answers = {}
+    for name in GETTERS:
+        for arguments in calls_of(name):
+            call = f"{name}({arguments})"
+            try:
+                answers[call] = plain(getattr(module, name)(**arguments))
+            except (AssertionError, KeyError, ValueError, TypeError) as error:
+                answers[call] = builtin_of(error)
+    for size in (2, 4, 8, 16):
+        name = f"hybrid({size})"
+        try:
+            answers[name] = plain(module.get_hybrid_data_context_parallel_groups(True, size))
+        except (AssertionError, KeyError) as error:
+            answers[name] = builtin_of(error)
+    return answers
+
+
+def builtin_of(error):
+    """The builtin types that an error can be caught as."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+def read_globals(module):
+    """The value of every global, less the list of groups: its order and length are our own."""
+    values = {name: plain(getattr(module, name)) for name in GLOBALS}
+    groups = values.pop("_global_process_group_list")
+    return values | {"groups": groups and {tuple(group) for group in groups if group}}
+
+
+def state_of(module, world_size, rank, arguments):
+    """Initialise, ask and destroy as one rank of a fake world; or the error that it was refused with."""
+    with fake_world(world_size, rank), gloo_made_fake(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            module.initialize_model_parallel(**arguments)
+        except Exception as error:  # noqa: BLE001 - whatever Megatron raises
+            return error
+        else:
+            return {**ask(module), **read_globals(module)}
+        finally:
+            forget(module)
+
+
+def forget(module):
+    """Empty a state, with the names that Megatron's own teardown forgets."""
+    module.destroy_model_parallel()
+    if module is theirs:
+        for name in GLOBALS:
+            setattr(theirs, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
+
+
+__all__ = ["ours", "state_of", "theirs"]
