@@ -37,8 +37,8 @@ def gloo_made_fake(module):
         return
     honest = theirs.create_group
 
-    def create_group(*args, backend=None, **kwargs):
-        return honest(*args, backend=None, **kwargs)
+    def create_group(*args, **kwargs):
+        return honest(*args, **{**kwargs, "backend": None})
 
     with mock.patch.object(theirs, "create_group", create_group):
         yield
@@ -102,7 +102,7 @@ def read_globals(module):
 
 
 def state_of(module, world_size, rank, arguments):
-    """Initialise, ask and destroy as one rank of a fake world; or the error that it was refused with."""
+    """Initialise, ask and destroy as one rank of a fake world; or the error that refused it."""
     with fake_world(world_size, rank), gloo_made_fake(module), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:

@@ -309,7 +309,7 @@ TEXT_CALLS = [
     (
         lambda: RankLayout.from_order("tp-dp", tp=2, dp=2, cp=2),
         ValueError,
-        errors.LayoutError,
+        errors.OrderError,
         "dim 'cp' has size 2, but order 'tp-dp' does not name it; add it to the order",
     ),
     (

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import event, example, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from megatron_facts import ours, state_of, theirs
 

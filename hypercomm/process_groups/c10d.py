@@ -7,19 +7,24 @@ Checked against the sources of torch 2.6, 2.8 and 2.13.
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
+
+_store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The identity of each store, which is asked for once."""
 
 _HELPER_ARGUMENTS = {"store", "group_name", "backend_options", "timeout", "device_id", "group_desc"}
 
@@ -35,8 +40,13 @@ def missing() -> list[str]:
     lacks = [name for name in needed if not hasattr(c10d, name)]
     if lacks:
         return lacks
-    arguments = _HELPER_ARGUMENTS - set(signature(c10d._new_process_group_helper).parameters)
-    return [f"_new_process_group_helper({name}=)" for name in sorted(arguments)]
+    lacks = sorted(_HELPER_ARGUMENTS - _arguments_of(c10d._new_process_group_helper))
+    return [f"_new_process_group_helper({name}=)" for name in lacks]
+
+
+@functools.lru_cache(maxsize=2)
+def _arguments_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
 
 
 def replaces_new_group() -> str | None:
@@ -169,8 +179,11 @@ def store_identity() -> str:
     """Return a word that all ranks of this job's store share, and that no other store has."""
     if "fake" in single_backends(default_backend()):
         return ""  # a fake world has no store
-    found: bytes = store().compare_set("hypercomm/store", "", uuid.uuid4().hex)
-    return found.decode()
+    own = store()
+    if own not in _store_words:
+        found: bytes = own.compare_set("hypercomm/store", "", uuid.uuid4().hex)
+        _store_words[own] = found.decode()
+    return _store_words[own]
 
 
 def store() -> Any:

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
 import attrs
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """How long the destruction of groups may wait for members that are still connecting."""
 
+_POLL_S = 0.002
+
 
 class Choice(NamedTuple):
     """A way of creating groups, and why it was taken."""
@@ -42,7 +44,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class GroupPlan:
     """What to create: the groups of some dims, their common name and their options."""
 
@@ -51,9 +53,35 @@ class GroupPlan:
     groups: RankGroups
     options: GroupOptions
 
-    def name_of_group(self, rank: int) -> str:
-        """Return the name of the group of `rank`, which all of its members derive alike."""
-        return f"{self.name}/{self.groups.index_of(rank)}"
+    @cached_property
+    def own(self) -> OwnGroup | None:
+        """The group of the calling rank; None where it is no member."""
+        rank = dist.get_rank()
+        if not self.groups.has_member(rank):
+            return None
+        index = self.groups.index_of(rank)
+        return OwnGroup(f"{self.name}/{index}", rank, self.groups[index])
+
+    @cached_property
+    def meeting(self) -> OwnGroup | None:
+        """The group of the calling rank, if its members meet while it is created: gloo's do."""
+        if not c10d.is_live() or self.options.backend is None:
+            return None
+        if "gloo" not in c10d.single_backends(self.options.backend):
+            return None
+        return self.own if self.own is not None and len(self.own.ranks) > 1 else None
+
+
+class OwnGroup(NamedTuple):
+    """One group as its members know it: the name is the same on all of them."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def key(self, word: str, rank: int) -> str:
+        """Return the key under which `rank` says a word about this group in the store."""
+        return f"{self.name}/{word}/{rank}"
 
 
 @attrs.frozen(eq=False)
@@ -61,8 +89,8 @@ class CreatedGroup:
     """What came of a plan on the calling rank: None for the group where it is no member."""
 
     group: ProcessGroup | None
-    connected: str | None = None
-    """The key in the store that is set once every member is connected, if they must."""
+    connected: tuple[str, ...] = ()
+    """The keys in the store that members set when they are connected, if they must be."""
 
 
 class GridNames:
@@ -135,7 +163,7 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
     try:
         _tell_here(plan)
         group = STRATEGIES[strategy][1](plan)
-        return CreatedGroup(group, _tell_connected(plan, group))
+        return CreatedGroup(group, _tell_connected(plan))
     except BaseException as error:
         for leftover in c10d.registered() - before:
             c10d.destroy(leftover)
@@ -156,7 +184,7 @@ def _explain(plan: GroupPlan, error: Exception) -> None:
     absent = _absent(plan)
     if absent:
         raise CreationError(
-            f"the group {plan.name} of ranks {plan.groups.of(dist.get_rank())} was not created "
+            f"the group {plan.name} of ranks {plan.own and plan.own.ranks} was not created "
             f"within {plan.options.timeout}: {', '.join(absent)} did not come; every rank of the "
             f"grid must create it, in the same order"
         ) from error
@@ -169,14 +197,14 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
     """
     deadline = time.monotonic() + _PATIENCE_S
     members = [(item.group, item.connected) for item in created if item.group is not None]
-    if any(connected is not None for _, connected in members):
+    if any(connected for _, connected in members):
         c10d.let_threads_finish()
     errors = []
     for group, connected in members:
         if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
-        if connected is not None:
-            _await_connected(connected, deadline - time.monotonic())
+        if connected:
+            _await_connected(connected, deadline)
         try:
             c10d.destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
@@ -185,50 +213,42 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
         raise errors[0]
 
 
-def _connects(plan: GroupPlan) -> bool:
-    """Tell whether the members of the caller's group meet while it is created: gloo's do."""
-    if not dist.is_initialized() or plan.options.backend is None:
-        return False
-    gloo = "gloo" in c10d.single_backends(plan.options.backend)
-    return gloo and plan.groups.has_member(dist.get_rank())
-
-
-def _here(plan: GroupPlan, rank: int) -> str:
-    return f"{plan.name_of_group(rank)}/here/{rank}"
-
-
 def _tell_here(plan: GroupPlan) -> None:
-    if _connects(plan):
-        c10d.store().set(_here(plan, dist.get_rank()), "1")
+    if plan.meeting is not None:
+        c10d.store().set(plan.meeting.key("here", plan.meeting.rank), "1")
 
 
 def _absent(plan: GroupPlan) -> list[str]:
     """Name the members of the caller's group that never began to create it, with coordinates."""
-    if not _connects(plan):
+    if plan.meeting is None:
         return []
     store = c10d.store()
     return [
         f"rank {rank} ({format_coords(plan.layout.coords(rank))})"
-        for rank in plan.groups.of(dist.get_rank())
-        if not store.check([_here(plan, rank)])
+        for rank in plan.meeting.ranks
+        if not store.check([plan.meeting.key("here", rank)])
     ]
 
 
-def _tell_connected(plan: GroupPlan, group: ProcessGroup | None) -> str | None:
-    if group is None or not _connects(plan):
-        return None
-    key = f"{plan.name_of_group(dist.get_rank())}/connected"
+def _tell_connected(plan: GroupPlan) -> tuple[str, ...]:
+    # One key for each member: setting it does not wait for an answer, as adding to a count does.
+    own = plan.meeting
+    if own is None:
+        return ()
+    c10d.store().set(own.key("connected", own.rank), "1")
+    return tuple(own.key("connected", member) for member in own.ranks)
+
+
+def _await_connected(keys: tuple[str, ...], deadline: float) -> None:
     store = c10d.store()
-    if store.add(key, 1) == plan.groups.group_size:
-        store.set(f"{key}/all", "1")
-    return f"{key}/all"
-
-
-def _await_connected(key: str, seconds: float) -> None:
     try:
-        c10d.store().wait([key], timedelta(seconds=max(0.001, seconds)))
-    except RuntimeError as error:  # too late, or the store is gone
-        logger.warning("destroying a group whose members are not all connected: %s", error)
+        while not store.check(list(keys)):
+            if time.monotonic() > deadline:
+                logger.warning("destroying a group whose members are not all connected")
+                return
+            time.sleep(_POLL_S)
+    except RuntimeError as error:  # the store is gone
+        logger.warning("destroying a group that may not be connected: %s", error)
 
 
 # ---- local ----------------------------------------------------------------------------------
@@ -247,12 +267,11 @@ def _why_not_local(backend: str) -> str | None:
 
 
 def _create_local(plan: GroupPlan) -> ProcessGroup | None:
-    rank = dist.get_rank()
-    if not plan.groups.has_member(rank):
+    if plan.own is None:
         return None
     return c10d.new_group(
-        plan.name_of_group(rank),
-        plan.groups.of(rank),
+        plan.own.name,
+        plan.own.ranks,
         backend=plan.options.backend or c10d.default_backend(),
         timeout=plan.options.timeout,
         pg_options=plan.options.pg_options,
@@ -276,10 +295,9 @@ def _why_not_split(backend: str) -> str | None:
 def _create_split(plan: GroupPlan) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
     # A rank that is a member of none passes one that it is not in, and gets None.
-    rank = dist.get_rank()
-    own = plan.groups.of(rank) if plan.groups.has_member(rank) else plan.groups[0]
+    ranks = plan.groups[0] if plan.own is None else plan.own.ranks
     return dist.split_group(
-        split_ranks=[list(own)],
+        split_ranks=[list(ranks)],
         timeout=plan.options.timeout,
         pg_options=plan.options.pg_options,
         group_desc=plan.options.group_desc,
