@@ -4,7 +4,7 @@ import math
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from megatron_facts import ours, state_of, theirs
+from megatron_facts import ours, read_globals, state_of, theirs
 
 ORDERS = (
     "tp-cp-ep-dp-pp",
@@ -81,3 +81,88 @@ def test_a_state_is_megatrons(configuration, data):
         assert not isinstance(found, Exception), f"{found!r}"
         assert {k: (v, expected[k]) for k, v in found.items() if v != expected.get(k)} == {}
         assert found.keys() == expected.keys()
+
+
+@st.composite
+def broken_configurations(draw):
+    """Draw arguments that may be refused for one reason or another, all sizes positive."""
+    world_size = draw(st.sampled_from([12, 16, 24, 48]) | st.integers(1, 64))
+    size = st.sampled_from([1, 1, 2, 2, 3, 4])
+    arguments = {
+        f"{name}_parallel_size": draw(size)
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    }
+    names = draw(st.lists(st.sampled_from(["tp", "pp", "dp", "ep", "cp"]), unique=True, min_size=1))
+    options = {
+        "expert_tensor_parallel_size": size,
+        "order": st.just("-".join(names)),
+        "num_distributed_optimizer_instances": size,
+        "hierarchical_context_parallel_sizes": st.lists(size, min_size=1, max_size=2),
+        "virtual_pipeline_model_parallel_size": size,
+        "hybrid_context_parallel": st.just(True),
+        "sharp_enabled_group": st.sampled_from(["dp_replica", "tp"]),
+        "pipeline_model_parallel_comm_backend": st.just("gloo"),
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(options)), unique=True, max_size=3)):
+        arguments[name] = draw(options[name])
+    return world_size, arguments
+
+
+# Whatever is wrong, our error is caught by whoever catches Megatron's, and nothing is left; what
+# Megatron accepts, we accept, but for hybrid groups that would not come out even.
+@settings(max_examples=400, deadline=None)
+@given(broken_configurations())
+def test_refusals_are_megatrons(configuration):
+    world_size, arguments = configuration
+    expected = state_of(theirs, world_size, 0, arguments)
+    before = read_globals(ours)
+    found = state_of(ours, world_size, 0, arguments)
+    assert read_globals(ours) == before
+    if isinstance(expected, Exception):
+        event(type(expected).__name__)
+        assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
+    elif arguments.get("hybrid_context_parallel") and isinstance(found, Exception):
+        event("uneven hybrid groups")
+        assert "must come out even" in str(found)
+    else:
+        event("accepted")
+        assert found == expected
+
+
+RANK_CALLS = ("src_rank", "first_rank", "last_rank", "next_rank", "prev_rank", "groups")
+
+
+def shift(value, offset):
+    """What lists ranks, with all of them moved."""
+    if isinstance(value, dict):
+        return {key: shift(item, offset) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(shift(item, offset) for item in value)
+    return value + offset if isinstance(value, int) else value
+
+
+# A model that begins at another rank, or has fewer ranks than the job, is Megatron's model of its
+# own size, shifted; ranks outside have no groups.
+@settings(max_examples=60, deadline=None)
+@given(configurations(), st.integers(0, 9), st.integers(0, 9), st.data())
+def test_offsets_shift(configuration, offset, spare, data):
+    world_size, arguments = configuration
+    rank = data.draw(st.integers(0, world_size - 1))
+    place = {"rank_offset": offset, "local_world_size": world_size}
+    expected = state_of(theirs, world_size, rank, arguments)
+    found = state_of(ours, world_size + offset + spare, rank + offset, arguments | place)
+    if isinstance(expected, Exception):
+        assert isinstance(found, type(expected))
+        return
+    for call, value in expected.items():
+        lists_ranks = call.startswith("_") and not call.startswith(("_MPU", "_VIRTUAL", "_GLOBAL"))
+        if lists_ranks or any(word in call for word in RANK_CALLS):
+            assert found[call] == shift(value, offset)
+        elif not isinstance(value, list | tuple):
+            assert found[call] == value
+    if spare:
+        outside = state_of(
+            ours, world_size + offset + spare, world_size + offset, arguments | place
+        )
+        groups = [name for name in outside if name.startswith("_") and name.endswith("GROUP")]
+        assert {outside[name] for name in groups} == {None}

@@ -9,10 +9,15 @@ from typing import NamedTuple
 
 import attrs
 
-from hypercomm.errors import ConfigurationError, UnknownDimError, WorldSizeError
+from hypercomm.errors import (
+    ConfigurationError,
+    GroupOptionsError,
+    UnknownDimError,
+    WorldSizeError,
+)
 from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import positive
+from hypercomm.layout.checks import as_ordered, positive
 from hypercomm.layout.notation import parse_order
 from hypercomm.layout.sizes import nearest_divisors, nearest_multiples
 
@@ -102,7 +107,7 @@ class Configuration:
         expert = self._layout(tp=etp, cp=1, ep=ep, dp=edp, pp=pp)
         self._check_pipelines(dense, expert)
         self._check_derived(dense, expert)
-        self._check_pipeline_backend()
+        self._check_options()
         return Layouts(dense, expert)
 
     def _sizes(self, *names: str) -> tuple[int, ...]:
@@ -189,7 +194,8 @@ class Configuration:
                 )
         if self.hierarchical_context_parallel_sizes:
             name = "hierarchical_context_parallel_sizes"
-            levels = [positive(size, name) for size in self.hierarchical_context_parallel_sizes]
+            sizes = as_ordered(self.hierarchical_context_parallel_sizes, name)
+            levels = [positive(size, name) for size in sizes]
             if math.prod(levels) != dense.size_of("cp"):
                 raise ConfigurationError(
                     f"{name} {levels} multiply to {math.prod(levels)}, but context_parallel_size "
@@ -204,7 +210,18 @@ class Configuration:
                     f"choose sizes that make dp * cp a power of 2"
                 )
 
-    def _check_pipeline_backend(self) -> None:
+    def _check_options(self) -> None:
+        minutes = self.distributed_timeout_minutes
+        if not isinstance(minutes, (int, float)) or isinstance(minutes, bool) or minutes <= 0:
+            raise GroupOptionsError(
+                f"distributed_timeout_minutes must be a number above 0, got {minutes!r}"
+            )
+        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise GroupOptionsError(
+                    f"{name} must be a function of the ranks of a pipeline, got {function!r}"
+                )
         backend = self.pipeline_model_parallel_comm_backend
         if backend not in {None, "nccl", "ucc"}:
             raise ConfigurationError(
@@ -248,7 +265,7 @@ def _misfit(sizes: Mapping[str, int], product: int, world_size: int) -> str:
         for name, size in sizes.items()
         if world_size % (product // size) == 0
     ]
-    worlds = f"a world of {nearest_multiples(world_size, product)} ranks"
+    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
     return (
         f"{table} = {product} does not divide the world of {world_size} ranks; "
         f"what would do: {', or '.join([*fitting, worlds])}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hypercomm.compat.megatron.groups import NCCL_KEYS
 from hypercomm.errors import ConfigurationError, NcclConfigError
-from hypercomm.layout.checks import positive
+from hypercomm.layout.checks import as_ordered, positive
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,10 @@ def load(path: str | os.PathLike[str] | None, high_priority: Sequence[str] | Non
         NcclConfigError: It cannot be read, or a key or value is none of Megatron's; pyyaml, which
             the extra `nccl-config` brings, is not installed.
     """
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise NcclConfigError(f"nccl_communicator_config_path must be a path, got {path!r}")
     config = {} if path is None else _read(Path(path))
-    for key in high_priority or ():
+    for key in as_ordered(high_priority or (), "high_priority_stream_groups"):
         if key not in NCCL_KEYS:
             raise NcclConfigError(
                 f"high_priority_stream_groups names no group {key!r}; use some of {NCCL_KEYS}"

@@ -42,6 +42,7 @@ from hypercomm.errors import GroupMissingError, StateError
 from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import GroupOptions
 
 logger = logging.getLogger(__name__)
 
@@ -676,7 +677,9 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
+        GroupOptionsError: The timeout is no timedelta.
     """
+    GroupOptions(timeout=timeout).check()
     groups = [pg] if pg is not None else current.get().require("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():
