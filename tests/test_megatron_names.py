@@ -242,9 +242,9 @@ BAD = [
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3},
         errors.WorldSizeError,
         (
-            "tensor_model_parallel_size=2 * pipeline_model_parallel_size=3 * context_parallel_size=1 "
-            "= 6 does not divide the world of 16 ranks; what would do: pipeline_model_parallel_size "
-            "of 2 or 4, or a world of 12 or 18 ranks"
+            "tensor_model_parallel_size=2 * pipeline_model_parallel_size=3 * context_parallel_size="
+            "1 = 6 does not divide the world of 16 ranks; what would do: pipeline_model_parallel_"
+            "size of 2 or 4, or a world of 12 or 18 ranks"
         ),
     ),
     (
@@ -253,8 +253,8 @@ BAD = [
         (
             "expert_tensor_parallel_size=4 * expert_model_parallel_size=8 * "
             "pipeline_model_parallel_size=1 = 32 does not divide the world of 16 ranks; what would "
-            "do: expert_tensor_parallel_size of 2, or expert_model_parallel_size of 4, or a world of "
-            "32 ranks"
+            "do: expert_tensor_parallel_size of 2, or expert_model_parallel_size of 4, or a world "
+            "of 32 ranks"
         ),
     ),
     (
@@ -266,9 +266,9 @@ BAD = [
         },
         errors.ConfigurationError,
         (
-            "with order 'tp-pp-dp' the dense layers (tp=2,pp=2,dp=4,ep=1,cp=1) and the expert layers "
-            "(tp=1,pp=2,dp=8,ep=1,cp=1) must have the same pipelines and data parallel size, but "
-            "their pipelines are <8 groups of 2: (0, 2), (1, 3), ...> and <8 groups of 2: (0, 1), "
+            "with order 'tp-pp-dp' the dense layers (tp=2,pp=2,dp=4,ep=1,cp=1) and the expert "
+            "layers (tp=1,pp=2,dp=8,ep=1,cp=1) must have the same pipelines and data parallel size, "
+            "but their pipelines are <8 groups of 2: (0, 2), (1, 3), ...> and <8 groups of 2: (0, 1), "
             "(2, 3), ...>; put pp last in the order, or choose expert sizes with "
             "expert_tensor_parallel_size * expert_model_parallel_size = 2"
         ),

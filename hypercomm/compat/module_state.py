@@ -29,12 +29,12 @@ class ModuleState:
 
     Attributes:
         values: The value of each global.
-        answers: What getters answered, by the function that computes it; None is an answer too.
+        answers: What getters answered since the last write, by the function that computes it.
 
     Example:
         >>> state = ModuleState({"_SIZE": lambda: None})
         >>> state.write("_SIZE", 4)
-        >>> state.read("_SIZE"), state.answers[lambda state: state.values["_SIZE"] * 2]
+        >>> state.read("_SIZE"), state.answer(lambda state: state.values["_SIZE"] * 2)
         (4, 8)
     """
 
@@ -82,23 +82,17 @@ class ModuleState:
         """Whether answers are kept."""
         return self._may_settle and not self._restless
 
+    def answer(self, question: Callable[[Any], Any]) -> Any:
+        """Compute what `answers` does not hold, and keep it where it will stay right."""
+        answers = self.answers
+        answer = question(self)
+        if self.settled:
+            answers[question] = answer
+        return answer
+
     def _forget_answers(self) -> None:
         # A new dict: a thread that computes an answer right now keeps it in the old one.
-        self.answers = _Answers(self)
-
-
-class _Answers(dict[Callable[[Any], Any], Any]):
-    """Computes what it does not hold."""
-
-    def __init__(self, state: ModuleState) -> None:
-        super().__init__()
-        self._state = state
-
-    def __missing__(self, question: Callable[[Any], Any]) -> Any:
-        answer = question(self._state)
-        if self._state.settled:
-            self[question] = answer
-        return answer
+        self.answers: dict[Callable[[Any], Any], Any] = {}
 
 
 State = TypeVar("State", bound=ModuleState)
