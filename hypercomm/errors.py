@@ -89,8 +89,11 @@ class StateError(HyperCommError, AssertionError):
     """Legacy global state is asked for before it was initialised, or initialised twice."""
 
 
-class ConfigurationError(HyperCommError, AssertionError, ValueError):
-    """The sizes or choices of a legacy configuration contradict each other: change one."""
+class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
+    """The sizes or choices of a legacy configuration contradict each other: change one.
+
+    Megatron raises any of the three builtins for such.
+    """
 
 
 class UnknownFieldError(HyperCommError, AttributeError, ValueError):

@@ -267,15 +267,15 @@ BAD = [
         errors.ConfigurationError,
         (
             "with order 'tp-pp-dp' the dense layers (tp=2,pp=2,dp=4,ep=1,cp=1) and the expert "
-            "layers (tp=1,pp=2,dp=8,ep=1,cp=1) must have the same pipelines and data parallel size, "
-            "but their pipelines are <8 groups of 2: (0, 2), (1, 3), ...> and <8 groups of 2: (0, 1), "
-            "(2, 3), ...>; put pp last in the order, or choose expert sizes with "
+            "layers (tp=1,pp=2,dp=8,ep=1,cp=1) must have the same pipelines and data parallel "
+            "size, but their pipelines are <8 groups of 2: (0, 2), (1, 3), ...> and <8 groups of "
+            "2: (0, 1), (2, 3), ...>; put pp last in the order, or choose expert sizes with "
             "expert_tensor_parallel_size * expert_model_parallel_size = 2"
         ),
     ),
     (
         {"virtual_pipeline_model_parallel_size": 2},
-        errors.WorldSizeError,
+        errors.ConfigurationError,
         (
             "virtual_pipeline_model_parallel_size=2 interleaves pipeline stages, but "
             "pipeline_model_parallel_size is 1; make it at least 2"

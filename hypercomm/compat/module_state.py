@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import StateError
 
-_PLAIN = (type(None), int, str, list, tuple, dict, ProcessGroup)
-"""What can be written without making answers change behind our back; a mock may change."""
+_STEADY = {type(None), bool, int, str, list, tuple, dict, ProcessGroup}
+"""Types of which nothing that answers depend on changes by itself; a mock's size may."""
 
 
 class ModuleState:
@@ -60,7 +60,7 @@ class ModuleState:
         """Set a global, as `module.name = value` does; getters follow."""
         self._deleted.discard(name)
         self.values[name] = value
-        if isinstance(value, _PLAIN):
+        if type(value) in _STEADY:
             self._restless.discard(name)
         else:
             self._restless.add(name)
@@ -72,10 +72,17 @@ class ModuleState:
         self.write(name, self._blank[name]())
         self._deleted.add(name)
 
-    def settle(self) -> None:
-        """Let answers be kept from now on, while no global holds what may change by itself."""
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Set many globals to what is our own, and let answers be kept from now on."""
+        self.values.update(values)
+        self._deleted -= values.keys()
+        self._restless -= values.keys()
         self._may_settle = True
         self._forget_answers()
+
+    def names(self) -> list[str]:
+        """List the globals that were not deleted."""
+        return [name for name in self.values if name not in self._deleted]
 
     @property
     def settled(self) -> bool:
@@ -129,9 +136,9 @@ class CurrentState(Generic[State]):
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
-        names = sorted(names)
         members: dict[str, Any] = {name: _Global(name, self.get) for name in names}
-        members["__dir__"] = lambda self: sorted({*ModuleType.__dir__(self), *names})
+        current = self.get
+        members["__dir__"] = lambda self: [*ModuleType.__dir__(self), *current().names()]
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 

@@ -161,7 +161,7 @@ class Configuration:
             return
         positive(self.virtual_pipeline_model_parallel_size, "virtual_pipeline_model_parallel_size")
         if self.pipeline_model_parallel_size == 1:
-            raise WorldSizeError(
+            raise ConfigurationError(
                 f"virtual_pipeline_model_parallel_size="
                 f"{self.virtual_pipeline_model_parallel_size} interleaves pipeline stages, but "
                 f"pipeline_model_parallel_size is 1; make it at least 2"

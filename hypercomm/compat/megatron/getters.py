@@ -114,6 +114,11 @@ def data_parallel_getter(
         _compute(fact, name, override) for name in (plain, with_cp, partial)
     )
 
+    def refuse(state: ParallelState) -> Any:
+        if state.values[override + fact] is None:
+            raise partial_without_cp()
+        return state.values[override + fact]
+
     def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
         state = _state()
         if not is_live():
@@ -122,7 +127,7 @@ def data_parallel_getter(
         if with_context_parallel:
             compute = of_part if partial_data_parallel else of_cp
         elif partial_data_parallel:
-            raise partial_without_cp()
+            compute = refuse
         try:
             return state.answers[compute]
         except KeyError:
@@ -150,13 +155,23 @@ def expert_data_parallel_getter(fact: str, plain: str, partial: str) -> Callable
     return _described(get, f"{_FACTS[fact][1]} {_words(plain)}.")
 
 
-def first_getter(name: str) -> Callable[[], int]:
-    """Make a getter of the first of the ranks that a global lists."""
+def listed_getter(which: str, name: str, place: Compute[int] = lambda _: 0) -> Callable[[], int]:
+    """Make a getter of one of the ranks that a global lists; the list itself may be changed.
 
-    def compute(state: ParallelState) -> int:
-        return state.require(name)[0]  # type: ignore[no-any-return]
+    Args:
+        which: A word for it.
+        name: The global.
+        place: Computes its place in the list.
+    """
+    find = answered(place)
 
-    return _described(answered(compute), f"Return the first of the {_words(name)}.")
+    def get() -> Any:
+        ranks = _state().values[name]
+        if ranks is None:
+            raise _state().missing(name)
+        return ranks[find()]
+
+    return _described(get, f"Return the {which} of the {_words(name)}.")
 
 
 def size_setter(name: str) -> Setter:

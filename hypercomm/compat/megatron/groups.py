@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -88,11 +89,11 @@ class GroupRow:
     """One of Megatron's groups.
 
     Attributes:
-        name: The global that holds the calling rank's group.
         grid: The grid whose groups these are.
         dims: The dims that the groups span.
         key: The key in an NCCL configuration.
         field: The field of a `ProcessGroupCollection`.
+        name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether a gloo twin exists; its global has the same name with _GLOO behind.
         derive: Makes the groups, one or many, of those over `dims`; None for no groups.
@@ -101,11 +102,11 @@ class GroupRow:
         overlaps: Whether the group exists so that its traffic overlaps that of another.
     """
 
-    name: str
     grid: Literal["dense", "expert"]
     dims: str
     key: str
-    field: str | None = None
+    field: str | None
+    name: str
     ranks: str | None = None
     gloo: bool = False
     derive: Derive = _plain
@@ -124,149 +125,48 @@ class GroupRow:
         return self.derive is _plain
 
 
-_DP_CP = "_DATA_PARALLEL_GROUP_WITH_CP"
-_EXPERT_DP = "_EXPERT_DATA_PARALLEL_GROUP"
+_dense, _expert = partial(GroupRow, "dense"), partial(GroupRow, "expert")
+_DP_CP, _EXPERT_DP = "_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP"
 _INSTANCES = "num_distributed_optimizer_instances"
 
-# In the order of creation. The group over dp-cp is the first: SHARP is for the first communicator.
+# Columns: dims, NCCL key, field of a collection, global of the group, global of its ranks. The rows
+# are in the order of creation, with dp-cp first: SHARP is for the first communicator.
+# fmt: off
 TABLE = (
-    GroupRow(
-        _DP_CP,
-        "dense",
-        "dp-cp",
-        "dp_cp",
-        "dp_cp",
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
-        gloo=True,
-    ),
-    GroupRow(
-        "_DATA_PARALLEL_GROUP_WITH_CP_AG",
-        "dense",
-        "dp-cp",
-        "dp_cp",
-        "dp_cp_ag",
-        derive=_all_gather,
-        option="create_all_gather_group",
-        overlaps=True,
-    ),
-    GroupRow(
-        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-        "dense",
-        "dp-cp",
-        "intra_dp_cp",
-        "intra_dp_cp",
-        gloo=True,
-        derive=_instance,
-        otherwise=_DP_CP,
-    ),
-    GroupRow(
-        "_HYBRID_DP_CP_GROUPS",
-        "dense",
-        "dp-cp",
-        "dp_cp",
-        derive=_hybrid,
-        option="hybrid_context_parallel",
-    ),
-    GroupRow(
-        "_DATA_PARALLEL_GROUP",
-        "dense",
-        "dp",
-        "dp",
-        "dp",
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS",
-        gloo=True,
-    ),
-    GroupRow(
-        "_CONTEXT_PARALLEL_GROUP", "dense", "cp", "cp", "cp", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"
-    ),
-    GroupRow(
-        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-        "dense",
-        "cp",
-        "hcp",
-        "hcp",
-        derive=_hierarchy,
-        option="hierarchical_context_parallel_sizes",
-    ),
-    GroupRow(
-        "_MODEL_PARALLEL_GROUP", "dense", "tp-pp", "mp", "mp", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"
-    ),
-    GroupRow(
-        "_TENSOR_MODEL_PARALLEL_GROUP",
-        "dense",
-        "tp",
-        "tp",
-        "tp",
-        ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
-    ),
-    GroupRow(
-        "_PIPELINE_MODEL_PARALLEL_GROUP", "dense", "pp", "pp", "pp", ranks="_PIPELINE_GLOBAL_RANKS"
-    ),
-    GroupRow(
-        "_EMBEDDING_GROUP",
-        "dense",
-        "pp",
-        "embd",
-        "embd",
-        ranks="_EMBEDDING_GLOBAL_RANKS",
-        derive=_embedding,
-    ),
-    GroupRow(
-        "_POSITION_EMBEDDING_GROUP",
-        "dense",
-        "pp",
-        "pos_embd",
-        "pos_embd",
-        ranks="_POSITION_EMBEDDING_GLOBAL_RANKS",
-        derive=_position_embedding,
-    ),
-    GroupRow(
-        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "dense", "tp-dp-cp", "tp_dp_cp", "tp_dp_cp"
-    ),
-    GroupRow("_TENSOR_AND_DATA_PARALLEL_GROUP", "dense", "tp-dp", "tp_dp"),
-    GroupRow("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "dense", "tp-cp", "tp_cp", "tp_cp"),
-    GroupRow(
-        "_EXPERT_MODEL_PARALLEL_GROUP",
-        "expert",
-        "ep",
-        "ep",
-        "ep",
-        ranks="_EXPERT_MODEL_PARALLEL_RANKS",
-    ),
-    GroupRow("_EXPERT_TENSOR_PARALLEL_GROUP", "expert", "tp", "ep_tp", "expt_tp"),
-    GroupRow("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "expert", "tp-ep", "tp_ep_mp", "tp_ep"),
-    GroupRow(
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "expert", "tp-ep-pp", "tp_ep_pp", "tp_ep_pp"
-    ),
-    GroupRow(_EXPERT_DP, "expert", "dp", "ep_dp", "expt_dp", gloo=True),
-    GroupRow(
-        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-        "expert",
-        "dp",
-        "intra_ep_dp",
-        "intra_expt_dp",
-        gloo=True,
-        derive=_instance,
-        otherwise=_EXPERT_DP,
-    ),
-    GroupRow(
-        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-        "expert",
-        "dp",
-        "inter_ep_dp",
-        "inter_dist_opt",
-        derive=_across_instances,
-        option=_INSTANCES,
-    ),
-    GroupRow(
-        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-        "expert",
-        "tp-ep-dp-pp",
-        "intra_dist_opt_instance",
-        "intra_dist_opt",
-        derive=_whole_instance,
-    ),
+    _dense("dp-cp", "dp_cp", "dp_cp", _DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
+    _dense("dp-cp", "dp_cp", "dp_cp_ag", "_DATA_PARALLEL_GROUP_WITH_CP_AG",
+           derive=_all_gather, option="create_all_gather_group", overlaps=True),
+    _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+           gloo=True, derive=_instance, otherwise=_DP_CP),
+    _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
+           derive=_hybrid, option="hybrid_context_parallel"),
+    _dense("dp", "dp", "dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
+    _dense("cp", "cp", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+           derive=_hierarchy, option="hierarchical_context_parallel_sizes"),
+    _dense("tp-pp", "mp", "mp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _dense("tp", "tp", "tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _dense("pp", "pp", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    _dense("pp", "embd", "embd", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
+           derive=_embedding),
+    _dense("pp", "pos_embd", "pos_embd", "_POSITION_EMBEDDING_GROUP",
+           "_POSITION_EMBEDDING_GLOBAL_RANKS", derive=_position_embedding),
+    _dense("tp-dp-cp", "tp_dp_cp", "tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    _dense("tp-dp", "tp_dp", None, "_TENSOR_AND_DATA_PARALLEL_GROUP"),
+    _dense("tp-cp", "tp_cp", "tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    _expert("ep", "ep", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    _expert("tp", "ep_tp", "expt_tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    _expert("tp-ep", "tp_ep_mp", "tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+    _expert("dp", "ep_dp", "expt_dp", _EXPERT_DP, gloo=True),
+    _expert("dp", "intra_ep_dp", "intra_expt_dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+            gloo=True, derive=_instance, otherwise=_EXPERT_DP),
+    _expert("dp", "inter_ep_dp", "inter_dist_opt", "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+            derive=_across_instances, option=_INSTANCES),
+    _expert("tp-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
+            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=_whole_instance),
 )
+# fmt: on
 
 NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
 """The keys that an NCCL configuration may have."""

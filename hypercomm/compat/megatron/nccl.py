@@ -104,11 +104,15 @@ def _read(path: Path) -> NcclConfig:
                 raise NcclConfigError(
                     f"{path}: group {key!r} has no option {name!r}; use some of {list(_CHECKS)}"
                 )
-            try:
-                _CHECKS[name](value, name)
-            except ValueError as error:
-                raise NcclConfigError(f"{path}: group {key!r}: {error}") from error
+            _check(name, value, f"{path}: group {key!r}")
     return content  # type: ignore[no-any-return]
+
+
+def _check(name: str, value: object, where: str) -> None:
+    try:
+        _CHECKS[name](value, name)
+    except ValueError as error:
+        raise NcclConfigError(f"{where}: {error}") from error
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -125,7 +129,9 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     """
     if pg_name not in nccl_comm_cfgs:
         return None
-    config = dict(nccl_comm_cfgs[pg_name])
+    config = {name: value for name, value in nccl_comm_cfgs[pg_name].items() if name in _CHECKS}
+    for name, value in config.items():
+        _check(name, value, f"NCCL options of group {pg_name!r}")
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise NcclConfigError(
             f"NCCL options {config} for group {pg_name!r} need a torch that is built with NCCL"
@@ -133,8 +139,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     priority = config.pop("is_high_priority_stream", False)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
     for name, value in config.items():
-        if name in _CHECKS:
-            setattr(options.config, name, _CHECKS[name](value, name))
+        setattr(options.config, name, value)
     return options
 
 

@@ -30,8 +30,8 @@ from hypercomm.compat.megatron.getters import (
     data_parallel_getter,
     expert_data_parallel_getter,
     fact_getter,
-    first_getter,
     group_getter,
+    listed_getter,
     name_functions,
     partial_without_cp,
     rank_setter,
@@ -400,12 +400,30 @@ def get_all_ranks(state: ParallelState) -> str:
 
 _PIPELINE_RANKS = "_PIPELINE_GLOBAL_RANKS"
 
-get_tensor_model_parallel_src_rank = first_getter("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = first_getter("_MODEL_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = first_getter("_EXPERT_MODEL_PARALLEL_RANKS")
-get_pipeline_model_parallel_first_rank = first_getter(_PIPELINE_RANKS)
-_dp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS")
-_dp_cp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
+
+def _stage(state: ParallelState) -> int:
+    return state.rank_in(_PP, _MPU_PP + RANK)
+
+
+def _stages(state: ParallelState) -> int:
+    return state.size_in(_PP, _MPU_PP + SIZE)
+
+
+get_tensor_model_parallel_src_rank = listed_getter("first", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+get_model_parallel_src_rank = listed_getter("first", "_MODEL_PARALLEL_GLOBAL_RANKS")
+get_expert_model_parallel_src_rank = listed_getter("first", "_EXPERT_MODEL_PARALLEL_RANKS")
+get_pipeline_model_parallel_first_rank = listed_getter("first", _PIPELINE_RANKS)
+get_pipeline_model_parallel_last_rank = listed_getter(
+    "last", _PIPELINE_RANKS, lambda state: _stages(state) - 1
+)
+get_pipeline_model_parallel_next_rank = listed_getter(
+    "next", _PIPELINE_RANKS, lambda state: (_stage(state) + 1) % _stages(state)
+)
+get_pipeline_model_parallel_prev_rank = listed_getter(
+    "previous", _PIPELINE_RANKS, lambda state: (_stage(state) - 1) % _stages(state)
+)
+_dp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS")
+_dp_cp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -413,37 +431,9 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _dp_cp_src_rank() if with_context_parallel else _dp_src_rank()
 
 
-@answered
-def get_data_parallel_group_ranks(state: ParallelState) -> list[int]:
+def get_data_parallel_group_ranks() -> list[int]:
     """Return the ranks of the data parallel group, as DeepSpeed asks for them."""
-    return list(state.require("_DATA_PARALLEL_GLOBAL_RANKS"))
-
-
-def _stage_rank(state: ParallelState, stage: int) -> int:
-    ranks: list[int] = state.require(_PIPELINE_RANKS)
-    return ranks[stage % state.size_in(_PP, _MPU_PP + SIZE)]
-
-
-def _stage(state: ParallelState) -> int:
-    return state.rank_in(_PP, _MPU_PP + RANK)
-
-
-@answered
-def get_pipeline_model_parallel_last_rank(state: ParallelState) -> int:
-    """Return the rank of the last stage of the calling rank's pipeline."""
-    return _stage_rank(state, -1)
-
-
-@answered
-def get_pipeline_model_parallel_next_rank(state: ParallelState) -> int:
-    """Return the rank of the next stage; the first follows the last."""
-    return _stage_rank(state, _stage(state) + 1)
-
-
-@answered
-def get_pipeline_model_parallel_prev_rank(state: ParallelState) -> int:
-    """Return the rank of the stage before; the last precedes the first."""
-    return _stage_rank(state, _stage(state) - 1)
+    return list(current.get().require("_DATA_PARALLEL_GLOBAL_RANKS"))
 
 
 @answered
@@ -453,7 +443,7 @@ def _is_first(state: ParallelState) -> bool:
 
 @answered
 def _is_last(state: ParallelState) -> bool:
-    return _stage(state) == state.size_in(_PP, _MPU_PP + SIZE) - 1
+    return _stage(state) == _stages(state) - 1
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -481,23 +471,23 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    if ignore_virtual or not _has_embedding():
-        return _has_embedding()
-    ranks, rank = current.get().values["_EMBEDDING_GLOBAL_RANKS"], dist.get_rank()
+    rank, ranks = _own_rank(), current.get().values["_EMBEDDING_GLOBAL_RANKS"]
+    if ranks is None or ignore_virtual or rank not in ranks:
+        return ranks is not None and rank in ranks
     if rank == ranks[0]:
         return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     return rank != ranks[-1] or is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
-@answered
-def _has_embedding(state: ParallelState) -> bool:
-    return dist.get_rank() in (state.values["_EMBEDDING_GLOBAL_RANKS"] or ())
-
-
-@answered
-def is_rank_in_position_embedding_group(state: ParallelState) -> bool:
+def is_rank_in_position_embedding_group() -> bool:
     """Tell whether the calling rank has position embeddings."""
-    return dist.get_rank() in (state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"] or ())
+    rank, ranks = _own_rank(), current.get().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    return ranks is not None and rank in ranks
+
+
+@answered
+def _own_rank(_: ParallelState) -> int:
+    return dist.get_rank()
 
 
 @answered

@@ -89,14 +89,15 @@ class ProcessGroupCollection:
             setattr(self, name, group)
 
     def __getattr__(self, name: str) -> None:
-        _check_fields(name)
+        _check_fields(type(self), name)
 
     def __setattr__(self, name: str, group: object) -> None:
-        _check_fields(name)
+        _check_fields(type(self), name)
         super().__setattr__(name, group)
 
     def __repr__(self) -> str:
-        shown = [f"{name}({_size(vars(self)[name])})" for name in _FIELDS if name in vars(self)]
+        names = [item.name for item in fields(self) if item.name in vars(self)]
+        shown = [f"{name}({_size(vars(self)[name])})" for name in names]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -120,7 +121,7 @@ class ProcessGroupCollection:
     ) -> ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         wanted = list(_SOURCES) if required_pgs is None else list(required_pgs)
-        _check_fields(*wanted)
+        _check_fields(cls, *wanted)
         return cls(
             **{
                 name: state.require(_SOURCES[name]) if name in _NEEDED else state.read(source)
@@ -157,6 +158,12 @@ class ProcessGroupCollection:
         for row in TABLE:
             source = grid if row.grid == "dense" else expert
             if row.field is None or source is None:
+                continue
+            if row.field == "hcp":
+                named = [(key.name or "", pg) for key, pg in source.pgs.items()]
+                levels = [pg for name, pg in named if name.startswith("hcp_L") and pg is not None]
+                if levels:
+                    collection.hcp = levels
                 continue
             group = _held_by(source, row.field, row.dims if row.plain else None)
             if group is None and row.otherwise is not None:
@@ -240,29 +247,29 @@ class ProcessGroupCollection:
                 groups[f"{name}_group"] = require(_SOURCES[name]) if needed else None
             return groups
         groups = _data_parallel(pg_collection, lambda: config)
+        groups |= {f"{name}_group": _take(pg_collection, name) for name in ("tp", "pp", "ep")}
         groups["expt_dp_group"] = pg_collection.expt_dp
+        groups |= _instance_groups(pg_collection, groups, instances)
         if groups["expt_dp_group"] is None:
             logger.warning("no expt_dp group was given; creating one of this rank alone")
-            groups["expt_dp_group"] = dist.new_group(
-                [dist.get_rank()], use_local_synchronization=True
-            )
-        groups |= _instance_groups(pg_collection, groups, instances)
-        return groups | {f"{name}_group": _take(pg_collection, name) for name in ("tp", "pp", "ep")}
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            groups["expt_dp_group"] = alone
+            if instances == 1:
+                groups["intra_expt_dp_group"] = alone
+        return groups
 
 
-_FIELDS = tuple(item.name for item in fields(ProcessGroupCollection))
 _SOURCES = {row.field: row.name for row in TABLE if row.field is not None}
 """The global of each field; the twins for all-gathers have none."""
 _NEEDED = ("dp", "dp_cp", "intra_dp_cp")
 """The fields that Megatron's `use_mpu_process_groups` does not leave at None."""
 
 
-def _check_fields(*names: str) -> None:
-    unknown = [name for name in names if name not in _FIELDS]
+def _check_fields(kind: type[ProcessGroupCollection], *names: str) -> None:
+    known = [item.name for item in fields(kind)]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise UnknownFieldError(
-            f"ProcessGroupCollection has no field {unknown[0]!r}; it has {_FIELDS}"
-        )
+        raise UnknownFieldError(f"{kind.__name__} has no field {unknown[0]!r}; it has {known}")
 
 
 def _size(group: Any) -> object:
@@ -309,7 +316,11 @@ def _instance_groups(
 
 def _config_of(model: Any) -> Any:
     """Return the configuration of a model, under all that it is wrapped in."""
-    while not hasattr(model, "config") and hasattr(model, "module"):
+    while getattr(model, "config", None) is None:
+        if not hasattr(model, "module"):
+            raise ConfigurationError(
+                f"model_chunks[0] has no config, nor has what it wraps: {model!r}"
+            )
         model = model.module
     return model.config
 

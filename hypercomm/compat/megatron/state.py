@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -63,16 +64,18 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 """Every global of Megatron's parallel_state, with what makes its value at rest."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class PlannedGroup:
-    """The calling rank's group before it is created: what can be asked of it, and how to create it.
-
-    It answers `size()` and `rank()` as a process group does.
-    """
+    """The calling rank's group before it is created; answers `size()` and `rank()` as a group."""
 
     groups: RankGroups
     own_rank: int
     create: Callable[[], ProcessGroup | None]
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The group, which is created when it is first asked for: two globals may hold the plan."""
+        return self.create()
 
     def size(self) -> int:
         """Return the number of members."""
@@ -144,8 +147,7 @@ class ParallelState(ModuleState):
                 build.destroy()
                 raise
         self.configuration, self.grids = configuration, build.grids
-        self.values.update(values)
-        self.settle()
+        self.fill(values)
 
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""
@@ -275,7 +277,7 @@ class ParallelState(ModuleState):
 def _create_planned(value: Any) -> Any:
     """Create what is planned, within a list or a dict too."""
     if isinstance(value, PlannedGroup):
-        return value.create()
+        return value.group
     if isinstance(value, list) and any(isinstance(item, PlannedGroup) for item in value):
         return [_create_planned(item) for item in value]
     if isinstance(value, dict) and any(isinstance(item, PlannedGroup) for item in value.values()):
@@ -349,7 +351,8 @@ class _Build:
         description = row.description + (_GLOO if twin else "") + suffix
         parts = () if row.plain else (row.field or row.key, suffix.strip("_"))
         name = "_".join(filter(None, (*parts, "gloo" if twin else "")))
-        shared = config.share == "identical" and not row.overlaps
+        sharp = not twin and row is _SHARP_ROWS.get(config.sharp_group)
+        shared = config.share == "identical" and not row.overlaps and not sharp
         backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
 
         def create() -> ProcessGroup | None:
@@ -371,7 +374,7 @@ class _Build:
         if config.lazy:
             member = groups.has_member(self._rank)
             return PlannedGroup(groups, self._rank, create) if member else None
-        if not twin and row is _SHARP_ROWS.get(config.sharp_group):
+        if sharp:
             with nccl.sharp() as connect:
                 group = create()
                 connect(group)
