@@ -416,7 +416,7 @@ class HyperCommGrid:
         """Check everything, then create or share, then file the group."""
         given.check()
         choice = choose(self._creation, given.backend)
-        live = dist.is_initialized()
+        live = c10d.is_live()
         if live:
             _check_world(self.layout, dist.get_world_size(), "any")
         resolved = given.resolve(group_desc=str(key)) if live else given
@@ -520,22 +520,24 @@ def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_world(layout: RankLayout, world_size: int, cover: str) -> None:
-    factors = " * ".join(
-        f"{name}={size}" for name, size in zip(layout.dim_names, layout.shape, strict=True)
-    )
     last = layout.last_rank
     if last >= world_size:
         raise WorldSizeError(
-            f"the grid {factors} = {layout.size} ranks at rank_offset {layout.rank_offset} needs "
-            f"ranks up to {last}, but the world has {world_size} (ranks 0..{world_size - 1}); "
-            f"make a size smaller, or start at least {last + 1} ranks"
+            f"the grid {_factors(layout)} at rank_offset {layout.rank_offset} needs ranks up to "
+            f"{last}, but the world has {world_size} (ranks 0..{world_size - 1}); make a size "
+            f"smaller, or start at least {last + 1} ranks"
         )
     if cover == "exact" and layout.size != world_size:
         raise WorldSizeError(
-            f"cover='exact', but the grid {factors} = {layout.size} ranks leaves "
-            f"{world_size - layout.size} of the world's {world_size} ranks out; change a size so "
-            f"that the sizes multiply to {world_size}"
+            f"cover='exact', but the grid {_factors(layout)} leaves {world_size - layout.size} of "
+            f"the world's {world_size} ranks out; change a size so that the sizes multiply to "
+            f"{world_size}"
         )
+
+
+def _factors(layout: RankLayout) -> str:
+    sizes = zip(layout.dim_names, layout.shape, strict=True)
+    return " * ".join(f"{name}={size}" for name, size in sizes) + f" = {layout.size} ranks"
 
 
 def _call(key: GroupKey) -> str:

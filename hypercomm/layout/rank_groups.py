@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import itemgetter
 
 import attrs
 import numpy as np
@@ -202,8 +203,7 @@ class StridedGroups(RankGroups):
     def locate(self, rank: int) -> tuple[int, int]:
         rest = as_rank(rank) - self.origin
         index, position, groups, members = 0, 0, len(self), self.group_size
-        tagged = [(axis, True) for axis in self.outer] + [(axis, False) for axis in self.inner]
-        for (size, stride), is_outer in sorted(tagged, key=lambda item: -item[0].stride):
+        for size, stride, is_outer in self._descending():
             digit, rest = divmod(rest, stride)
             if not 0 <= digit < size:
                 rest = -1
@@ -217,6 +217,11 @@ class StridedGroups(RankGroups):
         if rest:
             raise RankOutsideError(f"rank {rank} is in none of these groups: {self!r}")
         return index, position
+
+    def _descending(self) -> list[tuple[int, int, bool]]:
+        """All axes, the largest stride first: size, stride, and whether it tells groups apart."""
+        axes = [(*axis, True) for axis in self.outer] + [(*axis, False) for axis in self.inner]
+        return sorted(axes, key=itemgetter(1), reverse=True)
 
     def members(self, index: int, positions: range) -> tuple[int, ...]:
         base = self.origin + element(self.outer, index)

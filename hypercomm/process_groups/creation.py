@@ -23,7 +23,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, NotInitializedError
+from hypercomm.errors import CreationError, NotInitializedError, RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
@@ -57,9 +57,10 @@ class GroupPlan:
     def own(self) -> OwnGroup | None:
         """The group of the calling rank; None where it is no member."""
         rank = dist.get_rank()
-        if not self.groups.has_member(rank):
+        try:
+            index = self.groups.index_of(rank)
+        except RankOutsideError:
             return None
-        index = self.groups.index_of(rank)
         return OwnGroup(f"{self.name}/{index}", rank, self.groups[index])
 
     @cached_property
@@ -130,31 +131,32 @@ def choose(creation: str, backend: str | None) -> Choice:
     Raises:
         CreationError: The strategy asked for cannot work here; says why, and which would.
     """
-    if not dist.is_initialized():
+    if not c10d.is_live():
         logger.warning("creating groups by enumeration: torch.distributed is not initialised")
         return Choice("enumerate", "torch.distributed is not initialised")
     backend = (backend or c10d.default_backend()).lower()
-    obstacles = {name: obstacle(backend) for name, (obstacle, _) in STRATEGIES.items()}
     if creation == "auto":
-        choice = _auto(obstacles)
-        if choice.strategy == "enumerate":
-            logger.warning("creating groups by enumeration of the world: %s", choice.reason)
-        return choice
-    if obstacles[creation] is not None:
-        usable = [name for name, obstacle in obstacles.items() if obstacle is None]
-        raise CreationError(
-            f"creation={creation!r} cannot create groups of backend {backend!r} here: "
-            f"{obstacles[creation]}; use one of {['auto', *usable]}"
-        )
-    return Choice(creation, "asked for by name")
+        return _auto(backend)
+    obstacle = STRATEGIES[creation][0](backend)
+    if obstacle is None:
+        return Choice(creation, "asked for by name")
+    usable = [name for name, (why_not, _) in STRATEGIES.items() if why_not(backend) is None]
+    raise CreationError(
+        f"creation={creation!r} cannot create groups of backend {backend!r} here: "
+        f"{obstacle}; use one of {['auto', *usable]}"
+    )
 
 
-def _auto(obstacles: dict[str, str | None]) -> Choice:
-    if obstacles["split"] is None:
+def _auto(backend: str) -> Choice:
+    not_split = _why_not_split(backend)
+    if not_split is None:
         return Choice("split", "WORLD is bound to a device whose backend can be split")
-    if obstacles["local"] is None:
+    not_local = _why_not_local(backend)
+    if not_local is None:
         return Choice("local", "each rank creates only the groups that it is a member of")
-    return Choice("enumerate", f"{obstacles['local']}, and {obstacles['split']}")
+    reason = f"{not_local}, and {not_split}"
+    logger.warning("creating groups by enumeration of the world: %s", reason)
+    return Choice("enumerate", reason)
 
 
 def create(plan: GroupPlan, strategy: str) -> CreatedGroup:

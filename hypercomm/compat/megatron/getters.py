@@ -163,13 +163,17 @@ def listed_getter(which: str, name: str, place: Compute[int] = lambda _: 0) -> C
         name: The global.
         place: Computes its place in the list.
     """
-    find = answered(place)
 
     def get() -> Any:
-        ranks = _state().values[name]
+        state = _state()
+        ranks = state.values[name]
         if ranks is None:
-            raise _state().missing(name)
-        return ranks[find()]
+            raise state.missing(name)
+        try:
+            return ranks[state.answers[place]]
+        except KeyError:
+            pass
+        return ranks[state.answer(place)]
 
     return _described(get, f"Return the {which} of the {_words(name)}.")
 

@@ -45,6 +45,7 @@ from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import GroupOptions
 
 logger = logging.getLogger(__name__)
+_state = current.get
 
 RankGenerator = rank_generator.RankGenerator
 generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
@@ -264,7 +265,7 @@ def get_hybrid_data_context_parallel_groups(
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
         return _dp_cp_group(check_initialized)
-    groups = current.get().read("_HYBRID_DP_CP_GROUPS")
+    groups = _state().read("_HYBRID_DP_CP_GROUPS")
     if group_size not in groups:
         raise GroupMissingError(
             f"there is no hybrid group of group_size={group_size}; there are those of "
@@ -433,7 +434,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 def get_data_parallel_group_ranks() -> list[int]:
     """Return the ranks of the data parallel group, as DeepSpeed asks for them."""
-    return list(current.get().require("_DATA_PARALLEL_GLOBAL_RANKS"))
+    return list(_state().require("_DATA_PARALLEL_GLOBAL_RANKS"))
 
 
 @answered
@@ -471,7 +472,7 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    rank, ranks = _own_rank(), current.get().values["_EMBEDDING_GLOBAL_RANKS"]
+    rank, ranks = _own_rank(), _state().values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -481,7 +482,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 def is_rank_in_position_embedding_group() -> bool:
     """Tell whether the calling rank has position embeddings."""
-    rank, ranks = _own_rank(), current.get().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    rank, ranks = _own_rank(), _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
@@ -508,7 +509,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
         "set_virtual_pipeline_model_parallel_rank is deprecated, pass vp_stage to "
         "is_pipeline_first_stage, is_pipeline_last_stage and the others"
     )
-    current.get().write("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", rank)
+    _state().write("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", rank)
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
@@ -532,9 +533,9 @@ def get_global_symmetric_memory_buffer(
 
 
 def _set_buffer(name: str, buffer: Any) -> None:
-    if current.get().values[name] is not None:
+    if _state().values[name] is not None:
         raise StateError(f"{name} is already initialized; destroy it first")
-    current.get().write(name, buffer)
+    _state().write(name, buffer)
 
 
 def _set_global_memory_buffer() -> None:
@@ -548,12 +549,12 @@ def _set_global_symmetric_memory_buffer() -> None:
 
 def destroy_global_memory_buffer() -> None:
     """Forget the memory buffer."""
-    current.get().write(_MEMORY, None)
+    _state().write(_MEMORY, None)
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Forget the symmetric memory buffer."""
-    current.get().write(_SYMMETRIC, None)
+    _state().write(_SYMMETRIC, None)
 
 
 # ---- groups outside the state -----------------------------------------------------------------
@@ -580,7 +581,7 @@ def create_group(
         group_desc=group_desc,
     )
     if ranks is None or dist.get_rank() in ranks:
-        state = current.get()
+        state = _state()
         listed = state.values["_global_process_group_list"] or [None]
         state.write("_global_process_group_list", [*listed, group])
     return group
@@ -659,7 +660,7 @@ def create_all_gather_groups(
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
     """
-    return current.get().all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs or {})
+    return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs or {})
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
@@ -670,7 +671,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         GroupOptionsError: The timeout is no timedelta.
     """
     GroupOptions(timeout=timeout).check()
-    groups = [pg] if pg is not None else current.get().require("_global_process_group_list")
+    groups = [pg] if pg is not None else _state().require("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
