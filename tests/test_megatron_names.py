@@ -449,3 +449,17 @@ def test_bad_states():
         pass
     with fake_world(2), pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
         ParallelState.create(tp=2)
+
+
+# A rank outside the model has no lists of groups either.
+def test_outside():
+    arguments = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
+    with fake_world(8, rank=6):
+        ours.initialize_model_parallel(
+            **arguments, hybrid_context_parallel=True, local_world_size=4
+        )
+        assert ours._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is None
+        assert ours._HYBRID_DP_CP_GROUPS == {}
+        assert not ours.is_initialized()
+        with pytest.raises(AssertionError, match="rank 6 is in none of these groups"):
+            ours.get_tensor_model_parallel_rank()

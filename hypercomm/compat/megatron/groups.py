@@ -116,8 +116,8 @@ class GroupRow:
 
     @property
     def description(self) -> str:
-        """What torch's logs show: the name of the global."""
-        return self.name.lstrip("_")
+        """What torch's logs show: the name of the global, as that of one group."""
+        return self.name.lstrip("_").removesuffix("S")
 
     @property
     def plain(self) -> bool:
@@ -170,3 +170,9 @@ TABLE = (
 
 NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
 """The keys that an NCCL configuration may have."""
+
+GLOO = "_GLOO"
+"""What stands behind the name of a gloo twin's global."""
+
+ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
+"""The row of each global that holds a group."""

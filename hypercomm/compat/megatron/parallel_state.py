@@ -582,8 +582,9 @@ def create_group(
     )
     if ranks is None or dist.get_rank() in ranks:
         state = _state()
-        listed = state.values["_global_process_group_list"] or [None]
-        state.write("_global_process_group_list", [*listed, group])
+        if state.values["_global_process_group_list"] is None:
+            state.write("_global_process_group_list", [None])  # None stands for WORLD
+        state.values["_global_process_group_list"].append(group)
     return group
 
 

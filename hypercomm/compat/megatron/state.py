@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl
+from hypercomm.compat.megatron.build import Build, PlannedGroup, create_planned
 from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.groups import TABLE, GroupRow
-from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
+from hypercomm.compat.megatron.groups import GLOO, ROWS, TABLE
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.layout import RankGroups
-from hypercomm.process_groups.creation import choose
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,8 +44,6 @@ _OTHERS = (
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
     "_global_process_group_list",
 )
-_GLOO = "_GLOO"
-_ROWS = {row.name: row for row in TABLE} | {row.name + _GLOO: row for row in TABLE if row.gloo}
 
 
 def _nothing() -> None:
@@ -57,33 +51,11 @@ def _nothing() -> None:
 
 
 GLOBALS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys((*_ROWS, *(row.ranks for row in TABLE if row.ranks)), _nothing),
+    **dict.fromkeys((*ROWS, *(row.ranks for row in TABLE if row.ranks)), _nothing),
     **dict.fromkeys((*_CHANGED_ON_THE_FLY, *_OTHERS), _nothing),
     "_HYBRID_DP_CP_GROUPS": dict,
 }
 """Every global of Megatron's parallel_state, with what makes its value at rest."""
-
-
-@attrs.frozen(eq=False, slots=False)
-class PlannedGroup:
-    """The calling rank's group before it is created; answers `size()` and `rank()` as a group."""
-
-    groups: RankGroups
-    own_rank: int
-    create: Callable[[], ProcessGroup | None]
-
-    @cached_property
-    def group(self) -> ProcessGroup | None:
-        """The group, which is created when it is first asked for: two globals may hold the plan."""
-        return self.create()
-
-    def size(self) -> int:
-        """Return the number of members."""
-        return self.groups.group_size
-
-    def rank(self) -> int:
-        """Return the position of the calling rank among the members."""
-        return self.groups.position_of(self.own_rank)
 
 
 class ParallelState(ModuleState):
@@ -138,10 +110,10 @@ class ParallelState(ModuleState):
         )
         self._check_empty()
         with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
-            build = _Build(configuration, nccl_config)
+            build = Build(configuration, nccl_config)
             try:
-                dense = build.grid("dense", layouts.dense)
-                build.grid("expert", layouts.expert, share_with=dense)
+                dense = build.grid("dense", layouts.dense, None)
+                build.grid("expert", layouts.expert, dense)
                 values = build.values()
             except BaseException:
                 build.destroy()
@@ -197,7 +169,7 @@ class ParallelState(ModuleState):
         default = self.configuration.timeout
 
         def twin(name: str) -> ProcessGroup | None:
-            row = _ROWS[name]
+            row = ROWS[name]
             return self.grids[row.grid].ensure_pg(
                 row.dims.split("-"),
                 name=f"{row.field}_ag",
@@ -218,7 +190,7 @@ class ParallelState(ModuleState):
         value = super().read(name)
         if not isinstance(value, (PlannedGroup, list, dict)):
             return value
-        group = _create_planned(value)
+        group = create_planned(value)
         if group is not value:
             self.write(name, group)
         return group
@@ -254,18 +226,18 @@ class ParallelState(ModuleState):
         words = name.strip("_").replace("_", " ").lower()
         if self.configuration is None:
             reason = "call initialize_model_parallel() first"
-        elif name.endswith(_GLOO) and not self.configuration.create_gloo_process_groups:
+        elif name.endswith(GLOO) and not self.configuration.create_gloo_process_groups:
             reason = "the state was initialised with create_gloo_process_groups=False"
-        elif name not in _ROWS:
+        elif name not in ROWS:
             reason = "nothing has set it"
-        elif _ROWS[name].option is not None:
-            reason = f"the state was initialised without {_ROWS[name].option}"
+        elif ROWS[name].option is not None:
+            reason = f"the state was initialised without {ROWS[name].option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
         return StateError(f"{words} is not initialized: {reason}")
 
     def _check_empty(self) -> None:
-        taken = [name for name in (*_ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
+        taken = [name for name in (*ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
         if taken:
             raise StateError(
                 f"the parallel state is already initialized: {taken[0]} is set; call "
@@ -273,126 +245,6 @@ class ParallelState(ModuleState):
                 f"ParallelState.create() and parallel_state.use()"
             )
 
-
-def _create_planned(value: Any) -> Any:
-    """Create what is planned, within a list or a dict too."""
-    if isinstance(value, PlannedGroup):
-        return value.group
-    if isinstance(value, list) and any(isinstance(item, PlannedGroup) for item in value):
-        return [_create_planned(item) for item in value]
-    if isinstance(value, dict) and any(isinstance(item, PlannedGroup) for item in value.values()):
-        return {key: _create_planned(item) for key, item in value.items()}
-    return value
-
-
-class _Build:
-    """One creation: walks the table, and holds what came of it until all of it is there."""
-
-    def __init__(self, configuration: Configuration, nccl_config: nccl.NcclConfig) -> None:
-        self.configuration = configuration
-        self.grids: dict[str, HyperCommGrid] = {}
-        self._nccl_config = nccl_config
-        self._options: dict[str, Any] = {}
-        self._rank = dist.get_rank()
-        self._created: list[ProcessGroup | None] = [None]  # None stands for WORLD
-
-    def grid(self, name: str, layout: Any, **options: Any) -> HyperCommGrid:
-        config = self.configuration
-        if config.lazy:
-            choose("local", None)  # says why not, where members alone cannot create a group
-        self.grids[name] = HyperCommGrid.from_layout(
-            layout,
-            name=f"megatron.{name}",
-            share=config.share,
-            creation="local" if config.lazy else "auto",
-            **options,
-        )
-        return self.grids[name]
-
-    def destroy(self) -> None:
-        for grid in reversed(self.grids.values()):
-            grid.destroy()
-
-    def values(self) -> dict[str, Any]:
-        config = self.configuration
-        values: dict[str, Any] = {
-            "_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(),
-            "_global_process_group_list": self._created,
-        }
-        if config.virtual_pipeline_model_parallel_size is not None:
-            size = config.virtual_pipeline_model_parallel_size
-            values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = size
-            values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
-        for row in TABLE:
-            layout = self.grids[row.grid].layout
-            derived = row.derive(config, layout, layout.groups(*row.dims.split("-")))
-            gloo = row.gloo and config.create_gloo_process_groups
-            for twin, suffix in [(False, ""), (True, _GLOO)][: 1 + gloo]:
-                name = row.name + suffix
-                values[name] = self._all_of(row, derived, twin)
-                if derived is None and row.otherwise:
-                    values[name] = values[row.otherwise + suffix]
-            if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
-                values[row.ranks] = list(derived.of(self._rank))
-        return values
-
-    def _all_of(self, row: GroupRow, derived: Any, twin: bool) -> Any:
-        """Create one group, or a list or dict of groups."""
-        if isinstance(derived, list):
-            return [self._one(row, item, twin, f"_L{level}") for level, item in enumerate(derived)]
-        if isinstance(derived, dict):
-            return {key: self._one(row, item, twin, f"_{key}") for key, item in derived.items()}
-        return None if derived is None else self._one(row, derived, twin, "")
-
-    def _one(self, row: GroupRow, groups: RankGroups, twin: bool, suffix: str) -> Any:
-        """Create the calling rank's group of a row, or plan it."""
-        config = self.configuration
-        grid = self.grids[row.grid]
-        description = row.description + (_GLOO if twin else "") + suffix
-        parts = () if row.plain else (row.field or row.key, suffix.strip("_"))
-        name = "_".join(filter(None, (*parts, "gloo" if twin else "")))
-        sharp = not twin and row is _SHARP_ROWS.get(config.sharp_group)
-        shared = config.share == "identical" and not row.overlaps and not sharp
-        backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
-
-        def create() -> ProcessGroup | None:
-            group = grid.create_pg(
-                row.dims.split("-"),
-                name=name or None,
-                backend="gloo" if twin else backend,
-                timeout=config.timeout,
-                pg_options=None if twin or backend == "ucc" else self._options_of(row.key),
-                # A shared group serves several rows: no row's description fits it.
-                group_desc=None if shared else description,
-                share="identical" if shared else "never",
-                derive=(lambda _: groups) if name else None,
-            )
-            if group is not None and group not in self._created:
-                self._created.append(group)
-            return group
-
-        if config.lazy:
-            member = groups.has_member(self._rank)
-            return PlannedGroup(groups, self._rank, create) if member else None
-        if sharp:
-            with nccl.sharp() as connect:
-                group = create()
-                connect(group)
-            return group
-        return create()
-
-    def _options_of(self, key: str) -> Any:
-        """One options object for equal options, so that groups that have them can be shared."""
-        wanted = repr(self._nccl_config.get(key))
-        if wanted not in self._options:
-            self._options[wanted] = nccl.get_nccl_options(key, self._nccl_config)
-        return self._options[wanted]
-
-
-_SHARP_ROWS: dict[str | None, GroupRow] = {
-    "dp": _ROWS["_DATA_PARALLEL_GROUP_WITH_CP"],
-    "dp_replica": _ROWS["_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"],
-}
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState())
 """The state that the functions of `parallel_state` act on."""
