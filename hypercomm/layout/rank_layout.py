@@ -6,6 +6,7 @@ varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the oth
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -375,9 +376,7 @@ class RankLayout:
             >>> list(layout.groups("tp", "dp"))
             [(0, 1, 4, 5), (2, 3, 6, 7)]
         """
-        inner = self.order_dims(dims)
-        outer = [name for name in self.dim_names if name not in inner]
-        return StridedGroups(self.rank_offset, self._axes(outer), self._axes(inner))
+        return _groups_over(self, self.order_dims(dims))
 
     def enumerate_ranks(self, dims: str | Iterable[str]) -> NDArray[np.int64]:
         """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
@@ -578,3 +577,10 @@ class RankLayout:
             self.rank_offset,
             strides=(*self.strides[:first], *strides, *self.strides[last:]),
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
+    """The groups over dims in layout order: values, made once however often they are asked for."""
+    outer = [name for name in layout.dim_names if name not in inner]
+    return StridedGroups(layout.rank_offset, layout._axes(outer), layout._axes(inner))

@@ -57,7 +57,8 @@ class GroupOptions:
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`.
         """
-        backend = (self.backend or c10d.default_backend()).lower()
+        default = c10d.default_backend()
+        backend = (self.backend or default).lower()
         if self.pg_options is not None and not any(
             c10d.takes_options(single) for single in c10d.single_backends(backend)
         ):
@@ -73,7 +74,7 @@ class GroupOptions:
                 f"drop; give one of them"
             )
         pg_options = _with_timeout(self.pg_options, timeout)
-        if c10d.default_backend() == "fake" != backend:
+        if default == "fake" != backend:
             backend, pg_options = "fake", None  # there is nobody to connect to in a fake world
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc)
 
