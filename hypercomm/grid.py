@@ -6,6 +6,7 @@ import hashlib
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.creation import (
     STRATEGIES,
+    CreatedGroup,
     GroupPlan,
     choose,
     create,
@@ -35,7 +37,7 @@ from hypercomm.process_groups.creation import (
     grid_names,
 )
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.sharing import Entry, Wanted, find_twin
+from hypercomm.process_groups.planned import PlannedGroup, find_twin
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -172,7 +174,8 @@ class HyperCommGrid:
         self._share_with = share_with
         self._identity: tuple[str, str] | None = None
         self._failures: dict[GroupKey, int] = {}
-        self._entries: dict[GroupKey, Entry] = {}
+        self._planned: dict[GroupKey, PlannedGroup] = {}
+        self._created: dict[GroupKey, CreatedGroup] = {}
         self._destroyed = False
 
     # ---- what the grid is ---------------------------------------------------------------------
@@ -200,7 +203,7 @@ class HyperCommGrid:
     @property
     def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
         """The process groups that exist, by key, in the order of creation; a read-only copy."""
-        return MappingProxyType({key: entry.created.group for key, entry in self._entries.items()})
+        return MappingProxyType({key: created.group for key, created in self._created.items()})
 
     def is_current_rank_in_grid(self) -> bool:
         """Tell whether the calling rank is in the grid."""
@@ -294,15 +297,38 @@ class HyperCommGrid:
             GridDestroyedError: The grid was destroyed.
         """
         key = self._key(dims, name)
-        if key in self._entries:
-            raise GroupExistsError(
-                f"the process group over {_call(key)} has already been created; get it with "
-                f"get_pg({_call(key)}), create it once with ensure_pg, or create another over "
-                f"the same dims under a name of its own, name=..."
-            )
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
-        return self._create(key, self._groups(key, derive), given, self._check_share(share))
+        return self._create(key, self._plan(key, derive, given, share))
+
+    def plan_pg(
+        self,
+        dims: str | Iterable[str],
+        *,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+    ) -> PlannedGroup:
+        """Check everything about some process groups now, to create them later.
+
+        Every rank of the grid must call this, in the same order. Takes what `create_pg` takes,
+        and raises what it raises before it creates anything.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     planned = grid.plan_pg("dp")
+            ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
+            4 2 0 4
+        """
+        key = self._key(dims, name)
+        backend = self.backend if backend is None else backend
+        given = GroupOptions(backend, timeout, pg_options, group_desc)
+        return self._plan(key, derive, given, share)
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
         """Look up a process group that was created before; never communicates.
@@ -316,13 +342,13 @@ class HyperCommGrid:
             GridDestroyedError: The grid was destroyed.
         """
         key = self._key(dims, name)
-        if key not in self._entries:
-            exist = ", ".join(map(str, self._entries)) or "none yet"
+        if key not in self._created:
+            exist = ", ".join(map(str, self._created)) or "none yet"
             raise GroupMissingError(
                 f"the process group over {_call(key)} has not been created; call "
                 f"create_pg({_call(key)}) first, on every rank of the grid; created so far: {exist}"
             )
-        return self._entries[key].created.group
+        return self._created[key].group
 
     def ensure_pg(
         self,
@@ -345,13 +371,12 @@ class HyperCommGrid:
                 first call.
         """
         key = self._key(dims, name)
-        groups = self._groups(key, derive)
         backend = self.backend if backend is None else backend
         given = GroupOptions(backend, timeout, pg_options, group_desc)
-        shared = self._check_share(share)
-        if key not in self._entries:
-            return self._create(key, groups, given, shared)
-        first = self._entries[key].wanted
+        if key not in self._planned:
+            return self._create(key, self._plan(key, derive, given, share))
+        self._check_share(share)
+        first, groups = self._planned[key], self._groups(key, derive)
         if given != first.given:
             raise GroupOptionsError(
                 f"the process group over {_call(key)} was created with {first.given}, and cannot "
@@ -362,7 +387,7 @@ class HyperCommGrid:
                 f"the process group over {_call(key)} was created for {first.groups!r}, and cannot "
                 f"be had for {groups!r}; derive the same groups, or use another name=..."
             )
-        return self._entries[key].created.group
+        return first.create()
 
     def destroy(self) -> None:
         """Destroy the groups that the grid created, the last one first; may be called twice.
@@ -371,9 +396,9 @@ class HyperCommGrid:
         answers questions about ranks, but has no groups and creates none.
         """
         self._destroyed = True
-        entries, self._entries = list(self._entries.values()), {}
-        foreign = {entry.created for entry in self._shareable()}
-        own = dict.fromkeys(entry.created for entry in reversed(entries))  # shared ones once
+        every, self._planned, self._created = list(self._created.values()), {}, {}
+        foreign = {planned.created for planned in self._shareable()}
+        own = dict.fromkeys(reversed(every))  # shared ones once
         destroy(created for created in own if created not in foreign)
 
     def __enter__(self) -> Self:
@@ -410,36 +435,57 @@ class HyperCommGrid:
             raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
         return derived
 
-    def _create(
-        self, key: GroupKey, groups: RankGroups, given: GroupOptions, share: str
-    ) -> ProcessGroup | None:
-        """Check everything, then create or share, then file the group."""
+    def _plan(
+        self, key: GroupKey, derive: Derive | None, given: GroupOptions, share: Share | None
+    ) -> PlannedGroup:
+        """Check everything, and file what is to be created."""
+        if key in self._planned:
+            raise GroupExistsError(
+                f"the process group over {_call(key)} has already been created; get it with "
+                f"get_pg({_call(key)}), create it once with ensure_pg, or create another over "
+                f"the same dims under a name of its own, name=..."
+            )
+        groups, shared = self._groups(key, derive), self._check_share(share)
         given.check()
-        choice = choose(self._creation, given.backend)
-        live = c10d.is_live()
-        if live:
+        strategy = choose(self._creation, given.backend).strategy
+        resolved = given
+        if c10d.is_live():
             _check_world(self.layout, dist.get_world_size(), "any")
-        resolved = given.resolve(group_desc=str(key)) if live else given
-        wanted = Wanted(groups, given, resolved)
-        shareable = self._shareable() if share == "identical" else ()
-        twin = find_twin(wanted, shareable, choice.strategy)
-        if twin is not None:
-            created = twin.created
+            resolved = given.resolve(group_desc=str(key))
+            self._plan_name(key)  # claims the grid's name while all ranks are at the same place
+        make = partial(self._make, key)
+        planned = PlannedGroup(groups, given, resolved, strategy, shared, None, make)
+        planned.twin = find_twin(planned, self._shareable())
+        self._planned[key] = planned
+        return planned
+
+    def _create(self, key: GroupKey, planned: PlannedGroup) -> ProcessGroup | None:
+        """Create what was planned just now, or forget it."""
+        try:
+            return planned.create()
+        except BaseException:
+            del self._planned[key]
+            raise
+
+    def _make(self, key: GroupKey, planned: PlannedGroup) -> CreatedGroup:
+        self._check_alive()
+        if planned.twin is not None:
+            created = planned.twin.ensure()
         else:
-            name = self._plan_name(key) if live else str(key)
-            plan = GroupPlan(name, self.layout, groups, resolved)
+            name = self._plan_name(key) if c10d.is_live() else str(key)
+            plan = GroupPlan(name, self.layout, planned.groups, planned.resolved)
             try:
-                created = create(plan, choice.strategy)
+                created = create(plan, planned.strategy)
             except BaseException:
                 self._failures[key] = self._failures.get(key, 0) + 1
                 raise
-        self._entries[key] = Entry(wanted, created, share)
-        return created.group
+        self._created[key] = created
+        return created
 
     def _plan_name(self, key: GroupKey) -> str:
         """The name that all ranks know the groups of a key by.
 
-        The grid's part is claimed when its first group is created. A creation that failed is
+        The grid's part is claimed when its first group is planned. A creation that failed is
         tried again under another name: the store still holds what the failed one left.
         """
         store = c10d.store_identity()
@@ -451,11 +497,11 @@ class HyperCommGrid:
         failures = self._failures.get(key, 0)
         return f"{self._identity[1]}/{key}" + (f"#{failures}" if failures else "")
 
-    def _shareable(self) -> Iterator[Entry]:
+    def _shareable(self) -> Iterator[PlannedGroup]:
         """What may serve a second key: the other grid's groups, then this one's."""
         if self._share_with is not None:
             yield from self._share_with._shareable()
-        yield from self._entries.values()
+        yield from self._planned.values()
 
     def _key(self, dims: str | Iterable[str], name: str | None) -> GroupKey:
         self._check_alive()
@@ -498,11 +544,11 @@ class HyperCommGrid:
             return ["destroyed"]
         lines = [self._whereabouts()]
         lines += [
-            f"group {key}: {len(entry.wanted.groups)} of {entry.wanted.groups.group_size} ranks, "
-            f"{entry.wanted.resolved.backend}"
-            for key, entry in self._entries.items()
+            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks, "
+            f"{planned.resolved.backend}"
+            for key, planned in ((key, self._planned[key]) for key in self._created)
         ]
-        return lines if self._entries else [*lines, "no process groups yet"]
+        return lines if self._created else [*lines, "no process groups yet"]
 
     def _whereabouts(self) -> str:
         try:

@@ -15,6 +15,7 @@ from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_gl
 
 from hypercomm import HyperCommGrid, errors
 from hypercomm.compat.megatron import ParallelState, hyper_comm_grid
+from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world
 
 
@@ -373,16 +374,16 @@ def test_initialise_twice():
 def test_failure_in_the_middle(fails_at):
     with fake_world(8, rank=3):
         before = set(dist.distributed_c10d._world.pg_map)
-        honest, calls = HyperCommGrid.create_pg, []
+        honest, calls = c10d.new_group, []
 
-        def create_pg(grid, *args, **kwargs):
+        def new_group(*args, **kwargs):
             calls.append(args)
             if len(calls) == fails_at:
                 raise RuntimeError("the network is down")
-            return honest(grid, *args, **kwargs)
+            return honest(*args, **kwargs)
 
         with (
-            mock.patch.object(HyperCommGrid, "create_pg", create_pg),
+            mock.patch.object(c10d, "new_group", new_group),
             pytest.raises(RuntimeError, match="the network is down"),
         ):
             ours.initialize_model_parallel(2, num_distributed_optimizer_instances=2)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
-import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -17,6 +14,7 @@ from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups.creation import choose
+from hypercomm.process_groups.planned import PlannedGroup
 
 _SHARP_ROWS: dict[str | None, GroupRow] = {
     "dp": ROWS["_DATA_PARALLEL_GROUP_WITH_CP"],
@@ -24,37 +22,18 @@ _SHARP_ROWS: dict[str | None, GroupRow] = {
 }
 
 
-@attrs.frozen(eq=False, slots=False)
-class PlannedGroup:
-    """The calling rank's group before it is created; answers `size()` and `rank()` as a group."""
-
-    groups: RankGroups
-    own_rank: int
-    create: Callable[[], ProcessGroup | None]
-
-    @cached_property
-    def group(self) -> ProcessGroup | None:
-        """The group, which is created when it is first asked for: two globals may hold the plan."""
-        return self.create()
-
-    def size(self) -> int:
-        """Return the number of members."""
-        return self.groups.group_size
-
-    def rank(self) -> int:
-        """Return the position of the calling rank among the members."""
-        return self.groups.position_of(self.own_rank)
-
-
-def create_planned(value: Any) -> Any:
-    """Create what is planned, within a list or a dict too."""
-    if isinstance(value, PlannedGroup):
-        return value.group
-    if isinstance(value, list) and any(isinstance(item, PlannedGroup) for item in value):
-        return [create_planned(item) for item in value]
-    if isinstance(value, dict) and any(isinstance(item, PlannedGroup) for item in value.values()):
-        return {key: create_planned(item) for key, item in value.items()}
-    return value
+def create_planned(value: Any, created: list[ProcessGroup | None]) -> Any:
+    """Create what is planned, within a list or a dict too, and add it to those `created`."""
+    if isinstance(value, list):
+        return [create_planned(item, created) for item in value]
+    if isinstance(value, dict):
+        return {key: create_planned(item, created) for key, item in value.items()}
+    if not isinstance(value, PlannedGroup):
+        return value
+    group = value.create()
+    if group is not None and group not in created:
+        created.append(group)
+    return group
 
 
 class Build:
@@ -66,7 +45,8 @@ class Build:
         self._nccl_config = nccl_config
         self._options: dict[str, Any] = {}
         self._rank = dist.get_rank()
-        self._created: list[ProcessGroup | None] = [None]  # None stands for WORLD
+        self._planned: list[PlannedGroup] = []
+        self._sharp: PlannedGroup | None = None
 
     def grid(
         self, name: str, layout: RankLayout, share_with: HyperCommGrid | None
@@ -90,76 +70,82 @@ class Build:
             grid.destroy()
 
     def values(self) -> dict[str, Any]:
-        """Create, or plan, all groups, and return the value of each global that they fill."""
+        """Plan all groups, create them unless they are lazy, and return the globals' values."""
         config = self.configuration
-        values: dict[str, Any] = {
-            "_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(),
-            "_global_process_group_list": self._created,
-        }
+        values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if config.virtual_pipeline_model_parallel_size is not None:
             size = config.virtual_pipeline_model_parallel_size
             values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = size
             values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        groups: dict[str, Any] = {}
         for row in TABLE:
             layout = self.grids[row.grid].layout
             derived = row.derive(config, layout, layout.groups(*row.dims.split("-")))
             gloo = row.gloo and config.create_gloo_process_groups
             for twin, suffix in [(False, ""), (True, GLOO)][: 1 + gloo]:
                 name = row.name + suffix
-                values[name] = self._all_of(row, derived, twin)
+                groups[name] = self._plan_all(row, derived, twin)
                 if derived is None and row.otherwise:
-                    values[name] = values[row.otherwise + suffix]
+                    groups[name] = groups[row.otherwise + suffix]
             if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
                 values[row.ranks] = list(derived.of(self._rank))
-        return values
+        created: list[ProcessGroup | None] = [None]  # None stands for WORLD
+        if not config.lazy:
+            for planned in self._planned:
+                self._create(planned, created)
+            groups = {name: create_planned(value, created) for name, value in groups.items()}
+        own = {name: self._own(value) for name, value in groups.items()}
+        return {**values, **own, "_global_process_group_list": created}
 
-    def _all_of(self, row: GroupRow, derived: Any, twin: bool) -> Any:
-        """Create one group, or a list or dict of groups; no list for a rank that is in none."""
+    def _create(self, planned: PlannedGroup, created: list[ProcessGroup | None]) -> None:
+        if planned is not self._sharp:
+            create_planned(planned, created)
+            return
+        with nccl.sharp() as connect:
+            connect(create_planned(planned, created))
+
+    def _plan_all(self, row: GroupRow, derived: Any, twin: bool) -> Any:
+        """Plan one group, or a list or dict of groups."""
         if isinstance(derived, list):
-            levels = [self._one(row, item, twin, f"L{place}") for place, item in enumerate(derived)]
-            return None if None in levels else levels
+            return [self._plan(row, item, twin, f"L{place}") for place, item in enumerate(derived)]
         if isinstance(derived, dict):
-            sizes = {key: self._one(row, item, twin, f"{key}") for key, item in derived.items()}
-            return {key: group for key, group in sizes.items() if group is not None}
-        return None if derived is None else self._one(row, derived, twin, "")
+            return {key: self._plan(row, item, twin, f"{key}") for key, item in derived.items()}
+        return None if derived is None else self._plan(row, derived, twin, "")
 
-    def _one(self, row: GroupRow, groups: RankGroups, twin: bool, suffix: str) -> Any:
-        """Create the calling rank's group of a row, or plan it."""
+    def _plan(self, row: GroupRow, groups: RankGroups, twin: bool, suffix: str) -> PlannedGroup:
         config = self.configuration
-        grid = self.grids[row.grid]
         kind = "gloo" if twin else ""
-        description = "_".join(filter(None, (row.description, kind.upper(), suffix)))
         own = "" if row.plain else row.field or row.key
         name = "_".join(filter(None, (own, suffix, kind)))
         sharp = not twin and row is _SHARP_ROWS.get(config.sharp_group)
         shared = config.share == "identical" and not row.overlaps and not sharp
         backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
-
-        def create() -> ProcessGroup | None:
-            group = grid.create_pg(
-                row.dims.split("-"),
-                name=name or None,
-                backend="gloo" if twin else backend,
-                timeout=config.timeout,
-                pg_options=None if twin or backend == "ucc" else self._options_of(row.key),
-                # A shared group serves several rows: no row's description fits it.
-                group_desc=None if shared else description,
-                share="identical" if shared else "never",
-                derive=(lambda _: groups) if name else None,
-            )
-            if group is not None and group not in self._created:
-                self._created.append(group)
-            return group
-
-        if config.lazy:
-            member = groups.has_member(self._rank)
-            return PlannedGroup(groups, self._rank, create) if member else None
+        description = "_".join(filter(None, (row.description, kind.upper(), suffix)))
+        planned = self.grids[row.grid].plan_pg(
+            row.dims.split("-"),
+            name=name or None,
+            backend="gloo" if twin else backend,
+            timeout=config.timeout,
+            pg_options=None if twin or backend == "ucc" else self._options_of(row.key),
+            # A shared group serves several rows: no row's description fits it.
+            group_desc=None if shared else description,
+            share="identical" if shared else "never",
+            derive=(lambda _: groups) if name else None,
+        )
         if sharp:
-            with nccl.sharp() as connect:
-                group = create()
-                connect(group)
-            return group
-        return create()
+            self._sharp = planned
+        self._planned.append(planned)
+        return planned
+
+    def _own(self, value: Any) -> Any:
+        """What the calling rank holds of a row: nothing where it is in none of the groups."""
+        if isinstance(value, dict):
+            return {key: own for key, item in value.items() if (own := self._own(item)) is not None}
+        if isinstance(value, list):
+            return None if None in [self._own(item) for item in value] else value
+        if isinstance(value, PlannedGroup) and not value.has_member():
+            return None
+        return value
 
     def _options_of(self, key: str) -> Any:
         """One options object for equal options, so that groups that have them can be shared."""

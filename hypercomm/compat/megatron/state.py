@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl
-from hypercomm.compat.megatron.build import Build, PlannedGroup, create_planned
+from hypercomm.compat.megatron.build import Build, create_planned
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.groups import GLOO, ROWS, TABLE
 from hypercomm.compat.module_state import CurrentState, ModuleState
@@ -188,12 +188,12 @@ class ParallelState(ModuleState):
     def read(self, name: str) -> Any:
         """Return the value of a global; a group that is only planned is created now."""
         value = super().read(name)
-        if not isinstance(value, (PlannedGroup, list, dict)):
-            return value
-        group = create_planned(value)
-        if group is not value:
-            self.write(name, group)
-        return group
+        if self.configuration is not None and self.configuration.lazy and name in ROWS:
+            created = create_planned(value, self.values["_global_process_group_list"])
+            if created != value:
+                self.write(name, created)
+            return created
+        return value
 
     def require(self, name: str) -> Any:
         """Return the value of a global that is set.

@@ -1,0 +1,118 @@
+"""Groups that are planned: checked in full, and created, or served by another's, when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.layout import RankGroups
+from hypercomm.process_groups import world
+from hypercomm.process_groups.creation import CreatedGroup
+from hypercomm.process_groups.options import GroupOptions
+
+
+@attrs.define(eq=False, repr=False)
+class PlannedGroup:
+    """A process group of the calling rank that a grid has planned; made by `grid.plan_pg`.
+
+    Everything is checked by then, and nothing is created: `create` does that, once. What can be
+    asked of a process group before it exists, `size` and `rank`, a plan answers.
+
+    Attributes:
+        groups: The groups that it is one of.
+        given: The options as given.
+        resolved: The options as filled in from the live world.
+        strategy: How it will be created.
+        share: Whether it may serve other keys.
+        twin: The planned group that serves this key, if another's does.
+        created: What came of it; None until it is created.
+    """
+
+    groups: RankGroups
+    given: GroupOptions
+    resolved: GroupOptions
+    strategy: str
+    share: str
+    twin: PlannedGroup | None
+    make: Callable[[PlannedGroup], CreatedGroup]
+    created: CreatedGroup | None = None
+
+    def create(self) -> ProcessGroup | None:
+        """Create the group, at the first call, and return it; None where this rank has none.
+
+        Every member of the group must call this (with creation "split" or "enumerate", every rank
+        of the world), in the same order among the groups that they share.
+
+        Raises:
+            CreationError, GridDestroyedError: As for `HyperCommGrid.create_pg`.
+        """
+        return self.ensure().group
+
+    def ensure(self) -> CreatedGroup:
+        """Do what `create` does, and return all that came of it."""
+        if self.created is None:
+            self.created = self.make(self)
+        return self.created
+
+    def has_member(self) -> bool:
+        """Tell whether the calling rank is in one of the groups."""
+        return self.groups.has_member(world.rank())
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self.groups.group_size
+
+    def rank(self) -> int:
+        """Return the position of the calling rank among the members.
+
+        Raises:
+            RankOutsideError: It is none of them.
+        """
+        return self.groups.position_of(world.rank())
+
+    def __repr__(self) -> str:
+        state = "planned" if self.created is None else "created"
+        return f"<{state} group of {self.groups!r}>"
+
+
+def find_twin(planned: PlannedGroup, candidates: Iterable[PlannedGroup]) -> PlannedGroup | None:
+    """Find the first candidate that is to be shared, with the same ranks and options."""
+    if planned.share != "identical":
+        return None
+    for candidate in candidates:
+        if (
+            candidate.share == "identical"
+            and _same_options(candidate, planned)
+            and _same_ranks(candidate.groups, planned.groups, planned.strategy)
+        ):
+            return candidate
+    return None
+
+
+def _same_options(one: PlannedGroup, other: PlannedGroup) -> bool:
+    """Only the default description may differ."""
+    return (
+        one.resolved.backend == other.resolved.backend
+        and one.resolved.timeout == other.resolved.timeout
+        and one.given.pg_options is other.given.pg_options
+        and one.given.group_desc == other.given.group_desc
+    )
+
+
+def _same_ranks(one: RankGroups, other: RankGroups, strategy: str) -> bool:
+    """Where a rank creates only its own group, that one counts: all of its members see the same.
+
+    Where every rank takes part in a creation, those outside must decide alike: all groups count.
+    """
+    if strategy != "local":
+        return one == other
+    rank = dist.get_rank()
+    return (
+        one.group_size == other.group_size
+        and one.has_member(rank)
+        and other.has_member(rank)
+        and one.of(rank) == other.of(rank)
+    )
