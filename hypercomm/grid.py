@@ -37,7 +37,7 @@ from hypercomm.process_groups.creation import (
     grid_names,
 )
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.planned import PlannedGroup, find_twin
+from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -382,7 +382,7 @@ class HyperCommGrid:
                 f"the process group over {_call(key)} was created with {first.given}, and cannot "
                 f"be had with {given}; use the same options, or another name=..."
             )
-        if groups != first.groups:
+        if not same_for_caller(groups, first.groups):
             raise GroupOptionsError(
                 f"the process group over {_call(key)} was created for {first.groups!r}, and cannot "
                 f"be had for {groups!r}; derive the same groups, or use another name=..."

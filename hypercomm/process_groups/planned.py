@@ -109,10 +109,14 @@ def _same_ranks(one: RankGroups, other: RankGroups, strategy: str) -> bool:
     """
     if strategy != "local":
         return one == other
-    rank = dist.get_rank()
-    return (
-        one.group_size == other.group_size
-        and one.has_member(rank)
-        and other.has_member(rank)
-        and one.of(rank) == other.of(rank)
-    )
+    return one.has_member(dist.get_rank()) and same_for_caller(one, other)
+
+
+def same_for_caller(one: RankGroups, other: RankGroups) -> bool:
+    """Tell whether the calling rank is in the same group of both, or in none of either."""
+    if one == other:
+        return True
+    rank = world.rank()
+    if not (one.has_member(rank) and other.has_member(rank)):
+        return one.has_member(rank) == other.has_member(rank)
+    return one.group_size == other.group_size and one.of(rank) == other.of(rank)
