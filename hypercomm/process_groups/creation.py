@@ -90,8 +90,8 @@ class CreatedGroup:
     """What came of a plan on the calling rank: None for the group where it is no member."""
 
     group: ProcessGroup | None
-    connected: tuple[str, ...] = ()
-    """The keys in the store that members set when they are connected, if they must be."""
+    meeting: OwnGroup | None = None
+    """The group whose members say in the store that they are connected, if they must be."""
 
 
 class GridNames:
@@ -165,7 +165,8 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
     try:
         _tell_here(plan)
         group = STRATEGIES[strategy][1](plan)
-        return CreatedGroup(group, _tell_connected(plan))
+        _tell_connected(plan)
+        return CreatedGroup(group, plan.meeting)
     except BaseException as error:
         for leftover in c10d.registered() - before:
             c10d.destroy(leftover)
@@ -198,15 +199,15 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
     A member that died while it connected never says so, and is waited for a few seconds.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    members = [(item.group, item.connected) for item in created if item.group is not None]
-    if any(connected for _, connected in members):
+    members = [(item.group, item.meeting) for item in created if item.group is not None]
+    if any(meeting for _, meeting in members):
         c10d.let_threads_finish()
     errors = []
-    for group, connected in members:
+    for group, meeting in members:
         if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
-        if connected:
-            _await_connected(connected, deadline)
+        if meeting is not None:
+            _await_connected(meeting, deadline)
         try:
             c10d.destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
@@ -232,19 +233,16 @@ def _absent(plan: GroupPlan) -> list[str]:
     ]
 
 
-def _tell_connected(plan: GroupPlan) -> tuple[str, ...]:
+def _tell_connected(plan: GroupPlan) -> None:
     # One key for each member: setting it does not wait for an answer, as adding to a count does.
-    own = plan.meeting
-    if own is None:
-        return ()
-    c10d.store().set(own.key("connected", own.rank), "1")
-    return tuple(own.key("connected", member) for member in own.ranks)
+    if plan.meeting is not None:
+        c10d.store().set(plan.meeting.key("connected", plan.meeting.rank), "1")
 
 
-def _await_connected(keys: tuple[str, ...], deadline: float) -> None:
-    store = c10d.store()
+def _await_connected(own: OwnGroup, deadline: float) -> None:
+    store, keys = c10d.store(), [own.key("connected", member) for member in own.ranks]
     try:
-        while not store.check(list(keys)):
+        while not store.check(keys):
             if time.monotonic() > deadline:
                 logger.warning("destroying a group whose members are not all connected")
                 return
