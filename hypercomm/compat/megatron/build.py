@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from hypercomm.compat.megatron.groups import GLOO, ROWS, TABLE, GroupRow
 from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.process_groups import c10d
 from hypercomm.process_groups.creation import choose
 from hypercomm.process_groups.planned import PlannedGroup
+
+logger = logging.getLogger(__name__)
 
 _SHARP_ROWS: dict[str | None, GroupRow] = {
     "dp": ROWS["_DATA_PARALLEL_GROUP_WITH_CP"],
@@ -151,5 +155,12 @@ class Build:
         """One options object for equal options, so that groups that have them can be shared."""
         wanted = repr(self._nccl_config.get(key))
         if wanted not in self._options:
-            self._options[wanted] = nccl.get_nccl_options(key, self._nccl_config)
+            options = nccl.get_nccl_options(key, self._nccl_config)
+            backend = c10d.default_backend()
+            if options is not None and not any(
+                map(c10d.takes_options, c10d.single_backends(backend))
+            ):
+                logger.warning("NCCL options of group %r have no effect on %r", key, backend)
+                options = None
+            self._options[wanted] = options
         return self._options[wanted]
