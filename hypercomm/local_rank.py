@@ -175,6 +175,8 @@ def _join_job(job: RankJob, rank: int, inbox: queue.Queue[bytes]) -> None:
     dist.init_process_group(
         job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
     )
+    # The store waits as long as the job's groups do, as it does where torch makes it itself.
+    store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
 
 
 def _leave_job() -> None:

@@ -1,5 +1,6 @@
 """What real ranks run in the tests: functions of a module, so that processes can import them."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,6 +164,27 @@ def shared_groups():
         created = len(registered()[0] - before)
         total = all_reduce_of(1, dp_cp)
     return same, created, total, registered()[0] == before
+
+
+def gloo_readers():
+    """Ranks that read gloo's addresses in different ways meet, and a user's choice is kept."""
+    name, rank = "GLOO_ENABLE_STORE_V2_API", dist.get_rank()
+    seen, helper = [], dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(helper)
+    def recording(*args, **kwargs):
+        seen.append(os.environ.get(name))
+        return helper(*args, **kwargs)
+
+    watch = mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", recording)
+    with watch, HyperCommGrid([4], ["dp"]) as grid:
+        grid.create_pg("dp")
+        own = timedelta(minutes=1) if rank else None
+        sums = [all_reduce_of(10**rank, grid.create_pg("dp", name="own", timeout=own))]
+        left = os.environ.get(name)
+        os.environ[name] = "True"
+        sums.append(all_reduce_of(10**rank, grid.create_pg("dp", name="users")))
+    return seen, left, os.environ[name], sums
 
 
 def late_rank_times_out():

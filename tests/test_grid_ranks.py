@@ -114,6 +114,15 @@ def test_sharing():
     )
 
 
+# gloo reads the addresses of all members at once, unless the group has a timeout of its own, which
+# that would not keep; ranks that differ in it meet. A user's own setting is left alone.
+def test_how_gloo_reads():
+    got = run_ranks(rank_functions.gloo_readers, 4)
+    own = ["1", "0", "True"]
+    assert got[0] == (["1", "1", "True"], "0", "True", [1111, 1111])
+    assert got[1:] == [(own, "0", "True", [1111, 1111])] * 3
+
+
 # A creation that a rank never joins ends after the timeout asked for, and leaves nothing behind.
 def test_a_creation_that_times_out_leaves_nothing():
     (failed, waited, unchanged, groups), absent = run_ranks(rank_functions.late_rank_times_out, 2)

@@ -1,4 +1,4 @@
-"""The only file that touches private names of torch.distributed.
+"""The only file that touches private names of torch: most are of torch.distributed.
 
 It probes what the installed torch has, says what is missing, and offers what is left under plain
 names. Everything is looked up at call time, so that a patched torch.distributed is respected.
@@ -7,10 +7,12 @@ Checked against the sources of torch 2.6, 2.8 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from inspect import signature
 from types import ModuleType
@@ -25,6 +27,8 @@ from hypercomm.errors import NotInitializedError
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
+
+_GLOO_BATCHED_STORE = "GLOO_ENABLE_STORE_V2_API"
 
 _HELPER_ARGUMENTS = {"store", "group_name", "backend_options", "timeout", "device_id", "group_desc"}
 
@@ -160,19 +164,39 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    group, _ = c10d._new_process_group_helper(
-        len(members),
-        members.index(dist.get_rank()),
-        members,
-        backend,
-        c10d._get_default_store(),
-        group_name=name,
-        backend_options=pg_options,
-        timeout=timeout,
-        group_desc=group_desc,
-    )
+    with _batched_store(timeout) if "gloo" in backend.lower() else contextlib.nullcontext():
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            backend,
+            c10d._get_default_store(),
+            group_name=name,
+            backend_options=pg_options,
+            timeout=timeout,
+            group_desc=group_desc,
+        )
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _batched_store(timeout: timedelta) -> Iterator[None]:
+    """Let gloo read the addresses of all members from the store at once, not one by one.
+
+    Each rank may read as it likes: what gloo writes stays the same. The one reading waits for as
+    long as the store does, so a group with a timeout of its own is read one by one. gloo looks at
+    the variable whenever it connects a group. It is set to "0" afterwards and never removed: moving
+    the environment is not safe while other threads read it. A user's own value stays.
+    """
+    if os.environ.get(_GLOO_BATCHED_STORE, "0") != "0" or store().timeout != timeout:
+        yield
+        return
+    os.environ[_GLOO_BATCHED_STORE] = "1"
+    try:
+        yield
+    finally:
+        os.environ[_GLOO_BATCHED_STORE] = "0"
 
 
 def store_identity() -> str:
@@ -240,6 +264,27 @@ def destroy(group: ProcessGroup) -> None:
     dist.destroy_process_group(group)
     if not world.tags_to_pg.get(tag, True):
         del world.tags_to_pg[tag]  # torch leaves an empty list for every group that ever was
+
+
+def tell_backward(key: str) -> None:
+    """Let the threads of the backward passes that this thread starts from now on know a key."""
+    if _can_stop_telling_backward():
+        torch._C._stash_obj_in_tls(key, None)
+
+
+def stop_telling_backward(key: str) -> None:
+    """End what `tell_backward` began."""
+    if _can_stop_telling_backward():
+        torch._C._remove_obj_from_tls(key)
+
+
+def was_told_backward(key: str) -> bool:
+    """Tell whether this thread, or the one that started its backward pass, knows a key."""
+    return torch._C._is_key_in_tls(key)
+
+
+def _can_stop_telling_backward() -> bool:
+    return hasattr(torch._C, "_remove_obj_from_tls")  # torch 2.6 would keep each key for ever
 
 
 def let_threads_finish() -> None:
