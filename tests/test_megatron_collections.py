@@ -543,6 +543,36 @@ def test_ddp_makes_an_expert_group(given):
         assert found["expt_dp_group"] == found["intra_expt_dp_group"] == (5,)
 
 
+# What stands in for a collection is asked as Megatron asks it, whether its groups are attributes of
+# the object or of its class.
+@pytest.mark.parametrize("given", [("expt_dp",), ()], ids=["all", "without expt_dp"])
+@pytest.mark.parametrize("in_class", [False, True])
+def test_set_up_from_a_stand_in(given, in_class):
+    names = ("dp", "dp_cp", "tp", "pp", "ep", *given)
+    ddp = SimpleNamespace(num_distributed_optimizer_instances=1, use_distributed_optimizer=False)
+    results = []
+    with fake_world(WORLD_SIZE, 5):
+        groups = dict.fromkeys(names, dist.group.WORLD)
+        stand_in = type("StandIn", (), groups)() if in_class else SimpleNamespace(**groups)
+        for module in (ours, theirs):
+            found = class_of(module).setup_process_groups_for_ddp(
+                stand_in, SimpleNamespace(context_parallel_size=1), ddp
+            )
+            results.append({key: facts.plain(group) for key, group in found.items()})
+    assert results[0] == results[1]
+
+
+# A class derived from the collection has attributes of its own.
+def test_derived_collection():
+    class Tagged(ProcessGroupCollection):
+        def __init__(self, tag):
+            super().__init__()
+            self.tag = tag
+
+    tagged = Tagged("encoder")
+    assert (tagged.tag, tagged.tp) == ("encoder", None)
+
+
 # A refused set up leaves no group behind.
 @pytest.mark.parametrize(
     ("given", "instances"), [(["dp"], 1), (["dp"], 2), (["dp", "dp_cp", "tp", "pp"], 1)]

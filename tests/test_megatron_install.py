@@ -211,3 +211,23 @@ def test_uninstall_too_early():
             uninstall()
         """,
     )
+
+
+# ... and as long as a state is in use, which may be a live one.
+def test_uninstall_in_a_scope():
+    succeeds(
+        OURS,
+        """
+        from hypercomm.compat.megatron import ParallelState
+        from hypercomm.errors import InstallError
+        install()
+        with parallel_state.use(ParallelState()):
+            try:
+                uninstall()
+            except InstallError as error:
+                assert "leave it first" in str(error)
+            else:
+                raise AssertionError
+        uninstall()
+        """,
+    )

@@ -15,6 +15,7 @@ from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_gl
 
 from hypercomm import HyperCommGrid, errors
 from hypercomm.compat.megatron import ParallelState, hyper_comm_grid
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world
 
@@ -135,15 +136,24 @@ def test_free_functions(call):
     theirs.destroy_model_parallel()
 
 
-# A group from create_group is listed, so that a change of all timeouts reaches it.
+# A group from create_group is listed, before and after the others, and so are all-gather twins: a
+# change of all timeouts reaches them.
 def test_timeouts():
     with fake_world(4), mock.patch("hypercomm.process_groups.c10d.set_timeout") as change:
+        early = ours.create_group([0, 1])
         ours.initialize_model_parallel(2)
         mine = ours.create_group([0, 1])
+        twins = ours.create_all_gather_groups()
         ours.update_pg_timeout(timedelta(seconds=3))
         groups = {group for (_, group), _ in change.call_args_list}
         values = [getattr(ours, name) for name in GLOBALS]
-        assert groups == {None, mine, *(v for v in values if isinstance(v, dist.ProcessGroup))}
+        assert groups == {
+            None,
+            early,
+            mine,
+            twins[0],
+            *(v for v in values if isinstance(v, dist.ProcessGroup)),
+        }
         change.reset_mock()
         ours.update_pg_timeout(timedelta(seconds=4), mine)
         change.assert_called_once_with(timedelta(seconds=4), mine)
@@ -165,8 +175,23 @@ def test_all_gather_groups():
         assert dense is not ours._DATA_PARALLEL_GROUP_WITH_CP
         assert ours.create_all_gather_groups(for_expert_parallelism=True) == twins
         assert ours.create_all_gather_groups() == (dense, None)
+        with pytest.raises(ValueError, match="timeout"):
+            ours.create_all_gather_groups(timeout=timedelta(seconds=7))
+        held = ProcessGroupCollection.use_mpu_process_groups(["dp_cp_ag", "expt_dp_ag"])
+        assert (held.dp_cp_ag, held.expt_dp_ag) == twins
         ours.destroy_model_parallel()
         assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
+
+
+# Embedding functions that do not treat all pipelines alike are refused on the ranks of all.
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("name", ["get_embedding_ranks", "get_position_embedding_ranks"])
+def test_uneven_embeddings(name, rank):
+    uneven = {name: lambda ranks: ranks if ranks[0] else ranks[:1]}
+    with fake_world(4, rank):
+        with pytest.raises(ValueError, match="keeps 1 of group 0 and 2 of group 1"):
+            ours.initialize_model_parallel(1, 2, **uneven)
+        ours.initialize_model_parallel(1, 2, **{name: lambda ranks: ranks})
 
 
 # The deprecated names warn, and answer.
@@ -320,7 +345,7 @@ BAD = [
     (
         {"get_embedding_ranks": lambda _: [99]},
         errors.LayoutError,
-        "pick() must name at least one rank, all from group 3 (3,); the function returned (99,)",
+        "pick() must name at least one rank, all from group 0 (0,); the function returned (99,)",
     ),
     (
         {"local_world_size": 32},

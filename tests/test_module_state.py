@@ -9,6 +9,7 @@ from unittest import mock
 
 import megatron_facts as facts
 import pytest
+import torch
 import torch.distributed as dist
 from megatron_facts import ours, theirs
 from rank_functions import registered
@@ -649,3 +650,107 @@ def test_an_empty_state():
     with ours.use(ParallelState()):
         assert facts.ask(ours) == facts.ask(theirs)
         assert all(not getattr(ours, name) for name in facts.GLOBALS)
+
+
+class Reenter(torch.autograd.Function):
+    """Starts another backward pass in its own, `depth` times; then asks for a size."""
+
+    @staticmethod
+    def forward(ctx, x, depth, answers):
+        ctx.depth, ctx.answers = depth, answers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            size = ours.get_tensor_model_parallel_world_size()
+            ctx.answers.append((threading.get_ident(), size))
+        else:
+            with torch.enable_grad():
+                backward(ctx.depth - 1, ctx.answers)
+        return grad, None, None
+
+
+def backward(depth, answers):
+    Reenter.apply(torch.ones(1, requires_grad=True), depth, answers).sum().backward()
+
+
+# Autograd runs what is nested deeply in threads of its own, as it runs all of a GPU's; the state in
+# use is theirs too, where torch can tell them, and that of a scope that was left is not.
+@pytest.mark.usefixtures("job")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"),
+    reason="this torch cannot tell autograd's threads",
+)
+def test_backward_sees_the_scope():
+    answers = []
+    with ParallelState.create(tensor_model_parallel_size=8) as outer, ours.use(outer):
+        backward(0, answers)
+        backward(80, answers)
+        with ParallelState.create(tensor_model_parallel_size=4) as inner:
+            with ours.use(inner):
+                backward(80, answers)
+            backward(80, answers)
+    backward(80, answers)
+    threads, sizes = zip(*answers, strict=True)
+    assert sizes == (8, 8, 4, 8, SIZES["tensor_model_parallel_size"])
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
+
+
+# torch.compile traces getters whole, and follows what is written later.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    "getter",
+    [
+        "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_context_parallel_world_size",
+        "get_pipeline_model_parallel_next_rank",
+        "get_tensor_model_parallel_src_rank",
+        "is_pipeline_first_stage",
+    ],
+)
+def test_getters_compile(getter):
+    ask = getattr(ours, getter)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * ask(), backend="eager", fullgraph=True)
+    ones = torch.ones(1)
+    assert compiled(ones) == ask()
+    assert compiled(ones) == ask()
+    before = ask()
+    ours.set_tensor_model_parallel_world_size(7)
+    ours.set_tensor_model_parallel_rank(6)
+    ours.set_pipeline_model_parallel_rank(1)
+    ours._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = [3, 4]
+    assert compiled(ones) == ask()
+    assert getter.startswith(("get_data", "get_context")) or ask() != before
+
+
+# A thread that opens no scope acts on the default state while others have theirs open.
+@pytest.mark.usefixtures("job")
+def test_a_thread_beside_a_scope():
+    with ParallelState.create(tensor_model_parallel_size=8) as state, ours.use(state):
+        with ThreadPoolExecutor(1) as threads:
+            beside = threads.submit(ours.get_tensor_model_parallel_world_size).result()
+        assert (beside, ours.get_tensor_model_parallel_world_size()) == (2, 8)
+
+
+# What was compiled of one getter stays when another answers for the first time.
+@pytest.mark.usefixtures("job")
+def test_getters_compile_alone():
+    torch.compiler.reset()
+    graphs = []
+    compiled = torch.compile(
+        lambda x: x * ours.get_tensor_model_parallel_rank(),
+        backend=lambda graph, _: graphs.append(graph) or graph,
+        fullgraph=True,
+    )
+    for _ in range(3):
+        compiled(torch.ones(1))
+    before = len(graphs)
+    assert ours.get_pipeline_model_parallel_world_size() == SIZES["pipeline_model_parallel_size"]
+    assert ours.get_expert_data_parallel_world_size() == 4
+    compiled(torch.ones(1))
+    assert len(graphs) == before

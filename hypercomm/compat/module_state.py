@@ -8,14 +8,20 @@ kept until the next write, so that a getter costs two lookups.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import StateError
+from hypercomm.process_groups import c10d
+
+UNKNOWN = object()
+"""Stands for an answer that was not computed since the last write."""
 
 _STEADY = {type(None), bool, int, str, list, tuple, dict, ProcessGroup}
 """Types of which nothing that answers depend on changes by itself; a mock's size may."""
@@ -28,8 +34,10 @@ class ModuleState:
         blank: For each global, what makes its value at rest.
 
     Attributes:
+        questions: The functions that compute what getters answer, each with `UNKNOWN`.
         values: The value of each global.
-        answers: What getters answered since the last write, by the function that computes it.
+        answers: What getters answered since the last write, by question, else `UNKNOWN`. Its keys
+            do not change, so that what `torch.compile` made of one getter outlives another's call.
 
     Example:
         >>> state = ModuleState({"_SIZE": lambda: None})
@@ -37,6 +45,8 @@ class ModuleState:
         >>> state.read("_SIZE"), state.answer(lambda state: state.values["_SIZE"] * 2)
         (4, 8)
     """
+
+    questions: ClassVar[dict[Callable[[Any], Any], Any]] = {}
 
     def __init__(self, blank: Mapping[str, Callable[[], Any]]) -> None:
         self._blank = blank
@@ -48,7 +58,7 @@ class ModuleState:
         self._deleted: set[str] = set()
         self._restless: set[str] = set()
         self._may_settle = False
-        self._forget_answers()
+        self.forget_answers()
 
     def read(self, name: str) -> Any:
         """Return the value of a global, as `module.name` does."""
@@ -64,7 +74,7 @@ class ModuleState:
             self._restless.discard(name)
         else:
             self._restless.add(name)
-        self._forget_answers()
+        self.forget_answers()
 
     def delete(self, name: str) -> None:
         """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
@@ -78,7 +88,7 @@ class ModuleState:
         self._deleted -= values.keys()
         self._restless -= values.keys()
         self._may_settle = True
-        self._forget_answers()
+        self.forget_answers()
 
     def names(self) -> list[str]:
         """List the globals that were not deleted."""
@@ -90,16 +100,17 @@ class ModuleState:
         return self._may_settle and not self._restless
 
     def answer(self, question: Callable[[Any], Any]) -> Any:
-        """Compute what `answers` does not hold, and keep it where it will stay right."""
+        """Compute an answer that is not known, and keep it where it will stay right."""
         answers = self.answers
         answer = question(self)
         if self.settled:
             answers[question] = answer
         return answer
 
-    def _forget_answers(self) -> None:
+    def forget_answers(self) -> None:
+        """Let every getter compute its answer anew."""
         # A new dict: a thread that computes an answer right now keeps it in the old one.
-        self.answers: dict[Callable[[Any], Any], Any] = {}
+        self.answers = self.questions.copy()
 
 
 State = TypeVar("State", bound=ModuleState)
@@ -108,34 +119,61 @@ State = TypeVar("State", bound=ModuleState)
 class CurrentState(Generic[State]):
     """The state that a module's functions act on: the default one, or that of a scope.
 
-    Each thread and each asyncio task has scopes of its own.
+    Each thread and each asyncio task has scopes of its own; a backward pass that is started in a
+    scope sees it too, in whichever thread autograd runs it.
 
     Attributes:
         default: The state outside every scope.
+        alone: The default state as long as no scope is open anywhere, else None. What must be fast
+            asks it first; `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, default: State) -> None:
         self.default = default
-        self._scoped = ContextVar(name, default=default)
+        self.alone: State | None = default
+        self._name = name
+        self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
+        self._open: dict[str, tuple[State, int]] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
 
-    @property
-    def get(self) -> Callable[[], State]:
-        """The function that returns the current state; what calls it often keeps it."""
-        return self._scoped.get
+    def get(self) -> State:
+        """Return the current state."""
+        return self.alone or self._scoped.get() or self._around_backward() or self.default
 
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
         if not isinstance(state, type(self.default)):
             raise StateError(f"use() takes a {type(self.default).__name__}, got {state!r}")
+        key = f"{self._name}/{next(self._numbers)}"
+        with self._lock:
+            self._open[key] = state, threading.get_ident()
+            self.alone = None
         token = self._scoped.set(state)
+        c10d.tell_backward(key)
         try:
             yield state
         finally:
+            c10d.stop_telling_backward(key)
             self._scoped.reset(token)
+            with self._lock:
+                del self._open[key]
+                self.alone = None if self._open else self.default
+
+    def _around_backward(self) -> State | None:
+        """Find the innermost scope, of another thread, in which this backward pass was started."""
+        for key, (state, thread) in reversed(list(self._open.items())):
+            if thread != threading.get_ident() and c10d.was_told_backward(key):
+                return state
+        return None
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
-        """Give a module one attribute for each name, which reads and writes the current state."""
+        """Give a module one attribute for each name, which reads and writes the current state.
+
+        The module calls this when it has all of its getters.
+        """
+        self.default.forget_answers()  # it is older than the getters
         members: dict[str, Any] = {name: _Global(name, self.get) for name in names}
         current = self.get
         members["__dir__"] = lambda self: [*ModuleType.__dir__(self), *current().names()]

@@ -6,8 +6,9 @@ The modules bear Megatron's names: `parallel_state`, `process_groups_config`, `h
 
 from __future__ import annotations
 
+from hypercomm.compat.megatron import parallel_state as parallel_state  # its getters come first
 from hypercomm.compat.megatron.install import install as install
 from hypercomm.compat.megatron.install import uninstall as uninstall
 from hypercomm.compat.megatron.state import ParallelState as ParallelState
 
-__all__ = ["ParallelState", "install", "uninstall"]
+__all__ = ["ParallelState", "install", "parallel_state", "uninstall"]

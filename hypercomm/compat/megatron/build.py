@@ -26,7 +26,7 @@ _SHARP_ROWS: dict[str | None, GroupRow] = {
 }
 
 
-def create_planned(value: Any, created: list[ProcessGroup | None]) -> Any:
+def create_planned(value: Any, created: list[ProcessGroup]) -> Any:
     """Create what is planned, within a list or a dict too, and add it to those `created`."""
     if isinstance(value, list):
         return [create_planned(item, created) for item in value]
@@ -47,6 +47,7 @@ class Build:
         self.configuration = configuration
         self.grids: dict[str, HyperCommGrid] = {}
         self._nccl_config = nccl_config
+        self.created: list[ProcessGroup] = []
         self._options: dict[str, Any] = {}
         self._rank = dist.get_rank()
         self._planned: list[PlannedGroup] = []
@@ -93,20 +94,18 @@ class Build:
                     groups[name] = groups[row.otherwise + suffix]
             if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
                 values[row.ranks] = list(derived.of(self._rank))
-        created: list[ProcessGroup | None] = [None]  # None stands for WORLD
         if not config.lazy:
             for planned in self._planned:
-                self._create(planned, created)
-            groups = {name: create_planned(value, created) for name, value in groups.items()}
-        own = {name: self._own(value) for name, value in groups.items()}
-        return {**values, **own, "_global_process_group_list": created}
+                self._create(planned)
+            groups = {name: create_planned(value, self.created) for name, value in groups.items()}
+        return {**values, **{name: self._own(value) for name, value in groups.items()}}
 
-    def _create(self, planned: PlannedGroup, created: list[ProcessGroup | None]) -> None:
+    def _create(self, planned: PlannedGroup) -> None:
         if planned is not self._sharp:
-            create_planned(planned, created)
+            create_planned(planned, self.created)
             return
         with nccl.sharp() as connect:
-            connect(create_planned(planned, created))
+            connect(create_planned(planned, self.created))
 
     def _plan_all(self, row: GroupRow, derived: Any, twin: bool) -> Any:
         """Plan one group, or a list or dict of groups."""

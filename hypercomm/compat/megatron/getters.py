@@ -1,7 +1,7 @@
 """Makes the getters and setters of `parallel_state`, one of a kind in one line.
 
 What a getter answers is kept with the current state until a global is written, so that it costs
-one context lookup and one dict lookup. Each spells the lookup out: a call more would double it.
+one attribute and one dict lookup. Each spells the lookup out: a call more would double it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron.state import ParallelState, current
+from hypercomm.compat.module_state import UNKNOWN
 from hypercomm.errors import StateError
 from hypercomm.process_groups.c10d import is_live
 
@@ -48,14 +49,12 @@ class DataParallelGetter(Protocol):
 
 def answered(compute: Compute[Answer]) -> Callable[[], Answer]:
     """Make a getter of a function of the state."""
+    _register(compute)
 
     def get() -> Any:
-        state = _state()
-        try:
-            return state.answers[compute]
-        except KeyError:
-            pass
-        return state.answer(compute)
+        state = current.alone or _state()
+        answer = state.answers[compute]
+        return state.answer(compute) if answer is UNKNOWN else answer
 
     return _described(get, compute.__doc__)
 
@@ -66,15 +65,14 @@ def group_getter(name: str) -> GroupGetter:
     def compute(state: ParallelState) -> Any:
         return state.require(name)
 
+    _register(compute)
+
     def get(check_initialized: bool = True) -> Any:
-        state = _state()
+        state = current.alone or _state()
         if not check_initialized:
             return state.read(name)
-        try:
-            return state.answers[compute]
-        except KeyError:
-            pass
-        return state.answer(compute)
+        answer = state.answers[compute]
+        return state.answer(compute) if answer is UNKNOWN else answer
 
     return _described(get, f"Return the {_words(name)} of the calling rank.")
 
@@ -93,14 +91,11 @@ def fact_getter(
     compute = _compute(fact, name, override)
 
     def get_offline() -> Any:
-        state = _state()
+        state = current.alone or _state()
         if not is_live():
             return _offline(state, fact, override)
-        try:
-            return state.answers[compute]
-        except KeyError:
-            pass
-        return state.answer(compute)
+        answer = state.answers[compute]
+        return state.answer(compute) if answer is UNKNOWN else answer
 
     get = get_offline if offline else answered(compute)
     return _described(get, f"{_FACTS[fact][1]} {_words(name)}.")
@@ -119,8 +114,10 @@ def data_parallel_getter(
             raise partial_without_cp()
         return state.values[override + fact]
 
+    _register(refuse)
+
     def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-        state = _state()
+        state = current.alone or _state()
         if not is_live():
             return _offline(state, fact, override)
         compute = of_plain
@@ -128,11 +125,8 @@ def data_parallel_getter(
             compute = of_part if partial_data_parallel else of_cp
         elif partial_data_parallel:
             compute = refuse
-        try:
-            return state.answers[compute]
-        except KeyError:
-            pass
-        return state.answer(compute)
+        answer = state.answers[compute]
+        return state.answer(compute) if answer is UNKNOWN else answer
 
     return _described(get, f"{_FACTS[fact][1]} {_words(plain)}.")
 
@@ -142,15 +136,12 @@ def expert_data_parallel_getter(fact: str, plain: str, partial: str) -> Callable
     of_plain, of_part = _compute(fact, plain, None), _compute(fact, partial, None)
 
     def get(partial_expert_data_parallel: bool = False) -> Any:
-        state = _state()
+        state = current.alone or _state()
         if not is_live():
             return 0
         compute = of_part if partial_expert_data_parallel else of_plain
-        try:
-            return state.answers[compute]
-        except KeyError:
-            pass
-        return state.answer(compute)
+        answer = state.answers[compute]
+        return state.answer(compute) if answer is UNKNOWN else answer
 
     return _described(get, f"{_FACTS[fact][1]} {_words(plain)}.")
 
@@ -163,17 +154,15 @@ def listed_getter(which: str, name: str, place: Compute[int] = lambda _: 0) -> C
         name: The global.
         place: Computes its place in the list.
     """
+    _register(place)
 
     def get() -> Any:
-        state = _state()
+        state = current.alone or _state()
         ranks = state.values[name]
         if ranks is None:
             raise state.missing(name)
-        try:
-            return ranks[state.answers[place]]
-        except KeyError:
-            pass
-        return ranks[state.answer(place)]
+        answer = state.answers[place]
+        return ranks[state.answer(place) if answer is UNKNOWN else answer]
 
     return _described(get, f"Return the {which} of the {_words(name)}.")
 
@@ -211,7 +200,12 @@ def name_functions(module: str, namespace: dict[str, Any]) -> None:
 
 def _compute(fact: str, name: str, override: str | None) -> Compute[int]:
     ask, _ = _FACTS[fact]
-    return lambda state: ask(state, name, override and override + fact)
+    return _register(lambda state: ask(state, name, override and override + fact))
+
+
+def _register(compute: Compute[Answer]) -> Compute[Answer]:
+    ParallelState.questions[compute] = UNKNOWN
+    return compute
 
 
 def _offline(state: ParallelState, fact: str, override: str | None) -> int:

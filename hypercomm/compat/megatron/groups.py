@@ -72,16 +72,20 @@ def _hybrid(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived
     return {size: groups.chunks(size) for size in wanted}
 
 
-def _picked(groups: RankGroups, function: RanksFunction) -> RankGroups:
-    return groups.pick(lambda ranks: function(list(ranks)))
+def _picked(groups: RankGroups, function: RanksFunction | None, default: RanksFunction) -> Derived:
+    own = function or default
+    picked = groups.pick(lambda ranks: own(list(ranks)))
+    if function is not None:
+        picked.to_array()  # what is wrong with one pipeline must fail on the ranks of all
+    return picked
 
 
 def _embedding(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
-    return _picked(groups, config.get_embedding_ranks or default_embedding_ranks)
+    return _picked(groups, config.get_embedding_ranks, default_embedding_ranks)
 
 
 def _position_embedding(config: Configuration, _: RankLayout, groups: RankGroups) -> Derived:
-    return _picked(groups, config.get_position_embedding_ranks or default_position_embedding_ranks)
+    return _picked(groups, config.get_position_embedding_ranks, default_position_embedding_ranks)
 
 
 @attrs.frozen

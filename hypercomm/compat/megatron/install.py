@@ -75,7 +75,8 @@ def install() -> None:
 
     It works with megatron-core installed or not, and is best called before `megatron.core` is
     imported. Where that was imported, every module that holds one of its modules, functions or
-    classes gets ours instead. A second call changes nothing.
+    classes under a name of its own gets ours instead; what is inside of classes, dicts, closures
+    or default arguments is not looked for. A second call changes nothing.
 
     Raises:
         InstallError: Something holds what cannot be replaced; lists it, and changes nothing.
@@ -109,10 +110,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: Megatron's own modules are back, also in the modules that held ours.
+    """Undo `install`: Megatron's own modules are back, also where `install` put ours.
+
+    A module outside of `megatron` that imported ours by a name of Megatron's in between keeps it,
+    as it may have wanted ours.
 
     Raises:
-        InstallError: The parallel state is initialised.
+        InstallError: The parallel state is initialised, or a state is in use.
     """
     if _replace not in sys.meta_path:
         return
@@ -120,6 +124,8 @@ def uninstall() -> None:
 
     if current.default.configuration is not None:
         raise InstallError("the parallel state is initialised; call destroy_model_parallel() first")
+    if current.alone is None:
+        raise InstallError("a `with parallel_state.use(...)` block is open; leave it first")
     sys.meta_path.remove(_replace)
     sys.meta_path.remove(_invent)
     for hold in _replace.holds:

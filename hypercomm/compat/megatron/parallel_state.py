@@ -62,7 +62,10 @@ GlobalSymmetricMemoryBuffer = memory.GlobalSymmetricMemoryBuffer
 def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState]:
     """Let the functions and globals of this module act on `state` within a `with` block.
 
-    The block is context-local: two threads, or two asyncio tasks, can each use their own state.
+    The block is context-local: two threads, or two asyncio tasks, can each use their own state. A
+    backward pass that is started in the block uses it too, in whichever thread autograd runs it
+    (torch 2.6 cannot hand it on). `initialize_model_parallel` and `destroy_model_parallel`
+    are for the default state, also in a block: `state.destroy()` ends this one.
 
     Raises:
         StateError: `state` is no ParallelState.
@@ -384,16 +387,15 @@ def get_expert_tensor_parallel_rank(state: ParallelState) -> int | None:
 
 
 @answered
-def get_all_ranks(state: ParallelState) -> str:
+def get_all_ranks(_: ParallelState) -> str:
     """Return the ranks in tp, dp, cp, pp and ep, joined by underscores."""
-    with current.use(state):
-        ranks = (
-            get_tensor_model_parallel_rank(),
-            get_data_parallel_rank(),
-            get_context_parallel_rank(),
-            get_pipeline_model_parallel_rank(),
-            get_expert_model_parallel_rank(),
-        )
+    ranks = (
+        get_tensor_model_parallel_rank(),
+        get_data_parallel_rank(),
+        get_context_parallel_rank(),
+        get_pipeline_model_parallel_rank(),
+        get_expert_model_parallel_rank(),
+    )
     return "_".join(str(rank or 0) for rank in ranks)
 
 
@@ -472,7 +474,7 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    rank, ranks = _own_rank(), _state().values["_EMBEDDING_GLOBAL_RANKS"]
+    rank, ranks = _own_rank(), (current.alone or _state()).values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -482,7 +484,8 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 def is_rank_in_position_embedding_group() -> bool:
     """Tell whether the calling rank has position embeddings."""
-    rank, ranks = _own_rank(), _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    state = current.alone or _state()
+    rank, ranks = _own_rank(), state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
@@ -581,10 +584,7 @@ def create_group(
         group_desc=group_desc,
     )
     if ranks is None or dist.get_rank() in ranks:
-        state = _state()
-        if state.values["_global_process_group_list"] is None:
-            state.write("_global_process_group_list", [None])  # None stands for WORLD
-        state.values["_global_process_group_list"].append(group)
+        _state().list_groups([group])
     return group
 
 
@@ -653,13 +653,15 @@ def create_all_gather_groups(
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Create twins of the dp-cp group and the expert dp group, for all-gathers that overlap.
 
-    The state owns them. A second call returns the same groups.
+    The state owns them; `update_pg_timeout` reaches them, and a collection of the state has them
+    as `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
 
     Returns:
         The two groups; None for the expert one unless it is asked for and experts are parallel.
 
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
+        GroupOptionsError: They exist and were created with other options (a ValueError).
     """
     return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs or {})
 

@@ -92,7 +92,8 @@ class ProcessGroupCollection:
         _check_fields(type(self), name)
 
     def __setattr__(self, name: str, group: object) -> None:
-        _check_fields(type(self), name)
+        if type(self) is ProcessGroupCollection:  # a class derived from it has what it likes
+            _check_fields(type(self), name)
         super().__setattr__(name, group)
 
     def __repr__(self) -> str:
@@ -122,13 +123,15 @@ class ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         wanted = list(_SOURCES) if required_pgs is None else list(required_pgs)
         _check_fields(cls, *wanted)
-        return cls(
-            **{
-                name: state.require(_SOURCES[name]) if name in _NEEDED else state.read(source)
-                for name in wanted
-                if (source := _SOURCES.get(name)) is not None
-            }
-        )
+        collection = cls()
+        for name in wanted:
+            group = None
+            if name in _SOURCES:
+                group = (state.require if name in _NEEDED else state.read)(_SOURCES[name])
+            if group is None and name in _TWINS and state.grids:
+                group = _held_by(state.grids[_TWINS[name]], name, None)
+            setattr(collection, name, group)
+        return collection
 
     @classmethod
     def from_grid(
@@ -248,7 +251,7 @@ class ProcessGroupCollection:
             return groups
         groups = _data_parallel(pg_collection, lambda: config)
         groups |= {f"{name}_group": _take(pg_collection, name) for name in ("tp", "pp", "ep")}
-        groups["expt_dp_group"] = pg_collection.expt_dp
+        groups["expt_dp_group"] = getattr(pg_collection, "expt_dp", None)
         groups |= _instance_groups(pg_collection, groups, instances)
         if groups["expt_dp_group"] is None:
             logger.warning("no expt_dp group was given; creating one of this rank alone")
@@ -260,9 +263,11 @@ class ProcessGroupCollection:
 
 
 _SOURCES = {row.field: row.name for row in TABLE if row.field is not None}
-"""The global of each field; the twins for all-gathers have none."""
+"""The global of each field; the expert twin for all-gathers has none."""
 _NEEDED = ("dp", "dp_cp", "intra_dp_cp")
 """The fields that Megatron's `use_mpu_process_groups` does not leave at None."""
+_TWINS = {"dp_cp_ag": "dense", "expt_dp_ag": "expert"}
+"""The grid that holds what `create_all_gather_groups` creates, by field."""
 
 
 def _check_fields(kind: type[ProcessGroupCollection], *names: str) -> None:
@@ -284,7 +289,7 @@ def _from_state(require: Any, *names: str) -> dict[str, Group]:
 
 def _take(collection: ProcessGroupCollection, name: str) -> Any:
     """Return a group that must have been set, perhaps to None."""
-    if name not in vars(collection):
+    if not _is_set(collection, name):
         raise ConfigurationError(
             f"the process group {name!r} is needed, but the collection has only {collection!r}; "
             f"set it, to None if it is not used"
@@ -292,10 +297,17 @@ def _take(collection: ProcessGroupCollection, name: str) -> Any:
     return getattr(collection, name)
 
 
+def _is_set(collection: Any, name: str) -> bool:
+    """Tell whether a collection, or what stands in for one, has a group that was not left out."""
+    if isinstance(collection, ProcessGroupCollection):
+        return name in vars(collection) or hasattr(type(collection), name)
+    return hasattr(collection, name)
+
+
 def _data_parallel(collection: ProcessGroupCollection, config: Any) -> dict[str, Group]:
     """Return dp and dp_cp; without context parallel they are the same."""
     groups = {"dp_group": _take(collection, "dp")}
-    if "dp_cp" in vars(collection) or getattr(config(), "context_parallel_size", 1) != 1:
+    if _is_set(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1:
         return groups | {"dp_cp_group": _take(collection, "dp_cp")}
     return groups | {"dp_cp_group": groups["dp_group"]}
 

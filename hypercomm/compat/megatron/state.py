@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -37,12 +37,14 @@ _CHANGED_ON_THE_FLY = (
 )
 """Sizes and ranks that callers set; they win over those of the groups, and outlive a creation."""
 
+_LIST = "_global_process_group_list"
+
 _OTHERS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
-    "_global_process_group_list",
+    _LIST,
 )
 
 
@@ -74,6 +76,8 @@ class ParallelState(ModuleState):
         ...     print(state.grids["dense"].layout, state.collection().tp.size())
         tp=2,cp=1,ep=1,dp=8,pp=1 2
     """
+
+    questions: ClassVar[dict[Callable[[Any], Any], Any]] = {}
 
     def __init__(self) -> None:
         super().__init__(GLOBALS)
@@ -120,6 +124,7 @@ class ParallelState(ModuleState):
                 raise
         self.configuration, self.grids = configuration, build.grids
         self.fill(values)
+        self.list_groups(build.created)
 
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""
@@ -159,6 +164,7 @@ class ParallelState(ModuleState):
 
         Raises:
             NotInitializedError: The state is empty.
+            GroupOptionsError: The twins exist and were created with other options.
         """
         if self.configuration is None:
             raise NotInitializedError(
@@ -181,7 +187,17 @@ class ParallelState(ModuleState):
 
         experts = for_expert_parallelism and self.grids["expert"].layout.size_of("ep") > 1
         dense = twin("_DATA_PARALLEL_GROUP_WITH_CP")
-        return dense, twin("_EXPERT_DATA_PARALLEL_GROUP") if experts else None
+        expert = twin("_EXPERT_DATA_PARALLEL_GROUP") if experts else None
+        self.list_groups(group for group in (dense, expert) if group is not None)
+        return dense, expert
+
+    def list_groups(self, groups: Iterable[ProcessGroup]) -> None:
+        """Add groups to the list of those whose timeout `update_pg_timeout` changes."""
+        listed = self.values[_LIST]
+        if listed is None:
+            listed = [None]  # WORLD
+            self.write(_LIST, listed)
+        listed += [group for group in groups if group not in listed]
 
     # ---- what getters ask -----------------------------------------------------------------
 
@@ -189,9 +205,11 @@ class ParallelState(ModuleState):
         """Return the value of a global; a group that is only planned is created now."""
         value = super().read(name)
         if self.configuration is not None and self.configuration.lazy and name in ROWS:
-            created = create_planned(value, self.values["_global_process_group_list"])
+            new: list[ProcessGroup] = []
+            created = create_planned(value, new)
             if created != value:
                 self.write(name, created)
+                self.list_groups(new)
             return created
         return value
 
