@@ -26,7 +26,7 @@ FLOORS = [
     ("hypercomm.layout",),
     ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
     ("hypercomm.grid", "hypercomm.preload"),
-    ("hypercomm.compat.module_state",),
+    ("hypercomm.compat.module_state", "hypercomm.compat.replacement"),
     ("hypercomm.compat",),
     ("hypercomm.testing",),
     ("hypercomm.cli",),
