@@ -86,6 +86,7 @@ class Replacement(MetaPathFinder, Loader):
         self._replaced, self._holds = old, holds
         for name, module in old.items():
             _lend_path(new[name], getattr(module, "__path__", None))
+            _pass_on_submodules(name, None, new[name])
         for hold in holds:
             setattr(hold.holder, hold.name, hold.replacement)
 
@@ -108,6 +109,7 @@ class Replacement(MetaPathFinder, Loader):
         for name in self.homes:
             sys.modules.pop(name, None)
             _lend_path(ours[name], None)
+            _pass_on_submodules(name, ours[name], self._replaced.get(name))
         sys.modules.update(self._replaced)
         self._replaced, self._holds = {}, []
         invented = [name for name in self.packages if self._inventor.made(sys.modules.get(name))]
@@ -120,6 +122,8 @@ class Replacement(MetaPathFinder, Loader):
         paths = {name: self.aliases.get(name, name) for name in self.homes}
         found = {name: path for name, path in paths.items() if importlib.util.find_spec(path)}
         theirs = {name: importlib.import_module(path) for name, path in found.items()}
+        for name, module in theirs.items():
+            _pass_on_submodules(name, None, module)
         root = self.packages[0]
         holders = [module for name, module in sys.modules.items() if name.split(".")[0] == root]
         for hold in _look({name: ours[name] for name in theirs}, theirs, holders)[0]:
@@ -178,6 +182,17 @@ def _lend_path(module: ModuleType, path: Any) -> None:
         module.__path__ = path
     elif "__path__" in vars(module):
         del module.__path__
+
+
+def _pass_on_submodules(name: str, old: ModuleType | None, new: ModuleType | None) -> None:
+    """Move what was imported from within a package from one module of its name to the next."""
+    for path, module in list(sys.modules.items()):
+        parent, _, child = path.rpartition(".")
+        if parent == name:
+            if old is not None and vars(old).get(child) is module:
+                delattr(old, child)
+            if new is not None:
+                setattr(new, child, module)
 
 
 def _look(

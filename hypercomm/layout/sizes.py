@@ -116,3 +116,26 @@ def completions(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[
     for size in fitting if OPEN in first else sorted(set(first).intersection(fitting)):
         for others in completions(rest, total // size):
             yield (size, *others)
+
+
+def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
+    """Say why sizes do not divide a world, and which would; None if they do.
+
+    >>> misfit({"tp": 2, "pp": 4}, 16)
+    >>> misfit({"tp": 2, "pp": 3}, 16).partition("; ")[0]
+    'tp=2 * pp=3 = 6 does not divide the world of 16 ranks'
+    """
+    product = math.prod(sizes.values())
+    if world_size % product == 0:
+        return None
+    table = " * ".join(f"{name}={size}" for name, size in sizes.items())
+    fitting = [
+        f"{name} of {nearest_divisors(world_size // (product // size), size)}"
+        for name, size in sizes.items()
+        if world_size % (product // size) == 0
+    ]
+    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
+    return (
+        f"{table} = {product} does not divide the world of {world_size} ranks; "
+        f"what would do: {', or '.join([*fitting, worlds])}"
+    )

@@ -19,7 +19,7 @@ from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered, positive
 from hypercomm.layout.notation import parse_order
-from hypercomm.layout.sizes import nearest_divisors, nearest_multiples
+from hypercomm.layout.sizes import misfit, nearest_divisors
 
 DIMS = ("tp", "pp", "dp", "ep", "cp")
 """The dims that an order may name, in the order in which Megatron adds those that it does not."""
@@ -126,10 +126,10 @@ class Configuration:
         sizes = dict(
             zip((f"{name}_parallel_size" for name in names), self._sizes(*names), strict=True)
         )
-        product = math.prod(sizes.values())
-        if world_size % product:
-            raise WorldSizeError(_misfit(sizes, product, world_size))
-        return product
+        problem = misfit(sizes, world_size)
+        if problem is not None:
+            raise WorldSizeError(problem)
+        return math.prod(sizes.values())
 
     def _layout(self, **sizes: int) -> RankLayout:
         order = self.order.lower() if isinstance(self.order, str) else self.order
@@ -255,18 +255,3 @@ def hybrid_sizes(replicas: int) -> list[int]:
     [2, 4, 8]
     """
     return [2**power for power in range(1, int(math.log2(replicas)))]
-
-
-def _misfit(sizes: Mapping[str, int], product: int, world_size: int) -> str:
-    """Say which sizes do not divide the world, and what would."""
-    table = " * ".join(f"{name}={size}" for name, size in sizes.items())
-    fitting = [
-        f"{name} of {nearest_divisors(world_size // (product // size), size)}"
-        for name, size in sizes.items()
-        if world_size % (product // size) == 0
-    ]
-    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
-    return (
-        f"{table} = {product} does not divide the world of {world_size} ranks; "
-        f"what would do: {', or '.join([*fitting, worlds])}"
-    )
