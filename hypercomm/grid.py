@@ -14,6 +14,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm import device_mesh
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -40,6 +41,7 @@ from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 Creation = Literal["auto", "enumerate", "local", "split"]
@@ -141,6 +143,36 @@ class HyperCommGrid:
             raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
         grid = cls.__new__(cls)
         grid._setup(layout, backend, name, cover, creation, share, share_with, world_size)
+        return grid
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, name: str | None = None) -> Self:
+        """Make a grid of a torch DeviceMesh, which stays the owner of its process groups.
+
+        The grid has the mesh's dims in reverse, so that the first varies fastest, and finds the
+        mesh's groups under them. What it creates itself it owns; `destroy` leaves the mesh's
+        groups alone, and WORLD. No process group is created, and nobody is asked.
+
+        Args:
+            mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
+            name: As for the class.
+
+        Raises:
+            LayoutError: The mesh has no dim names, or its ranks are permuted.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5):
+            ...     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+            ...     grid = HyperCommGrid.from_device_mesh(mesh)
+            ...     print(grid.layout, grid.group_ranks("dp"), grid.get_pg("dp").size())
+            tp=2,dp=4 (1, 3, 5, 7) 4
+        """
+        layout, groups = device_mesh.read_mesh(mesh)
+        grid = cls.from_layout(layout, name=name)
+        for dim in layout.dim_names:
+            grid._adopt(dim, groups[dim] if groups is not None else None)
         return grid
 
     def _setup(
@@ -389,6 +421,45 @@ class HyperCommGrid:
             )
         return first.create()
 
+    def device_mesh(self, *dims: str | Iterable[str], device_type: str | None = None) -> DeviceMesh:
+        """Hand process groups that exist to a torch DeviceMesh; creates none, and asks nobody.
+
+        A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
+        grid tp=2,dp=4 is, in DeviceMesh's order, the mesh (dp, tp). FSDP2, DTensor and
+        `parallelize_module` take it; the grid stays the owner of the groups.
+
+        Args:
+            dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
+                one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
+            device_type: "cpu", "cuda", ...; default: what the groups' backend is for.
+
+        Returns:
+            The mesh of the ranks that have the calling rank's coordinates in all other dims.
+
+        Raises:
+            GroupMissingError: A group was not created; says how (a KeyError).
+            RankOutsideError: The calling rank is not in the grid.
+            OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+
+        Example:
+            Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
+
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
+            ...     mesh = grid.device_mesh("dp", "tp")
+            ...     print(grid.coords(), mesh.get_coordinate(), mesh.mesh.tolist())
+            {'tp': 1, 'dp': 2} [2, 1] [[0, 1], [2, 3], [4, 5], [6, 7]]
+        """
+        self._check_alive()
+        spans = device_mesh.read_dims(self.layout, dims)
+        rank = world.rank()
+        self.layout.coords(rank)  # refuses a rank outside
+        groups = [self.get_pg(names) for names in spans]
+        own = [group for group in groups if group is not None]
+        return device_mesh.as_mesh(self.layout, spans, rank, own, device_type)
+
     def destroy(self) -> None:
         """Destroy the groups that the grid created, the last one first; may be called twice.
 
@@ -399,7 +470,7 @@ class HyperCommGrid:
         every, self._planned, self._created = list(self._created.values()), {}, {}
         foreign = {planned.created for planned in self._shareable()}
         own = dict.fromkeys(reversed(every))  # shared ones once
-        destroy(created for created in own if created not in foreign)
+        destroy(created for created in own if created.owned and created not in foreign)
 
     def __enter__(self) -> Self:
         self._check_alive()
@@ -458,6 +529,16 @@ class HyperCommGrid:
         planned.twin = find_twin(planned, self._shareable())
         self._planned[key] = planned
         return planned
+
+    def _adopt(self, dim: str, group: ProcessGroup | None) -> None:
+        """File a group that somebody else owns."""
+        options = GroupOptions(backend=dist.get_backend(group) if group is not None else None)
+        created = CreatedGroup(group, owned=False)
+        key, groups = GroupKey((dim,)), self.layout.groups(dim)
+        self._planned[key] = PlannedGroup(
+            groups, GroupOptions(), options, "adopted", "never", None, lambda _: created, created
+        )
+        self._created[key] = created
 
     def _create(self, key: GroupKey, planned: PlannedGroup) -> ProcessGroup | None:
         """Create what was planned just now, or forget it."""

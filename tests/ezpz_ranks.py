@@ -27,7 +27,7 @@ def sums():
 
 
 def cycles(count):
-    """Initialise, use every group and destroy; groups, threads and files after once and after all."""
+    """Initialise, use every group, destroy; groups, threads and files after once and after all."""
 
     def cycle():
         tp.initialize_tensor_parallel(2, 2)

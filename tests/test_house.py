@@ -25,7 +25,7 @@ FLOORS = [
     ("hypercomm.errors",),
     ("hypercomm.layout",),
     ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
-    ("hypercomm.grid", "hypercomm.preload"),
+    ("hypercomm.grid", "hypercomm.device_mesh", "hypercomm.preload"),
     ("hypercomm.compat.module_state", "hypercomm.compat.replacement"),
     ("hypercomm.compat",),
     ("hypercomm.testing",),

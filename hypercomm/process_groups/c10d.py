@@ -199,6 +199,15 @@ def _batched_store(timeout: timedelta) -> Iterator[None]:
         os.environ[_GLOO_BATCHED_STORE] = "0"
 
 
+def device_type(group: ProcessGroup) -> str:
+    """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
+    backends = single_backends(dist.get_backend_config(group))
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    backends = [backend for backend in backends if backend != "fake"]  # it is for all devices
+    made_for = [device for device, backend in defaults.items() if backend in backends]
+    return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
+
+
 def store_identity() -> str:
     """Return a word that all ranks of this job's store share, and that no other store has."""
     if "fake" in single_backends(default_backend()):

@@ -92,6 +92,8 @@ class CreatedGroup:
     group: ProcessGroup | None
     meeting: OwnGroup | None = None
     """The group whose members say in the store that they are connected, if they must be."""
+    owned: bool = True
+    """Whether the grid created it, and destroys it."""
 
 
 class GridNames:

@@ -1,0 +1,148 @@
+"""A grid's process groups as a torch DeviceMesh, and a DeviceMesh's as those of a grid.
+
+A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with the FIRST. Neither
+direction creates a process group or communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import LayoutError, OrderError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_ordered
+from hypercomm.process_groups import c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshDims = tuple[tuple[str, ...], ...]
+"""The dims of the grid that each dim of a mesh spans, in the mesh's order."""
+
+
+def read_dims(layout: RankLayout, dims: Sequence[str | Iterable[str]]) -> MeshDims:
+    """Check the dims of a mesh: one name for each, or several that become one; default: all.
+
+    Raises:
+        UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
+        OrderError: Several dims are in an order in which no process group has its ranks.
+
+    Example:
+        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+        >>> read_dims(layout, [("dp", "cp"), "tp"])
+        (('dp', 'cp'), ('tp',))
+        >>> read_dims(layout, [])
+        (('dp',), ('cp',), ('tp',))
+    """
+    given = dims or tuple(reversed(layout.dim_names))
+    read = tuple(
+        (item,) if isinstance(item, str) else tuple(as_ordered(item, "a dim of a mesh"))
+        for item in given
+    )
+    layout.order_dims([name for names in read for name in names])  # refuses what is used twice
+    for names in read:
+        ascending = tuple(reversed(layout.order_dims(names)))
+        if names != ascending:
+            raise OrderError(
+                f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
+                f"has its ranks in ascending order; write {ascending}"
+            )
+    labels = [mesh_dim_name(names) for names in read]
+    if len(set(labels)) < len(labels):
+        raise LayoutError(f"the dims of a mesh must have different names, got {labels}")
+    return read
+
+
+def mesh_dim_name(names: Sequence[str]) -> str:
+    """Name a dim of a mesh after the dims of the grid that it spans: "dp_cp"."""
+    return "_".join(names)
+
+
+def as_mesh(
+    layout: RankLayout,
+    dims: MeshDims,
+    rank: int,
+    groups: Sequence[ProcessGroup],
+    device_type: str | None,
+) -> DeviceMesh:
+    """Make a mesh of the groups of `rank`, one for each of its dims."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    flat = [name for names in dims for name in names]
+    here = {name: at for name, at in layout.coords(rank).items() if name not in flat}
+    shape = [int(np.prod([layout.size_of(name) for name in names])) for names in dims]
+    ranks = layout.select(**here).enumerate_ranks(flat).reshape(shape)
+    return DeviceMesh.from_group(
+        list(groups),
+        device_type or c10d.device_type(groups[0]),
+        mesh=torch.from_numpy(ranks),
+        mesh_dim_names=tuple(map(mesh_dim_name, dims)),
+    )
+
+
+def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | None]:
+    """Read a mesh as a layout and the calling rank's group over each dim; None on a rank outside.
+
+    Raises:
+        LayoutError: The mesh has no dim names, or no numbering of a layout makes its ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(f"from_device_mesh() takes a DeviceMesh, got {mesh!r}")
+    names = mesh.mesh_dim_names
+    if not names:
+        raise LayoutError(
+            f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"
+        )
+    layout = _layout_of(mesh.mesh.numpy(), names)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return layout, None
+    groups = {name: mesh.get_group(name) for name in names}
+    for name, group in groups.items():
+        ranks, wanted = dist.get_process_group_ranks(group), layout.groups(name).of(dist.get_rank())
+        if tuple(ranks) != wanted:
+            raise LayoutError(
+                f"the process group of mesh dim {name!r} has ranks {ranks}, but the mesh has "
+                f"{list(wanted)} there"
+            )
+    return layout, groups
+
+
+def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
+    """Find the numbering that makes the ranks of a mesh: each dim has a stride of its own."""
+    first = int(ranks.flat[0])
+    strides = [
+        int(ranks.take(1, axis=axis).flat[0]) - first if size > 1 else 0
+        for axis, size in enumerate(ranks.shape)
+    ]
+    axes = list(reversed(range(ranks.ndim)))  # the last one is the fastest, unless another is
+    axes.sort(key=lambda axis: _step(strides, axis))
+    made = first + sum(
+        stride * index for stride, index in zip(strides, np.indices(ranks.shape), strict=True)
+    )
+    if min(strides) < 0 or not np.array_equal(made, ranks):
+        raise LayoutError(
+            f"the ranks of the mesh are permuted: {ranks.tolist()}; a process group has its ranks "
+            f"in ascending order, so each dim must step by the same positive number everywhere"
+        )
+    return RankLayout(
+        [ranks.shape[axis] for axis in axes],
+        [names[axis] for axis in axes],
+        rank_offset=first,
+        strides=[max(strides[axis], 1) for axis in axes],
+    )
+
+
+def _step(strides: Sequence[int], axis: int) -> int:
+    """The stride of an axis; one of size 1 counts like the next one inside of it."""
+    inner = [stride for stride in strides[axis:] if stride]
+    return inner[0] if inner else 0
