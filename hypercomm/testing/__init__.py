@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypercomm.launch import run_ranks as run_ranks
 from hypercomm.testing.fake import fake_world as fake_world
+from hypercomm.testing.groups import registered_groups as registered_groups
 
 if TYPE_CHECKING:
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
 
 _STRATEGIES = ("dim_subsets", "layouts", "orders", "ranks_of")
 
-__all__ = ["dim_subsets", "fake_world", "layouts", "orders", "ranks_of", "run_ranks"]
+__all__ = [
+    "dim_subsets",
+    "fake_world",
+    "layouts",
+    "orders",
+    "ranks_of",
+    "registered_groups",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:
