@@ -35,7 +35,7 @@ def test_all_are_tested():
             name,
             marks=pytest.mark.skipif(
                 name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None,
-                reason=f"{NEEDS.get(name)} is not installed: the extra `examples` brings it",
+                reason=f"{NEEDS.get(name)} is not installed: the extra `test` brings it on Linux",
             ),
         )
         for name in TOLERANCES
