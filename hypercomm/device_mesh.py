@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
-from hypercomm.process_groups import c10d
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +69,7 @@ def as_mesh(
     dims: MeshDims,
     rank: int,
     groups: Sequence[ProcessGroup],
-    device_type: str | None,
+    device_type: str,
 ) -> DeviceMesh:
     """Make a mesh of the groups of `rank`, one for each of its dims."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +80,7 @@ def as_mesh(
     ranks = layout.select(**here).enumerate_ranks(flat).reshape(shape)
     return DeviceMesh.from_group(
         list(groups),
-        device_type or c10d.device_type(groups[0]),
+        device_type,
         mesh=torch.from_numpy(ranks),
         mesh_dim_names=tuple(map(mesh_dim_name, dims)),
     )
@@ -129,6 +128,13 @@ def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
     made = first + sum(
         stride * index for stride, index in zip(strides, np.indices(ranks.shape), strict=True)
     )
+    if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)) and (
+        not np.array_equal(made, ranks)
+    ):
+        raise LayoutError(
+            f"the ranks of the mesh do not step evenly: {ranks.tolist()}; a dim of it was made of "
+            f"others that are not neighbours: give the mesh from before that"
+        )
     if min(strides) < 0 or not np.array_equal(made, ranks):
         raise LayoutError(
             f"the ranks of the mesh are permuted: {ranks.tolist()}; a process group has its ranks "

@@ -151,14 +151,16 @@ class HyperCommGrid:
 
         The grid has the mesh's dims in reverse, so that the first varies fastest, and finds the
         mesh's groups under them. What it creates itself it owns; `destroy` leaves the mesh's
-        groups alone, and WORLD. No process group is created, and nobody is asked.
+        groups alone, and WORLD; they serve no other keys, whatever `share` says. No process group
+        is created, and nobody is asked.
 
         Args:
             mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
             name: As for the class.
 
         Raises:
-            LayoutError: The mesh has no dim names, or its ranks are permuted.
+            LayoutError: The mesh has no dim names or one that a grid cannot have, its ranks are
+                permuted, or a dim of it was made of others that are not neighbours.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh
@@ -171,6 +173,7 @@ class HyperCommGrid:
         """
         layout, groups = device_mesh.read_mesh(mesh)
         grid = cls.from_layout(layout, name=name)
+        grid._device_type = mesh.device_type
         for dim in layout.dim_names:
             grid._adopt(dim, groups[dim] if groups is not None else None)
         return grid
@@ -209,6 +212,8 @@ class HyperCommGrid:
         self._planned: dict[GroupKey, PlannedGroup] = {}
         self._created: dict[GroupKey, CreatedGroup] = {}
         self._destroyed = False
+        self._device_type: str | None = None
+        self._gave_meshes = False
 
     # ---- what the grid is ---------------------------------------------------------------------
 
@@ -409,6 +414,11 @@ class HyperCommGrid:
             return self._create(key, self._plan(key, derive, given, share))
         self._check_share(share)
         first, groups = self._planned[key], self._groups(key, derive)
+        if given != first.given and first.strategy == "adopted":
+            raise GroupOptionsError(
+                f"the process group over {_call(key)} is that of a DeviceMesh, and cannot be had "
+                f"with {given}; leave the options out, or use another name=..."
+            )
         if given != first.given:
             raise GroupOptionsError(
                 f"the process group over {_call(key)} was created with {first.given}, and cannot "
@@ -426,12 +436,16 @@ class HyperCommGrid:
 
         A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
         grid tp=2,dp=4 is, in DeviceMesh's order, the mesh (dp, tp). FSDP2, DTensor and
-        `parallelize_module` take it; the grid stays the owner of the groups.
+        `parallelize_module` take it; the grid stays the owner of the groups. Clients that are to
+        work together take slices of one mesh, `mesh["dp"]` and `mesh["tp"]`, as torch cannot
+        combine two. torch takes meshes with equal ranks and dim names for one: let grids that
+        live at the same time and hand out meshes of the same ranks differ in their dim names.
 
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
                 one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
-            device_type: "cpu", "cuda", ...; default: what the groups' backend is for.
+            device_type: "cpu", "cuda", ...; default: that of the mesh that the grid was made of,
+                else what the backend of the first dim's groups is for.
 
         Returns:
             The mesh of the ranks that have the calling rank's coordinates in all other dims.
@@ -449,8 +463,8 @@ class HyperCommGrid:
             >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
             ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
             ...     mesh = grid.device_mesh("dp", "tp")
-            ...     print(grid.coords(), mesh.get_coordinate(), mesh.mesh.tolist())
-            {'tp': 1, 'dp': 2} [2, 1] [[0, 1], [2, 3], [4, 5], [6, 7]]
+            ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
+            {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
         self._check_alive()
         spans = device_mesh.read_dims(self.layout, dims)
@@ -458,7 +472,10 @@ class HyperCommGrid:
         self.layout.coords(rank)  # refuses a rank outside
         groups = [self.get_pg(names) for names in spans]
         own = [group for group in groups if group is not None]
-        return device_mesh.as_mesh(self.layout, spans, rank, own, device_type)
+        device_type = device_type or self._device_type or c10d.device_type(own[0])
+        mesh = device_mesh.as_mesh(self.layout, spans, rank, own, device_type)
+        self._gave_meshes = True
+        return mesh
 
     def destroy(self) -> None:
         """Destroy the groups that the grid created, the last one first; may be called twice.
@@ -470,6 +487,8 @@ class HyperCommGrid:
         every, self._planned, self._created = list(self._created.values()), {}, {}
         foreign = {planned.created for planned in self._shareable()}
         own = dict.fromkeys(reversed(every))  # shared ones once
+        if self._gave_meshes:
+            c10d.forget_meshes()
         destroy(created for created in own if created.owned and created not in foreign)
 
     def __enter__(self) -> Self:
@@ -532,7 +551,7 @@ class HyperCommGrid:
 
     def _adopt(self, dim: str, group: ProcessGroup | None) -> None:
         """File a group that somebody else owns."""
-        options = GroupOptions(backend=dist.get_backend(group) if group is not None else None)
+        options = GroupOptions(backend=None if group is None else c10d.backend_of(group))
         created = CreatedGroup(group, owned=False)
         key, groups = GroupKey((dim,)), self.layout.groups(dim)
         self._planned[key] = PlannedGroup(
@@ -625,8 +644,8 @@ class HyperCommGrid:
             return ["destroyed"]
         lines = [self._whereabouts()]
         lines += [
-            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks, "
-            f"{planned.resolved.backend}"
+            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
+            + (f", {planned.resolved.backend}" if planned.resolved.backend else "")
             for key, planned in ((key, self._planned[key]) for key in self._created)
         ]
         return lines if self._created else [*lines, "no process groups yet"]

@@ -2,7 +2,13 @@
 
 import torch
 from rank_functions import registered
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from hypercomm import HyperCommGrid
 
@@ -21,3 +27,25 @@ def redistribute_on_a_grid():
         sharded = tensor.to_local().tolist()
         swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)]).to_local().tolist()
         return sharded, swapped, len(registered()[0] - before)
+
+
+def grids_one_after_another():
+    """DTensors on one grid after another of the same shape, each with tensor parallel layers."""
+    found = []
+    for _ in range(3):
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            grid.create_pg("tp")
+            grid.create_pg("dp")
+            mesh = grid.device_mesh("dp", "tp")
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            x = torch.randn(4, 16)
+            whole = model(x).square().mean().item()
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            loss = model(x).square().mean()
+            loss.backward()
+            tensor = torch.relu(distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+            assert tensor.device_mesh.get_group("tp") is grid.get_pg("tp")
+            summed = tensor.full_tensor().sum().item()
+            found.append((loss.item() - whole, summed - torch.relu(x).sum().item()))
+    return found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device_mesh_ranks import redistribute_on_a_grid
+from device_mesh_ranks import grids_one_after_another, redistribute_on_a_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import registered
@@ -164,7 +164,23 @@ def test_device_type():
     with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")
         assert grid.device_mesh("tp").device_type == "cpu"
-        assert grid.device_mesh("tp", device_type="meta").device_type == "meta"
+        meta = grid.device_mesh("tp", device_type="meta")
+        assert meta.device_type == "meta"
+        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
+
+
+# What is adopted has the backend that torch tells, and none on a rank outside; its options are not
+# ours to change.
+def test_adopted_backend():
+    with fake_world(8, rank=7):
+        outside = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        assert "group tp: 2 of 2 ranks\n" in repr(HyperCommGrid.from_device_mesh(outside)) + "\n"
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        assert mesh.get_group() is dist.group.WORLD
+        grid = HyperCommGrid.from_device_mesh(mesh)
+        assert "group dp: 1 of 8 ranks, fake" in repr(grid)
+        with pytest.raises(ValueError, match="is that of a DeviceMesh, and cannot be had with"):
+            grid.ensure_pg("dp", backend="fake")
 
 
 # ---- bad calls ----------------------------------------------------------------------------------
@@ -250,7 +266,21 @@ def test_mesh_without_names():
             HyperCommGrid.from_device_mesh("mesh")
 
 
+# A mesh that skips a dim steps unevenly; it is not called permuted.
+def test_uneven_mesh():
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.create_pg(["dp", "tp"])
+        with pytest.raises(ValueError, match=re.escape("do not step evenly: [0, 1, 4, 5]")):
+            HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
+
+
 # ---- real ranks ---------------------------------------------------------------------------------
+
+
+# DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
+def test_grids_one_after_another():
+    for found in run_ranks(grids_one_after_another, 4):
+        np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
 
 
 # DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.

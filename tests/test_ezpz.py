@@ -405,6 +405,32 @@ def test_install_after_ezpz(tmp_path):
     )
 
 
+# Where ezpz cannot be imported, for want of mpi4py, uninstall() takes ours away all the same.
+def test_uninstall_with_a_broken_ezpz(tmp_path):
+    run(
+        tmp_path,
+        """
+        import sys
+        from pathlib import Path
+        Path("ezpz/tp/__init__.py").write_text("import mpi5py")
+        from hypercomm.compat.ezpz import install, tp, uninstall
+        install()
+        import ezpz.tp
+        uninstall()
+        assert "ezpz.tp" not in sys.modules and not hasattr(ezpz, "tp")
+        try:
+            import ezpz.tp
+        except ImportError as error:
+            assert "mpi5py" in str(error)
+        else:
+            raise AssertionError
+        install()
+        import ezpz.tp
+        assert ezpz.tp is tp
+        """,
+    )
+
+
 # A live state, theirs or ours, is not taken away.
 def test_install_too_late(tmp_path):
     run(

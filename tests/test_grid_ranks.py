@@ -1,5 +1,6 @@
 """The grid on real gloo processes: who takes part in what is read off the numbers they sum."""
 
+import os
 from datetime import timedelta
 from itertools import chain, combinations
 
@@ -8,6 +9,7 @@ import pytest
 import rank_functions
 
 from hypercomm.launch import run_ranks
+from hypercomm.process_groups.gloo import AddressReading
 
 
 def expected_sums(shape, names, offset, dims, rank):
@@ -121,6 +123,30 @@ def test_how_gloo_reads():
     own = ["1", "0", "True"]
     assert got[0] == (["1", "1", "True"], "0", "True", [1111, 1111])
     assert got[1:] == [(own, "0", "True", [1111, 1111])] * 3
+
+
+# gloo reads addresses at once while every group that is being created allows it, in any thread.
+def test_how_addresses_are_read(monkeypatch):
+    def value():
+        return os.environ.get("GLOO_ENABLE_STORE_V2_API")
+
+    monkeypatch.delenv("GLOO_ENABLE_STORE_V2_API", raising=False)
+    reading = AddressReading()
+    with reading.at_once(True):
+        assert value() == "1"
+        with reading.at_once(False):
+            assert value() == "0"
+            with reading.at_once(True):
+                assert value() == "0"
+        assert value() == "1"
+    assert value() == "0"
+    with pytest.raises(ZeroDivisionError), reading.at_once(True):
+        _ = 1 / 0
+    assert value() == "0"
+    monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", "True")
+    with reading.at_once(False):
+        assert value() == "True"
+    assert value() == "True"
 
 
 # A creation that a rank never joins ends after the timeout asked for, and leaves nothing behind.

@@ -15,6 +15,7 @@ from megatron_facts import ours, theirs
 from rank_functions import registered
 
 from hypercomm.compat.megatron import ParallelState
+from hypercomm.compat.megatron.state import current
 from hypercomm.errors import StateError
 from hypercomm.testing import fake_world
 
@@ -696,6 +697,32 @@ def test_backward_sees_the_scope():
     assert sizes == (8, 8, 4, 8, SIZES["tensor_model_parallel_size"])
     assert threads[0] == threading.get_ident()
     assert threading.get_ident() not in threads[1:]
+
+
+# A scope may be left from another asyncio context than it was entered in, as generators are that
+# are closed late: Python complains, and the scope is over all the same.
+@pytest.mark.usefixtures("job")
+def test_a_scope_left_elsewhere():
+    state = ParallelState()
+
+    async def scope():
+        with ours.use(state):
+            yield ours.is_initialized()
+
+    async def enter_and_leave():
+        scopes = scope()
+
+        async def enter():
+            return await anext(scopes)
+
+        entered = await asyncio.create_task(enter())
+        with pytest.raises(ValueError, match="different Context"):
+            await asyncio.create_task(scopes.aclose())
+        return entered
+
+    assert asyncio.run(enter_and_leave()) is False
+    assert current.alone is current.default
+    assert ours.is_initialized()
 
 
 # torch.compile traces getters whole, and follows what is written later.

@@ -155,11 +155,11 @@ class CurrentState(Generic[State]):
         try:
             yield state
         finally:
-            c10d.stop_telling_backward(key)
-            self._scoped.reset(token)
             with self._lock:
                 del self._open[key]
                 self.alone = None if self._open else self.default
+            c10d.stop_telling_backward(key)
+            self._scoped.reset(token)  # refuses to leave from another context, so it comes last
 
     def _around_backward(self) -> State | None:
         """Find the innermost scope, of another thread, in which this backward pass was started."""

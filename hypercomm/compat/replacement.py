@@ -121,9 +121,16 @@ class Replacement(MetaPathFinder, Loader):
     def _give_back(self, ours: Mapping[str, ModuleType]) -> None:
         paths = {name: self.aliases.get(name, name) for name in self.homes}
         found = {name: path for name, path in paths.items() if importlib.util.find_spec(path)}
-        theirs = {name: importlib.import_module(path) for name, path in found.items()}
-        for name, module in theirs.items():
-            _pass_on_submodules(name, None, module)
+        theirs = {}
+        for name, path in found.items():
+            try:
+                theirs[name] = importlib.import_module(path)
+            except Exception:  # noqa: BLE001 - whatever keeps it from working without us too
+                parent, _, child = name.rpartition(".")
+                if vars(sys.modules[parent]).get(child) is ours[name]:
+                    delattr(sys.modules[parent], child)
+                continue
+            _pass_on_submodules(name, None, theirs[name])
         root = self.packages[0]
         holders = [module for name, module in sys.modules.items() if name.split(".")[0] == root]
         for hold in _look({name: ours[name] for name in theirs}, theirs, holders)[0]:

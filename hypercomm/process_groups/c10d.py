@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import importlib
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
 from types import ModuleType
@@ -24,11 +25,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
+from hypercomm.process_groups.gloo import reading
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
-
-_GLOO_BATCHED_STORE = "GLOO_ENABLE_STORE_V2_API"
 
 _HELPER_ARGUMENTS = {"store", "group_name", "backend_options", "timeout", "device_id", "group_desc"}
 
@@ -164,7 +164,8 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    with _batched_store(timeout) if "gloo" in backend.lower() else contextlib.nullcontext():
+    is_gloo = "gloo" in single_backends(backend)
+    with reading.at_once(store().timeout == timeout) if is_gloo else contextlib.nullcontext():
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -180,32 +181,37 @@ def new_group(
     return group  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def _batched_store(timeout: timedelta) -> Iterator[None]:
-    """Let gloo read the addresses of all members from the store at once, not one by one.
-
-    Each rank may read as it likes: what gloo writes stays the same. The one reading waits for as
-    long as the store does, so a group with a timeout of its own is read one by one. gloo looks at
-    the variable whenever it connects a group. It is set to "0" afterwards and never removed: moving
-    the environment is not safe while other threads read it. A user's own value stays.
-    """
-    if os.environ.get(_GLOO_BATCHED_STORE, "0") != "0" or store().timeout != timeout:
-        yield
-        return
-    os.environ[_GLOO_BATCHED_STORE] = "1"
-    try:
-        yield
-    finally:
-        os.environ[_GLOO_BATCHED_STORE] = "0"
-
-
 def device_type(group: ProcessGroup) -> str:
     """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
-    backends = single_backends(dist.get_backend_config(group))
+    parts = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if len(parts) == 1:
+        return next(iter(parts))
+    backends = set(parts.values()) - {"fake"}  # it is for all devices
     defaults: dict[str, str] = dist.Backend.default_device_backend_map
-    backends = [backend for backend in backends if backend != "fake"]  # it is for all devices
     made_for = [device for device, backend in defaults.items() if backend in backends]
     return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """Return the backend of a group; where torch calls it "undefined", its parts have names."""
+    name = str(dist.get_backend(group))
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget the meshes that it has seen.
+
+    It remembers what operations give, with the mesh of their first time, and takes meshes with
+    equal ranks and names for one: after the groups of that mesh are gone, none works. It remembers
+    for each thread apart, so that threads other than the calling one do not forget.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    api = importlib.import_module("torch.distributed.tensor._api")
+    remembered = api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(remembered, "cache", remembered).cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # not in torch 2.6
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def store_identity() -> str:
@@ -282,8 +288,8 @@ def tell_backward(key: str) -> None:
 
 
 def stop_telling_backward(key: str) -> None:
-    """End what `tell_backward` began."""
-    if _can_stop_telling_backward():
+    """End what `tell_backward` began, if that was in this thread."""
+    if _can_stop_telling_backward() and was_told_backward(key):
         torch._C._remove_obj_from_tls(key)
 
 

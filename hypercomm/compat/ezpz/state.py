@@ -166,7 +166,8 @@ class TensorParallelState(ModuleState):
         if value is None:
             raise StateError(
                 f"{words} group is not initialized: {name} is None; call "
-                f"initialize_tensor_parallel() first"
+                f"initialize_tensor_parallel() first, or make the state in use with "
+                f"TensorParallelState.create()"
             )
         return value
 

@@ -1,7 +1,8 @@
 """`ezpz.tp` on a grid: its functions, and its globals, which can be read and written.
 
-The functions act on the current `TensorParallelState`: the default one, which
-`initialize_tensor_parallel` fills, or that of a `with use(state):` block.
+`initialize_tensor_parallel` fills and `destroy_tensor_parallel` empties the default
+`TensorParallelState`. All other functions, and the globals, act on the current one: that of a
+`with use(state):` block, else the default.
 
 Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairscale's
 `fairscale.nn.model_parallel.initialize`.
@@ -54,9 +55,11 @@ __all__ = [
 def use(
     state: TensorParallelState,
 ) -> contextlib.AbstractContextManager[TensorParallelState]:
-    """Let the functions and globals of this module act on `state` within a `with` block.
+    """Let the getters and globals of this module act on `state` within a `with` block.
 
     The block is context-local, as that of `hypercomm.compat.megatron.parallel_state.use`.
+    `initialize_tensor_parallel` and `destroy_tensor_parallel` are for the default state, also in a
+    block: `TensorParallelState.create` makes one for it, and `state.destroy()` ends it.
 
     Raises:
         StateError: `state` is no TensorParallelState.
