@@ -49,7 +49,7 @@ class DataParallelGetter(Protocol):
 
 def answered(compute: Compute[Answer]) -> Callable[[], Answer]:
     """Make a getter of a function of the state."""
-    _register(compute)
+    known(compute)
 
     def get() -> Any:
         state = current.alone or _state()
@@ -65,7 +65,7 @@ def group_getter(name: str) -> GroupGetter:
     def compute(state: ParallelState) -> Any:
         return state.require(name)
 
-    _register(compute)
+    known(compute)
 
     def get(check_initialized: bool = True) -> Any:
         state = current.alone or _state()
@@ -114,7 +114,7 @@ def data_parallel_getter(
             raise partial_without_cp()
         return state.values[override + fact]
 
-    _register(refuse)
+    known(refuse)
 
     def get(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
         state = current.alone or _state()
@@ -154,7 +154,7 @@ def listed_getter(which: str, name: str, place: Compute[int] = lambda _: 0) -> C
         name: The global.
         place: Computes its place in the list.
     """
-    _register(place)
+    known(place)
 
     def get() -> Any:
         state = current.alone or _state()
@@ -200,10 +200,11 @@ def name_functions(module: str, namespace: dict[str, Any]) -> None:
 
 def _compute(fact: str, name: str, override: str | None) -> Compute[int]:
     ask, _ = _FACTS[fact]
-    return _register(lambda state: ask(state, name, override and override + fact))
+    return known(lambda state: ask(state, name, override and override + fact))
 
 
-def _register(compute: Compute[Answer]) -> Compute[Answer]:
+def known(compute: Compute[Answer]) -> Compute[Answer]:
+    """Let states keep the answers of a function."""
     ParallelState.questions[compute] = UNKNOWN
     return compute
 

@@ -31,6 +31,7 @@ from hypercomm.compat.megatron.getters import (
     expert_data_parallel_getter,
     fact_getter,
     group_getter,
+    known,
     listed_getter,
     name_functions,
     partial_without_cp,
@@ -38,6 +39,7 @@ from hypercomm.compat.megatron.getters import (
     size_setter,
 )
 from hypercomm.compat.megatron.state import GLOBALS, ParallelState, current
+from hypercomm.compat.module_state import UNKNOWN
 from hypercomm.errors import GroupMissingError, StateError
 from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
@@ -474,7 +476,9 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    rank, ranks = _own_rank(), (current.alone or _state()).values["_EMBEDDING_GLOBAL_RANKS"]
+    state = current.alone or _state()
+    rank, ranks = state.answers[_own_rank], state.values["_EMBEDDING_GLOBAL_RANKS"]
+    rank = state.answer(_own_rank) if rank is UNKNOWN else rank
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -485,11 +489,12 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Tell whether the calling rank has position embeddings."""
     state = current.alone or _state()
-    rank, ranks = _own_rank(), state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    rank, ranks = state.answers[_own_rank], state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    rank = state.answer(_own_rank) if rank is UNKNOWN else rank
     return ranks is not None and rank in ranks
 
 
-@answered
+@known
 def _own_rank(_: ParallelState) -> int:
     return dist.get_rank()
 
