@@ -1,5 +1,6 @@
 """What real ranks run in the tests: functions of a module, so that processes can import them."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
 from hypercomm.launch import report
+from hypercomm.process_groups.creation import told_together
 
 
 def registered():
@@ -185,6 +187,27 @@ def gloo_readers():
         os.environ[name] = "True"
         sums.append(all_reduce_of(10**rank, grid.create_pg("dp", name="users")))
     return seen, left, os.environ[name], sums
+
+
+def told_at_the_end():
+    """Which of two creations the store knows to be connected, within the block and after it."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, names, known = dist.get_rank(), ("one", "two"), []
+    with HyperCommGrid([2], ["dp"]) as grid:
+
+        def look():
+            groups = [grid.get_pg("dp", name=name) for name in names]
+            known.append(
+                [store.check([f"{group.group_name}/connected/{rank}"]) for group in groups]
+            )
+
+        with contextlib.suppress(ZeroDivisionError), told_together():
+            for name in names:
+                grid.create_pg("dp", name=name)
+            look()
+            _ = 1 / 0
+        look()
+    return known
 
 
 def late_rank_times_out():

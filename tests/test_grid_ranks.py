@@ -116,6 +116,12 @@ def test_sharing():
     )
 
 
+# What many creations tell the store they tell at once, also when one of them fails.
+def test_told_together():
+    wanted = [[False, False], [True, True]]
+    assert run_ranks(rank_functions.told_at_the_end, 2) == [wanted, wanted]
+
+
 # gloo reads the addresses of all members at once, unless the group has a timeout of its own, which
 # that would not keep; ranks that differ in it meet. A user's own setting is left alone.
 def test_how_gloo_reads():

@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from hypercomm.errors import CreationError, NotInitializedError, RankOutsideErro
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.gloo import address_key
 from hypercomm.process_groups.options import GroupOptions
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ _PATIENCE_S = 5.0
 """How long the destruction of groups may wait for members that are still connecting."""
 
 _POLL_S = 0.002
+
+_to_tell: ContextVar[list[str] | None] = ContextVar("to tell", default=None)
 
 
 class Choice(NamedTuple):
@@ -165,7 +169,6 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
     """Create the group of the calling rank, and leave torch as it was if that fails."""
     before = c10d.registered()
     try:
-        _tell_here(plan)
         group = STRATEGIES[strategy][1](plan)
         _tell_connected(plan)
         return CreatedGroup(group, plan.meeting)
@@ -218,27 +221,48 @@ def destroy(created: Iterable[CreatedGroup]) -> None:
         raise errors[0]
 
 
-def _tell_here(plan: GroupPlan) -> None:
-    if plan.meeting is not None:
-        c10d.store().set(plan.meeting.key("here", plan.meeting.rank), "1")
-
-
 def _absent(plan: GroupPlan) -> list[str]:
-    """Name the members of the caller's group that never began to create it, with coordinates."""
+    """Name the members of the caller's group that never began to create it, with coordinates.
+
+    A member that began has left its address in the store, for the others to connect to.
+    """
     if plan.meeting is None:
         return []
-    store = c10d.store()
+    store, name, ranks = c10d.store(), plan.meeting.name, plan.meeting.ranks
+    came = [store.check([address_key(name, position)]) for position in range(len(ranks))]
+    if not came[ranks.index(plan.meeting.rank)]:
+        return []  # this torch keeps addresses elsewhere
     return [
         f"rank {rank} ({format_coords(plan.layout.coords(rank))})"
-        for rank in plan.meeting.ranks
-        if not store.check([plan.meeting.key("here", rank)])
+        for rank, here in zip(ranks, came, strict=True)
+        if not here
     ]
+
+
+@contextlib.contextmanager
+def told_together() -> Iterator[None]:
+    """Tell the store of all creations within a `with` block at its end, in one message."""
+    keys: list[str] = []
+    token = _to_tell.set(keys)
+    try:
+        yield
+    finally:
+        _to_tell.reset(token)
+        try:
+            c10d.set_keys(keys)
+        except RuntimeError as error:  # the store is gone
+            logger.warning("cannot tell that groups are connected: %s", error)
 
 
 def _tell_connected(plan: GroupPlan) -> None:
     # One key for each member: setting it does not wait for an answer, as adding to a count does.
-    if plan.meeting is not None:
-        c10d.store().set(plan.meeting.key("connected", plan.meeting.rank), "1")
+    if plan.meeting is None:
+        return
+    keys, key = _to_tell.get(), plan.meeting.key("connected", plan.meeting.rank)
+    if keys is None:
+        c10d.set_keys([key])
+    else:
+        keys.append(key)
 
 
 def _await_connected(own: OwnGroup, deadline: float) -> None:

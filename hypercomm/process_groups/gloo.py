@@ -1,4 +1,4 @@
-"""How gloo finds the members of a group that is being connected."""
+"""How the members of a gloo group find each other while it is created."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import threading
 from collections.abc import Iterator
 
 _SWITCH = "GLOO_ENABLE_STORE_V2_API"
+
+
+def address_key(name: str, position: int) -> str:
+    """Return the key under which a member of a group leaves its address in the store.
+
+    Seen in torch 2.6 and 2.13: torch prefixes the group's name and the device, gloo a number.
+    """
+    return f"{name}//cpu//0/{position}"
 
 
 class AddressReading:

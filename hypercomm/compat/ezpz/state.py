@@ -17,6 +17,7 @@ from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
 from hypercomm.layout.sizes import misfit
+from hypercomm.process_groups.creation import told_together
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -134,9 +135,10 @@ class TensorParallelState(ModuleState):
                 row: grid.plan_pg(row.dim, backend=choices.get(row.backend), timeout=timeout)
                 for row in TABLE.values()
             }
-            for row, group in planned.items():
-                values[row.group] = group.create()
-                values[row.ranks] = list(grid.group_ranks(row.dim))
+            with told_together():
+                for row, group in planned.items():
+                    values[row.group] = group.create()
+                    values[row.ranks] = list(grid.group_ranks(row.dim))
         except BaseException:
             grid.destroy()
             raise

@@ -15,7 +15,7 @@ from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation import choose
+from hypercomm.process_groups.creation import choose, told_together
 from hypercomm.process_groups.planned import PlannedGroup
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ class Build:
             if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
                 values[row.ranks] = list(derived.of(self._rank))
         if not config.lazy:
-            for planned in self._planned:
-                self._create(planned)
+            with told_together():
+                for planned in self._planned:
+                    self._create(planned)
             groups = {name: create_planned(value, self.created) for name, value in groups.items()}
         return {**values, **{name: self._own(value) for name, value in groups.items()}}
 
