@@ -128,14 +128,12 @@ def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
     made = first + sum(
         stride * index for stride, index in zip(strides, np.indices(ranks.shape), strict=True)
     )
-    if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)) and (
-        not np.array_equal(made, ranks)
-    ):
-        raise LayoutError(
-            f"the ranks of the mesh do not step evenly: {ranks.tolist()}; a dim of it was made of "
-            f"others that are not neighbours: give the mesh from before that"
-        )
     if min(strides) < 0 or not np.array_equal(made, ranks):
+        if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
+            raise LayoutError(
+                f"the ranks of the mesh do not step evenly: {ranks.tolist()}; a dim of it was made "
+                f"of others that are not neighbours: give the mesh from before that"
+            )
         raise LayoutError(
             f"the ranks of the mesh are permuted: {ranks.tolist()}; a process group has its ranks "
             f"in ascending order, so each dim must step by the same positive number everywhere"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from hypercomm.compat.module_state import CurrentState
 from hypercomm.errors import InstallError
 
 
@@ -40,6 +41,7 @@ class Replacement(MetaPathFinder, Loader):
         state: The path of the module that has a state.
         is_busy: Its function that tells whether the state is initialised.
         advice: What a user does about it.
+        current: Which state the functions of ours act on.
         aliases: Paths that are attributes rather than modules, by what they stand for.
     """
 
@@ -48,6 +50,7 @@ class Replacement(MetaPathFinder, Loader):
     state: str
     is_busy: str
     advice: str
+    current: CurrentState[Any]
     aliases: Mapping[str, str] = attrs.field(factory=dict)
     _replaced: dict[str, ModuleType] = attrs.field(factory=dict, init=False)
     _holds: list[_Hold] = attrs.field(factory=list, init=False)
@@ -94,10 +97,13 @@ class Replacement(MetaPathFinder, Loader):
         """Undo `install`.
 
         Raises:
-            InstallError: The state of ours is initialised.
+            InstallError: The state of ours is initialised, or one is in use.
         """
         if not self.installed:
             return
+        if self.current.alone is None:
+            module = self.homes[self.state].rpartition(".")[2]
+            raise InstallError(f"a `with {module}.use(...)` block is open; leave it first")
         ours = {name: importlib.import_module(home) for name, home in self.homes.items()}
         if getattr(ours[self.state], self.is_busy)():
             raise InstallError(f"{self.homes[self.state]} is initialised; {self.advice}")

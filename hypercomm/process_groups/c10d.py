@@ -73,12 +73,17 @@ def _world_group() -> ProcessGroup:
 
 
 def default_backend() -> str:
-    """Return the backend that torch gives a group when none is named: that of WORLD.
+    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    return backend_of(_world_group())
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """Return the backend of a group.
 
     Where WORLD was made without one, torch calls it "undefined"; its parts have names.
     """
-    name = str(_private()._world.pg_map[_world_group()][0])
-    return dist.get_backend_config() if name == dist.Backend.UNDEFINED else name
+    name = str(_private()._world.pg_map[group][0])
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
 
 
 def single_backends(backend: str) -> list[str]:
@@ -190,12 +195,6 @@ def device_type(group: ProcessGroup) -> str:
     defaults: dict[str, str] = dist.Backend.default_device_backend_map
     made_for = [device for device, backend in defaults.items() if backend in backends]
     return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
-
-
-def backend_of(group: ProcessGroup) -> str:
-    """Return the backend of a group; where torch calls it "undefined", its parts have names."""
-    name = str(dist.get_backend(group))
-    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
 
 
 def forget_meshes() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from hypercomm.compat.ezpz import tp as tp
 from hypercomm.compat.ezpz.state import current
 from hypercomm.compat.replacement import Replacement
-from hypercomm.errors import InstallError
 
 __all__ = ["install", "tp", "uninstall"]
 
@@ -19,6 +18,7 @@ _replacement = Replacement(
     state="ezpz.tp",
     is_busy="tensor_parallel_is_initialized",
     advice="call its destroy_tensor_parallel()",
+    current=current,
 )
 
 
@@ -48,6 +48,4 @@ def uninstall() -> None:
     Raises:
         InstallError: Our state is initialised, or one is in use.
     """
-    if _replacement.installed and current.alone is None:
-        raise InstallError("a `with tp.use(...)` block is open; leave it first")
     _replacement.uninstall()

@@ -128,48 +128,44 @@ def tensor_parallel_is_initialized() -> bool:
 
 def _group_getter(dim: str) -> Callable[[], ProcessGroup]:
     row = TABLE[dim]
-
-    def get() -> Any:
-        return current.get().require(row.group, row.words)
-
-    return _described(get, f"Return the {row.words} group of the calling rank.")
+    return _getter(row.group, row.words, f"Return the {row.words} group of the calling rank.")
 
 
 def _ranks_getter(dim: str) -> Callable[[], list[int]]:
     row = TABLE[dim]
+    return _getter(row.ranks, row.words, f"Return the ranks of the {row.words} group, ascending.")
 
+
+def _getter(name: str, words: str, doc: str) -> Callable[[], Any]:
     def get() -> Any:
-        return current.get().require(row.ranks, row.words)
+        return current.get().require(name, words)
 
-    return _described(get, f"Return the ranks of the {row.words} group, ascending.")
+    get.__doc__ = doc
+    return get
 
 
 def _world_size_getter(dim: str, otherwise: int | None = None) -> Callable[[], int]:
-    row = TABLE[dim]
-
-    def get() -> Any:
-        state = current.get()
-        if otherwise is not None and state.values[row.group] is None:
-            return otherwise
-        return state.require(row.group, row.words).size()
-
-    return _described(get, f"Return the size of the {row.words} group.", otherwise)
+    doc = f"Return the size of the {TABLE[dim].words} group"
+    return _fact_getter(dim, lambda group: group.size(), doc, otherwise)
 
 
 def _rank_getter(dim: str, otherwise: int | None = None) -> Callable[[], int]:
+    doc = f"Return the calling rank's place in its {TABLE[dim].words} group"
+    return _fact_getter(dim, lambda group: group.rank(), doc, otherwise)
+
+
+def _fact_getter(
+    dim: str, fact: Callable[[ProcessGroup], int], doc: str, otherwise: int | None
+) -> Callable[[], int]:
     row = TABLE[dim]
 
-    def get() -> Any:
+    def get() -> int:
         state = current.get()
         if otherwise is not None and state.values[row.group] is None:
             return otherwise
-        return state.require(row.group, row.words).rank()
+        return fact(state.require(row.group, row.words))
 
-    return _described(get, f"Return the calling rank's place in its {row.words} group.", otherwise)
-
-
-def _described(get: Callable[[], Any], doc: str, otherwise: int | None = None) -> Callable[[], Any]:
-    get.__doc__ = doc if otherwise is None else f"{doc[:-1]}; {otherwise} without one."
+    get.__doc__ = f"{doc}." if otherwise is None else f"{doc}; {otherwise} without one."
     return get
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypercomm.compat.megatron.state import current
 from hypercomm.compat.replacement import Replacement
-from hypercomm.errors import InstallError
 
 _OURS = "hypercomm.compat.megatron"
 _replacement = Replacement(
@@ -18,6 +17,7 @@ _replacement = Replacement(
     state="megatron.core.parallel_state",
     is_busy="is_initialized",
     advice="call its destroy_model_parallel()",
+    current=current,
     aliases={"megatron.core.mpu": "megatron.core.parallel_state"},
 )
 
@@ -52,6 +52,4 @@ def uninstall() -> None:
     Raises:
         InstallError: The parallel state is initialised, or a state is in use.
     """
-    if _replacement.installed and current.alone is None:
-        raise InstallError("a `with parallel_state.use(...)` block is open; leave it first")
     _replacement.uninstall()
