@@ -334,8 +334,7 @@ class HyperCommGrid:
             GridDestroyedError: The grid was destroyed.
         """
         key = self._key(dims, name)
-        backend = self.backend if backend is None else backend
-        given = GroupOptions(backend, timeout, pg_options, group_desc)
+        given = self._given(backend, timeout, pg_options, group_desc)
         return self._create(key, self._plan(key, derive, given, share))
 
     def plan_pg(
@@ -363,8 +362,7 @@ class HyperCommGrid:
             4 2 0 4
         """
         key = self._key(dims, name)
-        backend = self.backend if backend is None else backend
-        given = GroupOptions(backend, timeout, pg_options, group_desc)
+        given = self._given(backend, timeout, pg_options, group_desc)
         return self._plan(key, derive, given, share)
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
@@ -408,8 +406,7 @@ class HyperCommGrid:
                 first call.
         """
         key = self._key(dims, name)
-        backend = self.backend if backend is None else backend
-        given = GroupOptions(backend, timeout, pg_options, group_desc)
+        given = self._given(backend, timeout, pg_options, group_desc)
         if key not in self._planned:
             return self._create(key, self._plan(key, derive, given, share))
         self._check_share(share)
@@ -502,6 +499,17 @@ class HyperCommGrid:
         traceback: TracebackType | None,
     ) -> None:
         self.destroy()
+
+    def _given(
+        self,
+        backend: str | None,
+        timeout: timedelta | None,
+        pg_options: Any,
+        group_desc: str | None,
+    ) -> GroupOptions:
+        """The options of a call, with the grid's backend where it names none."""
+        backend = self.backend if backend is None else backend
+        return GroupOptions(backend, timeout, pg_options, group_desc)
 
     def _check_share(self, share: str | None) -> str:
         share = self._share if share is None else share

@@ -13,12 +13,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import StateError
 from hypercomm.process_groups import c10d
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 UNKNOWN = object()
 """Stands for an answer that was not computed since the last write."""
@@ -59,6 +62,16 @@ class ModuleState:
         self._restless: set[str] = set()
         self._may_settle = False
         self.forget_answers()
+
+    def destroy(self) -> None:
+        """Empty the state; one that owns something ends that too. May be called twice."""
+        self.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
 
     def read(self, name: str) -> Any:
         """Return the value of a global, as `module.name` does."""

@@ -152,12 +152,6 @@ class TensorParallelState(ModuleState):
         if grid is not None:
             grid.destroy()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
-
     def require(self, name: str, words: str) -> Any:
         """Return the value of a global that is set.
 

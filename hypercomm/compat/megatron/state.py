@@ -135,12 +135,6 @@ class ParallelState(ModuleState):
             for grid in grids:
                 stack.callback(grid.destroy)  # the last one first
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.destroy()
-
     def collection(self, required_pgs: list[str] | None = None) -> ProcessGroupCollection:
         """Return the state's groups as a `ProcessGroupCollection`.
 
