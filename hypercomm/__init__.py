@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hypercomm.grid import GroupKey as GroupKey
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
+    from hypercomm.process_groups.owner import GroupKey as GroupKey
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GroupKey": "hypercomm.grid",
+    "GroupKey": "hypercomm.process_groups.owner",
     "HyperCommGrid": "hypercomm.grid",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",

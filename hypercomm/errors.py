@@ -21,6 +21,7 @@ __all__ = [
     "NotInitializedError",
     "NotationError",
     "OrderError",
+    "PlanMismatchError",
     "RankFailedError",
     "RankOutsideError",
     "StateError",
@@ -79,6 +80,10 @@ class GroupOptionsError(HyperCommError, ValueError):
 
 class CreationError(HyperCommError, RuntimeError):
     """The chosen way of creating process groups cannot work here: choose another."""
+
+
+class PlanMismatchError(CreationError):
+    """Ranks are about to create different process groups: let all make the same call."""
 
 
 class GridDestroyedError(HyperCommError, RuntimeError):

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm import device_mesh
-from hypercomm.errors import (
-    GridDestroyedError,
-    GroupExistsError,
-    GroupMissingError,
-    GroupOptionsError,
-    HyperCommError,
-    LayoutError,
-    WorldSizeError,
-)
-from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, WorldSizeError
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_rank, positive
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
-from hypercomm.process_groups.creation import (
-    STRATEGIES,
-    CreatedGroup,
-    GroupPlan,
-    choose,
-    create,
-    destroy,
-    grid_names,
+from hypercomm.process_groups.options import GroupOptions, check_backend, check_lazy_init
+from hypercomm.process_groups.owner import (
+    Derive,
+    Explanation,
+    GroupKey,
+    GroupOwner,
+    GroupRequest,
 )
-from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
+from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,18 +35,19 @@ if TYPE_CHECKING:
 Creation = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
-Derive = Callable[[RankGroups], RankGroups]
 
 
-@attrs.frozen
-class GroupKey:
-    """What a process group is filed under: the dims in layout order, and a name of its own."""
+class GroupArguments(TypedDict, total=False):
+    """The arguments of one `create_pg`, for `create_pgs`; `dims` must be there."""
 
-    dims: tuple[str, ...]
-    name: str | None = None
-
-    def __str__(self) -> str:
-        return "+".join(self.dims) + (f" ({self.name})" if self.name else "")
+    dims: str | Iterable[str]
+    name: str | None
+    backend: str | None
+    timeout: timedelta | None
+    pg_options: Any
+    group_desc: str | None
+    share: Share | None
+    derive: Derive | None
 
 
 class HyperCommGrid:
@@ -83,6 +72,9 @@ class HyperCommGrid:
             `share="identical"`; it stays their owner, and is destroyed after this one.
         world_size: Number of ranks of the job; default: that of torch.distributed, else of the
             environment's WORLD_SIZE.
+        lazy_init: True lets the grid's gloo groups connect each pair of ranks at their first
+            message, not at the creation, which then waits for nobody; default: as the environment's
+            TORCH_GLOO_LAZY_INIT says. torch 2.6 cannot; nccl always does, unless WORLD is bound.
 
     Raises:
         LayoutError: As for `RankLayout`.
@@ -115,9 +107,12 @@ class HyperCommGrid:
         share: Share = "never",
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
+        lazy_init: bool | None = None,
     ) -> None:
         layout = RankLayout(shape, dim_names, rank_offset)
-        self._setup(layout, backend, name, cover, creation, share, share_with, world_size)
+        self._setup(
+            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init
+        )
 
     @classmethod
     def from_layout(
@@ -131,6 +126,7 @@ class HyperCommGrid:
         share: Share = "never",
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
+        lazy_init: bool | None = None,
     ) -> Self:
         """Make a grid of a layout, gaps included; the arguments are those of the class.
 
@@ -142,7 +138,9 @@ class HyperCommGrid:
         if not isinstance(layout, RankLayout):
             raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
         grid = cls.__new__(cls)
-        grid._setup(layout, backend, name, cover, creation, share, share_with, world_size)
+        grid._setup(
+            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init
+        )
         return grid
 
     @classmethod
@@ -175,7 +173,7 @@ class HyperCommGrid:
         grid = cls.from_layout(layout, name=name)
         grid._device_type = mesh.device_type
         for dim in layout.dim_names:
-            grid._adopt(dim, groups[dim] if groups is not None else None)
+            grid._owner.adopt(dim, groups[dim] if groups is not None else None)
         return grid
 
     def _setup(
@@ -188,13 +186,14 @@ class HyperCommGrid:
         share: str,
         share_with: HyperCommGrid | None,
         world_size: int | None,
+        lazy_init: bool | None,
     ) -> None:
         _check_choice("cover", cover, ("any", "exact"))
         _check_choice("creation", creation, ("auto", *STRATEGIES))
         _check_choice("share", share, ("never", "identical"))
         check_backend(backend)
-        if name is not None and (not isinstance(name, str) or not name):
-            raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+        check_lazy_init(lazy_init)
+        _check_name(name)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         if world_size is not None:
@@ -204,14 +203,10 @@ class HyperCommGrid:
         self.layout = layout
         self.backend = backend
         self.name = name
-        self._creation = creation
         self._share = share
-        self._share_with = share_with
-        self._identity: tuple[str, str] | None = None
-        self._failures: dict[GroupKey, int] = {}
-        self._planned: dict[GroupKey, PlannedGroup] = {}
-        self._created: dict[GroupKey, CreatedGroup] = {}
-        self._destroyed = False
+        self._lazy_init = lazy_init
+        other = None if share_with is None else share_with._owner
+        self._owner: GroupOwner = GroupOwner(layout, name, creation, other)
         self._device_type: str | None = None
         self._gave_meshes = False
 
@@ -240,7 +235,9 @@ class HyperCommGrid:
     @property
     def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
         """The process groups that exist, by key, in the order of creation; a read-only copy."""
-        return MappingProxyType({key: created.group for key, created in self._created.items()})
+        return MappingProxyType(
+            {key: created.group for key, created in self._owner.created.items()}
+        )
 
     def is_current_rank_in_grid(self) -> bool:
         """Tell whether the calling rank is in the grid."""
@@ -333,9 +330,9 @@ class HyperCommGrid:
             NotInitializedError: torch.distributed is not initialised.
             GridDestroyedError: The grid was destroyed.
         """
-        key = self._key(dims, name)
-        given = self._given(backend, timeout, pg_options, group_desc)
-        return self._create(key, self._plan(key, derive, given, share))
+        return self._owner.create(
+            self._request(dims, name, backend, timeout, pg_options, group_desc, share, derive)
+        )
 
     def plan_pg(
         self,
@@ -361,9 +358,9 @@ class HyperCommGrid:
             ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
             4 2 0 4
         """
-        key = self._key(dims, name)
-        given = self._given(backend, timeout, pg_options, group_desc)
-        return self._plan(key, derive, given, share)
+        return self._owner.plan(
+            self._request(dims, name, backend, timeout, pg_options, group_desc, share, derive)
+        )
 
     def get_pg(self, dims: str | Iterable[str], *, name: str | None = None) -> ProcessGroup | None:
         """Look up a process group that was created before; never communicates.
@@ -376,14 +373,7 @@ class HyperCommGrid:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GridDestroyedError: The grid was destroyed.
         """
-        key = self._key(dims, name)
-        if key not in self._created:
-            exist = ", ".join(map(str, self._created)) or "none yet"
-            raise GroupMissingError(
-                f"the process group over {_call(key)} has not been created; call "
-                f"create_pg({_call(key)}) first, on every rank of the grid; created so far: {exist}"
-            )
-        return self._created[key].group
+        return self._owner.get(self._key(dims, name))
 
     def ensure_pg(
         self,
@@ -405,28 +395,68 @@ class HyperCommGrid:
             GroupOptionsError: The options given, or the groups derived, differ from those of the
                 first call.
         """
-        key = self._key(dims, name)
-        given = self._given(backend, timeout, pg_options, group_desc)
-        if key not in self._planned:
-            return self._create(key, self._plan(key, derive, given, share))
-        self._check_share(share)
-        first, groups = self._planned[key], self._groups(key, derive)
-        if given != first.given and first.strategy == "adopted":
-            raise GroupOptionsError(
-                f"the process group over {_call(key)} is that of a DeviceMesh, and cannot be had "
-                f"with {given}; leave the options out, or use another name=..."
-            )
-        if given != first.given:
-            raise GroupOptionsError(
-                f"the process group over {_call(key)} was created with {first.given}, and cannot "
-                f"be had with {given}; use the same options, or another name=..."
-            )
-        if not same_for_caller(groups, first.groups):
-            raise GroupOptionsError(
-                f"the process group over {_call(key)} was created for {first.groups!r}, and cannot "
-                f"be had for {groups!r}; derive the same groups, or use another name=..."
-            )
-        return first.create()
+        return self._owner.ensure(
+            self._request(dims, name, backend, timeout, pg_options, group_desc, share, derive)
+        )
+
+    def create_pgs(
+        self,
+        requests: Iterable[str | Iterable[str] | GroupArguments],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        share: Share | None = None,
+    ) -> list[ProcessGroup | None]:
+        """Create several process groups in one call, in the order given, all or none.
+
+        Every rank of the grid must call this with the same list; ranks outside may. A rank whose
+        list differs from that of the rank that came first learns so before it creates anything.
+        If one group fails on a rank, that rank destroys those of the call that it has.
+
+        Args:
+            requests: For each group its dims, or a mapping of arguments of `create_pg` by name:
+                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`.
+            backend: As for `create_pg`, where a request does not say; so are the other two.
+            timeout: For each group apart.
+            share: Groups of the same call may share too.
+
+        Returns:
+            For each request what `create_pg` returns.
+
+        Raises:
+            GroupExistsError: A key is there twice, or was created before; nothing was created.
+            PlanMismatchError: Another rank's list differs; says where.
+            LayoutError, GroupOptionsError, CreationError: As for `create_pg`.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            ...     tp, dp_cp = grid.create_pgs(["tp", ["dp", "cp"]])
+            ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
+            2 4 ['tp', 'cp+dp']
+        """
+        defaults = {"backend": backend, "timeout": timeout, "share": share}
+        return self._owner.create_all(
+            [self._request(**{**defaults, **arguments}) for arguments in _as_arguments(requests)]
+        )
+
+    def explain(
+        self, dims: str | Iterable[str], *, name: str | None = None, backend: str | None = None
+    ) -> Explanation:
+        """Say how the process groups over some dims were created, or would be, and why.
+
+        Creates nothing, and asks nobody.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     print(grid.explain("dp"))
+            dp: 2 of 4 ranks, fake
+              local: each rank creates only the groups that it is a member of
+              not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
+              not enumerate: it would work too: every rank walks every group of the world
+        """
+        return self._owner.explain(self._request(dims, name, backend))
 
     def device_mesh(self, *dims: str | Iterable[str], device_type: str | None = None) -> DeviceMesh:
         """Hand process groups that exist to a torch DeviceMesh; creates none, and asks nobody.
@@ -463,7 +493,7 @@ class HyperCommGrid:
             ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
-        self._check_alive()
+        self._owner.check_alive()
         spans = device_mesh.read_dims(self.layout, dims)
         rank = world.rank()
         self.layout.coords(rank)  # refuses a rank outside
@@ -480,16 +510,12 @@ class HyperCommGrid:
         Groups that the grid did not create stay, WORLD included. Afterwards the grid still
         answers questions about ranks, but has no groups and creates none.
         """
-        self._destroyed = True
-        every, self._planned, self._created = list(self._created.values()), {}, {}
-        foreign = {planned.created for planned in self._shareable()}
-        own = dict.fromkeys(reversed(every))  # shared ones once
-        if self._gave_meshes:
+        if self._gave_meshes and not self._owner.is_destroyed:
             c10d.forget_meshes()
-        destroy(created for created in own if created.owned and created not in foreign)
+        self._owner.destroy()
 
     def __enter__(self) -> Self:
-        self._check_alive()
+        self._owner.check_alive()
         return self
 
     def __exit__(
@@ -500,126 +526,31 @@ class HyperCommGrid:
     ) -> None:
         self.destroy()
 
-    def _given(
-        self,
-        backend: str | None,
-        timeout: timedelta | None,
-        pg_options: Any,
-        group_desc: str | None,
-    ) -> GroupOptions:
-        """The options of a call, with the grid's backend where it names none."""
-        backend = self.backend if backend is None else backend
-        return GroupOptions(backend, timeout, pg_options, group_desc)
-
-    def _check_share(self, share: str | None) -> str:
-        share = self._share if share is None else share
-        _check_choice("share", share, ("never", "identical"))
-        return share
-
-    def _groups(self, key: GroupKey, derive: Derive | None) -> RankGroups:
-        """The groups that a key stands for."""
-        groups = self.layout.groups(*key.dims)
-        if derive is None:
-            return groups
-        if not callable(derive):
-            raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
-        if key.name is None:
-            raise GroupOptionsError(
-                f"derive= makes other groups than those over {_call(key)}; file them under a name "
-                f"of their own, name=..."
-            )
-        derived = derive(groups)
-        if not isinstance(derived, RankGroups):
-            raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
-        return derived
-
-    def _plan(
-        self, key: GroupKey, derive: Derive | None, given: GroupOptions, share: Share | None
-    ) -> PlannedGroup:
-        """Check everything, and file what is to be created."""
-        if key in self._planned:
-            raise GroupExistsError(
-                f"the process group over {_call(key)} has already been created; get it with "
-                f"get_pg({_call(key)}), create it once with ensure_pg, or create another over "
-                f"the same dims under a name of its own, name=..."
-            )
-        groups, shared = self._groups(key, derive), self._check_share(share)
-        given.check()
-        strategy = choose(self._creation, given.backend).strategy
-        resolved = given
-        if c10d.is_live():
-            _check_world(self.layout, dist.get_world_size(), "any")
-            resolved = given.resolve(group_desc=str(key))
-            self._plan_name(key)  # claims the grid's name while all ranks are at the same place
-        make = partial(self._make, key)
-        planned = PlannedGroup(groups, given, resolved, strategy, shared, None, make)
-        planned.twin = find_twin(planned, self._shareable())
-        self._planned[key] = planned
-        return planned
-
-    def _adopt(self, dim: str, group: ProcessGroup | None) -> None:
-        """File a group that somebody else owns."""
-        options = GroupOptions(backend=None if group is None else c10d.backend_of(group))
-        created = CreatedGroup(group, owned=False)
-        key, groups = GroupKey((dim,)), self.layout.groups(dim)
-        self._planned[key] = PlannedGroup(
-            groups, GroupOptions(), options, "adopted", "never", None, lambda _: created, created
-        )
-        self._created[key] = created
-
-    def _create(self, key: GroupKey, planned: PlannedGroup) -> ProcessGroup | None:
-        """Create what was planned just now, or forget it."""
-        try:
-            return planned.create()
-        except BaseException:
-            del self._planned[key]
-            raise
-
-    def _make(self, key: GroupKey, planned: PlannedGroup) -> CreatedGroup:
-        self._check_alive()
-        if planned.twin is not None:
-            created = planned.twin.ensure()
-        else:
-            name = self._plan_name(key) if c10d.is_live() else str(key)
-            plan = GroupPlan(name, self.layout, planned.groups, planned.resolved)
-            try:
-                created = create(plan, planned.strategy)
-            except BaseException:
-                self._failures[key] = self._failures.get(key, 0) + 1
-                raise
-        self._created[key] = created
-        return created
-
-    def _plan_name(self, key: GroupKey) -> str:
-        """The name that all ranks know the groups of a key by.
-
-        The grid's part is claimed when its first group is planned. A creation that failed is
-        tried again under another name: the store still holds what the failed one left.
-        """
-        store = c10d.store_identity()
-        if self._identity is None or self._identity[0] != store:
-            kind = f"{self.layout.to_json()} {self.name!r}"
-            fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
-            label = f".{self.name}" if self.name else ""
-            self._identity = store, grid_names.claim(f"hypercomm/{fingerprint}{label}", store)
-        failures = self._failures.get(key, 0)
-        return f"{self._identity[1]}/{key}" + (f"#{failures}" if failures else "")
-
-    def _shareable(self) -> Iterator[PlannedGroup]:
-        """What may serve a second key: the other grid's groups, then this one's."""
-        if self._share_with is not None:
-            yield from self._share_with._shareable()
-        yield from self._planned.values()
-
     def _key(self, dims: str | Iterable[str], name: str | None) -> GroupKey:
-        self._check_alive()
-        if name is not None and (not isinstance(name, str) or not name):
-            raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+        self._owner.check_alive()
+        _check_name(name)
         return GroupKey(self.layout.order_dims(dims), name)
 
-    def _check_alive(self) -> None:
-        if self._destroyed:
-            raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
+    def _request(
+        self,
+        dims: str | Iterable[str],
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+    ) -> GroupRequest:
+        """A call, with what the grid says where the call does not."""
+        key = self._key(dims, name)
+        backend = self.backend if backend is None else backend
+        sharing = self._share if share is None else share
+        _check_choice("share", sharing, ("never", "identical"))
+        given = GroupOptions(backend, timeout, pg_options, group_desc, self._lazy_init)
+        if c10d.is_live():
+            _check_world(self.layout, dist.get_world_size(), "any")
+        return GroupRequest(key, given, sharing, derive)
 
     # ---- how it looks -------------------------------------------------------------------------
 
@@ -648,15 +579,15 @@ class HyperCommGrid:
 
     def _lines(self) -> list[str]:
         """Where the calling rank is, and the groups that exist."""
-        if self._destroyed:
+        if self._owner.is_destroyed:
             return ["destroyed"]
         lines = [self._whereabouts()]
         lines += [
             f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
             + (f", {planned.resolved.backend}" if planned.resolved.backend else "")
-            for key, planned in ((key, self._planned[key]) for key in self._created)
+            for key, planned in ((key, self._owner.planned[key]) for key in self._owner.created)
         ]
-        return lines if self._created else [*lines, "no process groups yet"]
+        return lines if self._owner.created else [*lines, "no process groups yet"]
 
     def _whereabouts(self) -> str:
         try:
@@ -694,7 +625,30 @@ def _factors(layout: RankLayout) -> str:
     return " * ".join(f"{name}={size}" for name, size in sizes) + f" = {layout.size} ranks"
 
 
-def _call(key: GroupKey) -> str:
-    """A key as one would write it in a call."""
-    dims = repr(key.dims[0]) if len(key.dims) == 1 else repr(list(key.dims))
-    return dims + (f", name={key.name!r}" if key.name else "")
+def _check_name(name: str | None) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+
+
+def _as_arguments(
+    requests: Iterable[str | Iterable[str] | GroupArguments],
+) -> Iterator[Mapping[str, Any]]:
+    """The arguments of `create_pg` that each request of `create_pgs` stands for."""
+    if isinstance(requests, (str, Mapping)) or not isinstance(requests, Iterable):
+        raise GroupOptionsError(
+            f"create_pgs() takes a list with the dims of each group, got {requests!r}; write "
+            f"create_pgs(['tp', ['dp', 'cp']])"
+        )
+    for request in requests:
+        if not isinstance(request, Mapping):
+            yield {"dims": request}
+            continue
+        known = GroupArguments.__annotations__
+        unknown = [name for name in request if name not in known]
+        if unknown or "dims" not in request:
+            wrong = f"has no argument {unknown[0]!r}" if unknown else "needs 'dims'"
+            raise GroupOptionsError(
+                f"create_pgs() was given {dict(request)!r}, but create_pg() {wrong}; it takes "
+                f"{list(known)}"
+            )
+        yield request

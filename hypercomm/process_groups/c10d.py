@@ -20,12 +20,14 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
-from hypercomm.process_groups.gloo import reading
+from hypercomm.process_groups.gloo import lazy_init, reading
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
@@ -150,6 +152,28 @@ def device_backend(device: torch.device) -> str:
     return _world_parts()[device.type]
 
 
+def split_colors(groups: NDArray[np.int64]) -> list[int]:
+    """Return the colour that torch gives each group, a row of ranks, when it splits WORLD.
+
+    Until torch 2.8 it is a hash that Python makes of the ranks, since then one that C++ makes; that
+    adds up ranks as boost's `hash_combine` does.
+    """
+    if not hasattr(ProcessGroup, "split_group"):
+        return [_private()._process_group_color(ranks) for ranks in groups.tolist()]
+    colors = np.zeros(len(groups), np.uint64)
+    for ranks in groups.astype(np.uint64).T:
+        colors ^= (
+            ranks + np.uint64(0x9E3779B9) + (colors << np.uint64(6)) + (colors >> np.uint64(2))
+        )
+    return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
+
+
+def can_init_lazily() -> bool:
+    """Tell whether gloo in this torch can connect a pair of ranks at their first message."""
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    return "lazy_init" in (gloo.create_default_device.__doc__ or "") if gloo else False
+
+
 def new_group(
     name: str,
     ranks: Sequence[int],
@@ -158,6 +182,7 @@ def new_group(
     timeout: timedelta | None,
     pg_options: Any,
     group_desc: str,
+    lazily: bool | None = None,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -169,8 +194,10 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    is_gloo = "gloo" in single_backends(backend)
-    with reading.at_once(store().timeout == timeout) if is_gloo else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if "gloo" in single_backends(backend):
+            stack.enter_context(lazy_init.set_to(lazily))
+            stack.enter_context(reading.at_once(store().timeout == timeout))
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -215,18 +242,28 @@ def forget_meshes() -> None:
 
 def store_identity() -> str:
     """Return a word that all ranks of this job's store share, and that no other store has."""
-    if "fake" in single_backends(default_backend()):
-        return ""  # a fake world has no store
+    if not has_store():
+        return ""
     own = store()
     if own not in _store_words:
-        found: bytes = own.compare_set("hypercomm/store", "", uuid.uuid4().hex)
-        _store_words[own] = found.decode()
+        _store_words[own] = set_if_absent("hypercomm/store", uuid.uuid4().hex)
     return _store_words[own]
+
+
+def has_store() -> bool:
+    """Tell whether the ranks of this world can meet in a store; those of a fake one cannot."""
+    return is_live() and "fake" not in single_backends(default_backend())
 
 
 def store() -> Any:
     """Return the store that WORLD was made with."""
     return _private()._get_default_store()
+
+
+def set_if_absent(key: str, text: str) -> str:
+    """Set a key of the store that nobody has set, and return what it holds then."""
+    found: bytes = store().compare_set(key, "", text)
+    return found.decode(errors="replace")
 
 
 def set_keys(keys: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""How the members of a gloo group find each other while it is created."""
+"""How the members of a gloo group find each other: at its creation, or at their first message."""
 
 from __future__ import annotations
 
@@ -52,5 +52,43 @@ class AddressReading:
                 os.environ[_SWITCH] = "1" if wanted else "0"
 
 
+class LazyInit:
+    """Lets gloo connect each pair of members at their first message, rather than at the creation.
+
+    gloo looks at an environment variable whenever it makes a group, and all members must see the
+    same. So a creation waits for those of other threads that want it otherwise.
+    """
+
+    _SWITCH = "TORCH_GLOO_LAZY_INIT"
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._creating = 0
+        self._is_set_to: bool | None = None
+        self._users = ""
+
+    @contextlib.contextmanager
+    def set_to(self, lazily: bool | None) -> Iterator[None]:
+        """Connect lazily or not while a group is created; None leaves it to the environment."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._creating or self._is_set_to == lazily)
+            if not self._creating and lazily is not None:
+                self._users = os.environ.get(self._SWITCH, "0")
+                os.environ[self._SWITCH] = "1" if lazily else "0"
+            self._is_set_to = lazily
+            self._creating += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._creating -= 1
+                if not self._creating and lazily is not None:
+                    os.environ[self._SWITCH] = self._users
+                self._changed.notify_all()
+
+
 reading = AddressReading()
+"""Of this process."""
+
+lazy_init = LazyInit()
 """Of this process."""

@@ -21,12 +21,15 @@ class GroupOptions:
         timeout: How long a collective may take; default: the timeout of WORLD.
         pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
         group_desc: A description that torch's logs show; default: the dims.
+        lazy_init: Whether gloo connects each pair of members at their first message; default: as
+            the environment's TORCH_GLOO_LAZY_INIT says. Other backends have no such choice.
     """
 
     backend: str | None = None
     timeout: timedelta | None = None
     pg_options: Any = None
     group_desc: str | None = None
+    lazy_init: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, except the backend."""
@@ -76,7 +79,23 @@ class GroupOptions:
         pg_options = _with_timeout(self.pg_options, timeout)
         if default == "fake" != backend:
             backend, pg_options = "fake", None  # there is nobody to connect to in a fake world
-        return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc)
+        lazy_init = self.lazy_init if "gloo" in c10d.single_backends(backend) else None
+        return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
+
+
+def check_lazy_init(lazy_init: bool | None) -> None:
+    """Refuse what is no choice, and what the installed torch cannot do.
+
+    Raises:
+        GroupOptionsError: Says which torch can.
+    """
+    if lazy_init is not None and not isinstance(lazy_init, bool):
+        raise GroupOptionsError(f"lazy_init must be True, False or None, got {lazy_init!r}")
+    if lazy_init and not c10d.can_init_lazily():
+        raise GroupOptionsError(
+            "lazy_init=True: gloo in this torch connects all members when a group is created; "
+            "newer versions of torch can wait (2.13 does), or leave lazy_init out"
+        )
 
 
 def check_backend(backend: str | None) -> None:

@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import world
-from hypercomm.process_groups.creation import CreatedGroup
+from hypercomm.process_groups.group_plan import CreatedGroup
 from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.strategies import Choice
 
 
 @attrs.define(eq=False, repr=False)
@@ -25,7 +26,7 @@ class PlannedGroup:
         groups: The groups that it is one of.
         given: The options as given.
         resolved: The options as filled in from the live world.
-        strategy: How it will be created.
+        choice: How it will be created, and why so.
         share: Whether it may serve other keys.
         twin: The planned group that serves this key, if another's does.
         created: What came of it; None until it is created.
@@ -34,7 +35,7 @@ class PlannedGroup:
     groups: RankGroups
     given: GroupOptions
     resolved: GroupOptions
-    strategy: str
+    choice: Choice
     share: str
     twin: PlannedGroup | None
     make: Callable[[PlannedGroup], CreatedGroup]
@@ -86,7 +87,7 @@ def find_twin(planned: PlannedGroup, candidates: Iterable[PlannedGroup]) -> Plan
         if (
             candidate.share == "identical"
             and _same_options(candidate, planned)
-            and _same_ranks(candidate.groups, planned.groups, planned.strategy)
+            and _same_ranks(candidate.groups, planned.groups, planned.choice.strategy)
         ):
             return candidate
     return None
@@ -97,6 +98,7 @@ def _same_options(one: PlannedGroup, other: PlannedGroup) -> bool:
     return (
         one.resolved.backend == other.resolved.backend
         and one.resolved.timeout == other.resolved.timeout
+        and one.resolved.lazy_init == other.resolved.lazy_init
         and one.given.pg_options is other.given.pg_options
         and one.given.group_desc == other.given.group_desc
     )

@@ -15,8 +15,9 @@ from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation import choose, told_together
+from hypercomm.process_groups.creation import told_together
 from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.strategies import choose
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,67 @@
+"""What to create, as the calling rank knows it, and what came of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import RankOutsideError
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import GroupOptions
+
+
+@attrs.frozen(slots=False)
+class GroupPlan:
+    """What to create: the groups of some dims, their common name and their options."""
+
+    name: str
+    layout: RankLayout
+    groups: RankGroups
+    options: GroupOptions
+
+    @cached_property
+    def own(self) -> OwnGroup | None:
+        """The group of the calling rank; None where it is no member."""
+        rank = dist.get_rank()
+        try:
+            index = self.groups.index_of(rank)
+        except RankOutsideError:
+            return None
+        return OwnGroup(f"{self.name}/{index}", rank, self.groups[index])
+
+    @cached_property
+    def meeting(self) -> OwnGroup | None:
+        """The group of the calling rank, if its members meet while it is created: gloo's do."""
+        if self.options.backend is None or self.options.lazy_init or not c10d.has_store():
+            return None
+        if "gloo" not in c10d.single_backends(self.options.backend):
+            return None
+        return self.own if self.own is not None and len(self.own.ranks) > 1 else None
+
+
+class OwnGroup(NamedTuple):
+    """One group as its members know it: the name is the same on all of them."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def key(self, word: str, rank: int) -> str:
+        """Return the key under which `rank` says a word about this group in the store."""
+        return f"{self.name}/{word}/{rank}"
+
+
+@attrs.frozen(eq=False)
+class CreatedGroup:
+    """What came of a plan on the calling rank: None for the group where it is no member."""
+
+    group: ProcessGroup | None
+    meeting: OwnGroup | None = None
+    """The group whose members say in the store that they are connected, if they must be."""
+    owned: bool = True
+    """Whether the grid created it, and destroys it."""

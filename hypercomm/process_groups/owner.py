@@ -1,0 +1,346 @@
+"""GroupOwner: the process groups of one grid, by key: planned, created, shared, destroyed once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import attrs
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+)
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.agreement import agree
+from hypercomm.process_groups.creation import (
+    BATCH_PATIENCE_S,
+    create,
+    destroy,
+    grid_names,
+    told_together,
+)
+from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
+from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
+from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
+
+Derive = Callable[[RankGroups], RankGroups]
+
+_ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
+
+
+@attrs.frozen
+class GroupKey:
+    """What a process group is filed under: the dims in layout order, and a name of its own."""
+
+    dims: tuple[str, ...]
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return "+".join(self.dims) + (f" ({self.name})" if self.name else "")
+
+    def as_call(self) -> str:
+        """Return the key as one writes it in a call: "'tp'", "['cp', 'dp'], name='twin'"."""
+        dims = repr(self.dims[0]) if len(self.dims) == 1 else repr(list(self.dims))
+        return dims + (f", name={self.name!r}" if self.name else "")
+
+
+@attrs.frozen
+class GroupRequest:
+    """What one call asks for."""
+
+    key: GroupKey
+    given: GroupOptions
+    share: str
+    derive: Derive | None
+
+
+@attrs.frozen
+class Explanation:
+    """How a process group was created, or would be, and why; str() says it in lines of text.
+
+    Attributes:
+        key: The dims and the name.
+        groups: All the groups over them.
+        backend: Their backend; None before torch.distributed is initialised.
+        strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
+        reason: Why this strategy.
+        alternatives: What speaks against each other strategy, by its name.
+        served_by: The key whose group serves this one too, under `share="identical"`.
+    """
+
+    key: GroupKey
+    groups: RankGroups
+    backend: str | None
+    strategy: str
+    reason: str
+    alternatives: Mapping[str, str]
+    served_by: str | None
+
+    def __str__(self) -> str:
+        backend = f", {self.backend}" if self.backend else ""
+        lines = [f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"]
+        if self.served_by is not None:
+            lines.append(f"  served by the group over {self.served_by}: same ranks and options")
+        lines.append(f"  {self.strategy}: {self.reason}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.alternatives.items()]
+        return "\n".join(lines)
+
+
+class GroupOwner:
+    """Plans, creates, looks up and destroys the process groups of one grid.
+
+    Args:
+        layout: The grid's.
+        label: The name that the grid was given, if any.
+        creation: How groups are created: "auto", or the name of a strategy.
+        share_with: The owner of another grid, whose groups may serve this one's keys.
+
+    Attributes:
+        created: What exists, by key, in the order of creation.
+        planned: What is planned, by key; all that exists is.
+    """
+
+    def __init__(
+        self, layout: RankLayout, label: str | None, creation: str, share_with: GroupOwner | None
+    ) -> None:
+        self.created: dict[GroupKey, CreatedGroup] = {}
+        self.planned: dict[GroupKey, PlannedGroup] = {}
+        self.is_destroyed = False
+        self._layout = layout
+        self._label = label
+        self._creation = creation
+        self._share_with = share_with
+        self._identity: tuple[str, str] | None = None
+        self._failures: dict[GroupKey, int] = {}
+        self._batches = 0
+
+    # ---- one group ------------------------------------------------------------------------------
+
+    def plan(self, request: GroupRequest, batch: int = 0) -> PlannedGroup:
+        """Check everything, and file what is to be created, alone or with others of a batch."""
+        key = request.key
+        if key in self.planned:
+            raise GroupExistsError(
+                f"the process group over {key.as_call()} has already been created; get it with "
+                f"get_pg({key.as_call()}), create it once with ensure_pg, or create another over "
+                f"the same dims under a name of its own, name=..."
+            )
+        planned = self._draft(request, batch)
+        if c10d.is_live():
+            _ = self._name  # claims the grid's name while all ranks are at the same place
+        self.planned[key] = planned
+        return planned
+
+    def _draft(self, request: GroupRequest, batch: int = 0) -> PlannedGroup:
+        """Check everything, and change nothing."""
+        given, groups = request.given, self._groups(request)
+        given.check()
+        choice = choose(self._creation, given.backend)
+        resolved = given.resolve(group_desc=str(request.key)) if c10d.is_live() else given
+        make = partial(self._make, request.key, batch)
+        planned = PlannedGroup(groups, given, resolved, choice, request.share, None, make)
+        planned.twin = find_twin(planned, self._shareable())
+        return planned
+
+    def create(self, request: GroupRequest) -> ProcessGroup | None:
+        """Plan and create a group, or leave everything as it was."""
+        planned = self.plan(request)
+        try:
+            return planned.create()
+        except BaseException:
+            del self.planned[request.key]
+            raise
+
+    def ensure(self, request: GroupRequest) -> ProcessGroup | None:
+        """Create a group on the first call, and return it afterwards, if it is the same."""
+        key, given = request.key, request.given
+        if key not in self.planned:
+            return self.create(request)
+        first, groups = self.planned[key], self._groups(request)
+        if given != first.given and first.choice is _ADOPTED:
+            raise GroupOptionsError(
+                f"the process group over {key.as_call()} is that of a DeviceMesh, and cannot be "
+                f"had with {given}; leave the options out, or use another name=..."
+            )
+        if given != first.given:
+            raise GroupOptionsError(
+                f"the process group over {key.as_call()} was created with {first.given}, and "
+                f"cannot be had with {given}; use the same options, or another name=..."
+            )
+        if not same_for_caller(groups, first.groups):
+            raise GroupOptionsError(
+                f"the process group over {key.as_call()} was created for {first.groups!r}, and "
+                f"cannot be had for {groups!r}; derive the same groups, or use another name=..."
+            )
+        return first.create()
+
+    def get(self, key: GroupKey) -> ProcessGroup | None:
+        """Look up a group that was created."""
+        if key not in self.created:
+            exist = ", ".join(map(str, self.created)) or "none yet"
+            raise GroupMissingError(
+                f"the process group over {key.as_call()} has not been created; call "
+                f"create_pg({key.as_call()}) first, on every rank of the grid; created so far: "
+                f"{exist}"
+            )
+        return self.created[key].group
+
+    def adopt(self, dim: str, group: ProcessGroup | None) -> None:
+        """File a group that somebody else owns."""
+        options = GroupOptions(backend=None if group is None else c10d.backend_of(group))
+        created = CreatedGroup(group, owned=False)
+        key, groups = GroupKey((dim,)), self._layout.groups(dim)
+        self.planned[key] = PlannedGroup(
+            groups, GroupOptions(), options, _ADOPTED, "never", None, lambda _: created, created
+        )
+        self.created[key] = created
+
+    # ---- several groups -------------------------------------------------------------------------
+
+    def create_all(self, requests: Sequence[GroupRequest]) -> list[ProcessGroup | None]:
+        """Create several groups in the order given, all or none."""
+        keys = [request.key for request in requests]
+        for position, key in enumerate(keys):
+            if key in keys[:position]:
+                raise GroupExistsError(
+                    f"{key.as_call()} is asked for twice in one call, at positions "
+                    f"{keys.index(key)} and {position}; leave one out, or give it a name of its "
+                    f"own, name=..."
+                )
+        batch, mine = self._batches + 1, []
+        try:
+            for request in requests:
+                mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
+            self._batches = batch  # whatever comes of it, a retry gets another number
+            if c10d.has_store():
+                agree(f"{self._name}/batch {batch}", list(map(_describe, keys, mine)))
+            with told_together():
+                return [planned.create() for planned in mine]
+        except BaseException:
+            self._roll_back(keys[: len(mine)])
+            raise
+
+    def _roll_back(self, keys: Iterable[GroupKey]) -> None:
+        """Forget what a batch has planned, and destroy what it has created, the last one first."""
+        created = []
+        for key in keys:
+            planned, outcome = self.planned.pop(key), self.created.pop(key, None)
+            if outcome is not None and planned.twin is None:
+                created.append(outcome)
+        destroy(reversed(created), BATCH_PATIENCE_S)
+
+    def destroy(self) -> None:
+        """Destroy what was created here, the last one first; may be called twice."""
+        self.is_destroyed = True
+        every = list(self.created.values())
+        self.planned, self.created = {}, {}
+        foreign = {planned.created for planned in self._shareable()}
+        own = dict.fromkeys(reversed(every))  # shared ones once
+        destroy(item for item in own if item.owned and item not in foreign)
+
+    # ---- what a caller should know --------------------------------------------------------------
+
+    def explain(self, request: GroupRequest) -> Explanation:
+        """Say how a group was created, or would be."""
+        planned = self.planned.get(request.key) or self._draft(request)
+        strategy, reason = planned.choice
+        backend = planned.resolved.backend
+        others = {} if planned.choice is _ADOPTED else alternatives(strategy, backend)
+        turns = len(split_turns(planned.groups)) if strategy == "split" else 1
+        if turns > 1:
+            reason += f", in {turns} turns, because torch's colours of some groups are equal"
+        served_by = None
+        if planned.twin is not None:
+            keys = [str(key) for key, other in self.planned.items() if other is planned.twin]
+            served_by = keys[0] if keys else "another grid"
+        return Explanation(
+            request.key, planned.groups, backend, strategy, reason, others, served_by
+        )
+
+    def check_alive(self) -> None:
+        """Refuse what needs a grid that is not destroyed."""
+        if self.is_destroyed:
+            raise GridDestroyedError(f"this grid ({self._layout}) was destroyed; build a new one")
+
+    # ---- how a group is made --------------------------------------------------------------------
+
+    def _groups(self, request: GroupRequest) -> RankGroups:
+        """The groups that a request is about."""
+        key, derive = request.key, request.derive
+        groups = self._layout.groups(*key.dims)
+        if derive is None:
+            return groups
+        if not callable(derive):
+            raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
+        if key.name is None:
+            raise GroupOptionsError(
+                f"derive= makes other groups than those over {key.as_call()}; file them under a "
+                f"name of their own, name=..."
+            )
+        derived = derive(groups)
+        if not isinstance(derived, RankGroups):
+            raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
+        return derived
+
+    def _make(self, key: GroupKey, batch: int, planned: PlannedGroup) -> CreatedGroup:
+        self.check_alive()
+        if planned.twin is not None:
+            created = planned.twin.ensure()
+        else:
+            plan = GroupPlan(
+                self._plan_name(key, batch), self._layout, planned.groups, planned.resolved
+            )
+            try:
+                created = create(plan, planned.choice.strategy)
+            except BaseException:
+                self._failures[key] = self._failures.get(key, 0) + 1
+                raise
+        self.created[key] = created
+        return created
+
+    def _plan_name(self, key: GroupKey, batch: int) -> str:
+        """The name that all ranks know the groups of a key by.
+
+        A creation that failed is tried again under another name, because the store still holds
+        what the failed one left: each batch has a number, a group of its own counts failures.
+        """
+        if not c10d.is_live():
+            return str(key)
+        if batch:
+            return f"{self._name}/{key}@{batch}"
+        failures = self._failures.get(key, 0)
+        return f"{self._name}/{key}" + (f"#{failures}" if failures else "")
+
+    @property
+    def _name(self) -> str:
+        """The name that all ranks know the grid by; claimed when its first group is planned."""
+        store = c10d.store_identity()
+        if self._identity is None or self._identity[0] != store:
+            kind = f"{self._layout.to_json()} {self._label!r}"
+            fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
+            label = f".{self._label}" if self._label else ""
+            self._identity = store, grid_names.claim(f"hypercomm/{fingerprint}{label}", store)
+        return self._identity[1]
+
+    def _shareable(self) -> Iterator[PlannedGroup]:
+        """What may serve a second key: the other grid's groups, then this one's."""
+        if self._share_with is not None:
+            yield from self._share_with._shareable()
+        yield from self.planned.values()
+
+
+def _describe(key: GroupKey, planned: PlannedGroup) -> str:
+    """A planned group in words that all ranks of the grid find alike."""
+    options = planned.resolved
+    return (
+        f"{key} over {planned.groups!r}: {planned.choice.strategy}, {options.backend}, timeout "
+        f"{options.timeout}, description {options.group_desc!r}, lazy_init {options.lazy_init}, "
+        f"options {type(options.pg_options).__name__}, share {planned.share!r}"
+    )

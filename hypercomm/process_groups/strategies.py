@@ -1,0 +1,196 @@
+"""The ways of creating the process groups of some dims, and the one place that chooses.
+
+local      each rank creates its own group, under a name that all members derive alike
+split      each rank splits WORLD's communicator once, where WORLD is bound to a device
+enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Container
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import CreationError
+from hypercomm.layout import RankGroups
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.group_plan import GroupPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A way of creating groups, and why it was taken."""
+
+    strategy: str
+    reason: str
+
+
+def choose(creation: str, backend: str | None) -> Choice:
+    """Decide how groups of `backend` (None: that of WORLD) are created in this world.
+
+    Args:
+        creation: "auto", or the name of a strategy.
+        backend: The backend asked for.
+
+    Raises:
+        CreationError: The strategy asked for cannot work here; says why, and which would.
+    """
+    if not c10d.is_live():
+        logger.warning("creating groups by enumeration: torch.distributed is not initialised")
+        return Choice("enumerate", "torch.distributed is not initialised")
+    backend = (backend or c10d.default_backend()).lower()
+    if creation == "auto":
+        return _auto(backend)
+    obstacle = STRATEGIES[creation][0](backend)
+    if obstacle is None:
+        return Choice(creation, "asked for by name")
+    usable = [name for name, (why_not, *_) in STRATEGIES.items() if why_not(backend) is None]
+    raise CreationError(
+        f"creation={creation!r} cannot create groups of backend {backend!r} here: "
+        f"{obstacle}; use one of {['auto', *usable]}"
+    )
+
+
+def alternatives(strategy: str, backend: str | None) -> dict[str, str]:
+    """Say of each other way of creating groups what speaks against it."""
+    if not c10d.is_live():
+        return {}
+    backend = (backend or c10d.default_backend()).lower()
+    return {
+        name: why_not(backend) or f"it would work too: {cost}"
+        for name, (why_not, cost, _) in STRATEGIES.items()
+        if name != strategy
+    }
+
+
+def _auto(backend: str) -> Choice:
+    not_split = _why_not_split(backend)
+    if not_split is None:
+        return Choice("split", f"WORLD is bound to a device, and {STRATEGIES['split'][1]}")
+    not_local = _why_not_local(backend)
+    if not_local is None:
+        return Choice("local", STRATEGIES["local"][1])
+    reason = f"{not_local}, and {not_split}"
+    logger.warning("creating groups by enumeration of the world: %s", reason)
+    return Choice("enumerate", reason)
+
+
+# ---- local ----------------------------------------------------------------------------------
+
+
+def _why_not_local(backend: str) -> str | None:
+    lacks = c10d.missing()
+    if lacks:
+        return f"this torch lacks {', '.join(lacks)}"
+    if "mpi" in c10d.single_backends(backend):
+        return "MPI creates a group only with all ranks of the world"
+    device = c10d.split_device()
+    if device is not None and c10d.device_backend(device) in c10d.single_backends(backend):
+        return f"WORLD is bound to {device}, and every rank must take part in splitting it"
+    return c10d.replaces_new_group()
+
+
+def _create_local(plan: GroupPlan) -> ProcessGroup | None:
+    if plan.own is None:
+        return None
+    return c10d.new_group(
+        plan.own.name,
+        plan.own.ranks,
+        backend=plan.options.backend or c10d.default_backend(),
+        timeout=plan.options.timeout,
+        pg_options=plan.options.pg_options,
+        group_desc=plan.options.group_desc or plan.name,
+        lazily=plan.options.lazy_init,
+    )
+
+
+# ---- split ----------------------------------------------------------------------------------
+
+
+def _why_not_split(backend: str) -> str | None:
+    device = c10d.split_device()
+    if device is None:
+        return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
+    if not hasattr(dist, "split_group"):
+        return "this torch lacks torch.distributed.split_group"
+    bound = c10d.device_backend(device)
+    if not [bound] == c10d.single_backends(backend) == c10d.single_backends(c10d.default_backend()):
+        return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
+    return None
+
+
+def _create_split(plan: GroupPlan) -> ProcessGroup | None:
+    # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
+    # A rank that is a member of none passes one that it is not in, and gets None.
+    own = -1 if plan.own is None else plan.groups.index_of(plan.own.rank)
+    group = None
+    for turn in split_turns(plan.groups):
+        index = own if own in turn else int(own == 0)
+        part = dist.split_group(
+            split_ranks=[list(plan.groups[index])],
+            timeout=plan.options.timeout,
+            pg_options=plan.options.pg_options,
+            group_desc=plan.options.group_desc,
+        )
+        group = part or group
+    return group
+
+
+def split_turns(groups: RankGroups) -> list[Container[int]]:
+    """Say which groups can be split off WORLD at once, by their indices: all, as a rule.
+
+    torch tells them apart by a colour, which it derives from the ranks by a hash. Groups of equal
+    colours would become one communicator, without a word; each of them is split off in its own
+    turn, in the same order on every rank.
+    """
+    colors = c10d.split_colors(groups.to_array())
+    if len(set(colors)) == len(colors):
+        return [range(len(colors))]
+    seen: Counter[int] = Counter()
+    turns: list[list[int]] = []
+    for index, color in enumerate(colors):
+        if seen[color] == len(turns):
+            turns.append([])
+        turns[seen[color]].append(index)
+        seen[color] += 1
+    return [frozenset(turn) for turn in turns]
+
+
+# ---- enumerate ------------------------------------------------------------------------------
+
+
+def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
+    group: ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        plan.groups.to_array().tolist(), backend=plan.options.backend, **plan.options.given()
+    )
+    if dist.is_initialized():
+        c10d.forget_non_members()
+    return group
+
+
+STRATEGIES: dict[
+    str, tuple[Callable[[str], str | None], str, Callable[[GroupPlan], ProcessGroup | None]]
+] = {
+    "local": (
+        _why_not_local,
+        "each rank creates only the groups that it is a member of",
+        _create_local,
+    ),
+    "split": (
+        _why_not_split,
+        "one split makes the groups of all ranks at once",
+        _create_split,
+    ),
+    "enumerate": (
+        lambda _backend: None,
+        "every rank walks every group of the world",
+        _create_enumerate,
+    ),
+}
+"""By name: what keeps it from working for a backend (None: nothing), its cost, and the strategy."""
