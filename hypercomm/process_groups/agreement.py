@@ -35,11 +35,20 @@ def agree(key: str, plan: Sequence[str]) -> None:
     first_rank, first_plan = _read(key, found)
     for position, (own, theirs) in enumerate(zip_longest(plan, first_plan)):
         if own != theirs:
-            raise PlanMismatchError(
+            words = (
                 f"ranks differ in what they create at position {position}: rank {rank} creates "
                 f"{own or 'nothing more'}, but rank {first_rank}, which came first, creates "
                 f"{theirs or 'nothing more'}; every rank must give the same list, in one order"
             )
+            c10d.set_if_absent(f"{key}/differs", words)
+            raise PlanMismatchError(words)
+
+
+def explain(key: str, error: CreationError) -> None:
+    """Raise a better error where a creation failed because another rank's plan differs."""
+    words = c10d.read_if_set(f"{key}/differs")
+    if words is not None:
+        raise PlanMismatchError(f"{error}; {words}") from error
 
 
 def _read(key: str, text: str) -> tuple[int, list[str]]:

@@ -266,6 +266,17 @@ def set_if_absent(key: str, text: str) -> str:
     return found.decode(errors="replace")
 
 
+def read_if_set(key: str) -> str | None:
+    """Return what a key of the store holds; None where nobody has set it, or the store is gone."""
+    try:
+        if not store().check([key]):
+            return None
+        found: bytes = store().get(key)
+    except RuntimeError:
+        return None
+    return found.decode(errors="replace")
+
+
 def set_keys(keys: Sequence[str]) -> None:
     """Set keys in the store, in one message where it can; waits for no answer."""
     if len(keys) > 1 and store().has_extended_api():

@@ -10,14 +10,14 @@ import attrs
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
+    CreationError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
 )
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.agreement import agree
+from hypercomm.process_groups import agreement, c10d
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
     create,
@@ -220,11 +220,13 @@ class GroupOwner:
                 mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
             self._batches = batch  # whatever comes of it, a retry gets another number
             if c10d.has_store():
-                agree(f"{self._name}/batch {batch}", list(map(_describe, keys, mine)))
+                agreement.agree(f"{self._name}/batch {batch}", list(map(_describe, keys, mine)))
             with told_together():
                 return [planned.create() for planned in mine]
-        except BaseException:
+        except BaseException as error:
             self._roll_back(keys[: len(mine)])
+            if type(error) is CreationError:
+                agreement.explain(f"{self._name}/batch {batch}", error)
             raise
 
     def _roll_back(self, keys: Iterable[GroupKey]) -> None:

@@ -1,0 +1,144 @@
+"""What the real ranks of test_batch_ranks.py do."""
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+
+EVERY = ["tp", "cp", "dp", ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
+
+
+def registered():
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def sum_over(group, value=None):
+    value = torch.tensor([10.0 ** dist.get_rank() if value is None else value], dtype=torch.float64)
+    dist.all_reduce(value, group=group)
+    return int(value)
+
+
+def sums_of_a_batch(lazy_init):
+    """All-reduce over every group of a batch, with lazy connections or not; then all are gone."""
+    before = registered()
+    with HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], lazy_init=lazy_init) as grid:
+        sums = [sum_over(group) for group in grid.create_pgs(EVERY)]
+    return sums, registered() == before
+
+
+def one_rank_differs():
+    """Rank 3 asks for the same groups in another order; then all ask alike."""
+    rank, before = dist.get_rank(), registered()
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    batch = ["tp", "dp", ["tp", "dp"]]
+    said, begin = None, time.monotonic()
+    if rank == 3:
+        time.sleep(0.5)  # comes after the others
+    try:
+        grid.create_pgs(batch[::-1] if rank == 3 else batch, timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    waited, clean = time.monotonic() - begin, registered() == before and not grid.pgs
+    dist.barrier()
+    with grid:
+        return said, waited, clean, [sum_over(group) for group in grid.create_pgs(batch)]
+
+
+def foreign_value():
+    """Something else has written where a batch is compared."""
+    store = dist.distributed_c10d._get_default_store()
+    grid = HyperCommGrid([2], ["dp"])
+    name = grid.create_pg("dp").group_name.rpartition("/dp/")[0]
+    said = []
+    for number, value in enumerate(
+        ["{", "[]", '{"rank": "x", "plan": []}', '{"rank": 0}'], start=1
+    ):
+        store.set(f"{name}/batch {number}", value)
+        dist.barrier()
+        try:
+            grid.create_pgs([{"dims": "dp", "name": "twin"}])
+        except RuntimeError as error:
+            said.append(str(error))
+    with grid:
+        (twin,) = grid.create_pgs([{"dims": "dp", "name": "twin"}])
+        return said, sum_over(twin)
+
+
+def lazy_sockets():
+    """How many sockets eager and lazy groups add when they are created, and lazy ones when used."""
+
+    def sockets():
+        return sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
+
+    added, names = [], ("first", "second", "third")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    for lazy_init in (False, True):
+        before = sockets()
+        with HyperCommGrid([4], ["dp"], lazy_init=lazy_init) as grid:
+            groups = [grid.create_pg("dp", name=name) for name in names]
+            added.append(sockets() - before)
+            sums = [sum_over(group) for group in groups]
+            used = sockets() - before
+    return added, used, sums, os.environ["TORCH_GLOO_LAZY_INIT"]
+
+
+def lazy_waits_for_nobody():
+    """Rank 1 creates its group long after rank 0 is done."""
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    begin = time.monotonic()
+    grid = HyperCommGrid([2], ["dp"], lazy_init=True)
+    group = grid.create_pg("dp")
+    took = time.monotonic() - begin
+    with grid:
+        return took, sum_over(group)
+
+
+def lazy_cycles(count):
+    """Create lazily, communicate in every way, and destroy at once."""
+    rank, right = dist.get_rank(), 0
+    for _ in range(count):
+        with HyperCommGrid([2, 2], ["tp", "dp"], lazy_init=True) as grid:
+            tp, both = grid.create_pgs(["tp", ["tp", "dp"]])
+            right += sum_over(both) == 1111
+            parts = [torch.empty(1) for _ in range(2)]
+            dist.all_gather(parts, torch.tensor([float(rank)]), group=tp)
+            right += [int(part) for part in parts] == [rank - rank % 2, rank - rank % 2 + 1]
+            value = torch.tensor([float(rank)])
+            dist.broadcast(value, src=3, group=both)
+            right += int(value) == 3
+    return right, len(registered())
+
+
+def dies_in_a_batch(rank, port, folder):
+    """Create a batch on four ranks, where rank 2 is killed after its first group."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    before = registered()
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    if rank == 2:
+        helper = dist.distributed_c10d._new_process_group_helper
+
+        def dying(*args, **kwargs):
+            if kwargs["group_name"].endswith("/1"):
+                return helper(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return None
+
+        dying.__wrapped__ = helper  # keeps the signature, which is probed
+        dist.distributed_c10d._new_process_group_helper = dying
+    said, begin = None, time.monotonic()
+    try:
+        grid.create_pgs(["tp", "dp", ["tp", "dp"]], timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    told = [said, time.monotonic() - begin, registered() == before, len(grid.pgs)]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the world is broken: nobody waits for it

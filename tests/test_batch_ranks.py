@@ -1,0 +1,117 @@
+"""Several groups in one call, and lazy connections, on real gloo processes."""
+
+import json
+import multiprocessing
+import signal
+
+import batch_ranks
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hypercomm.testing import run_ranks
+
+LAZY = torch.torch_version.TorchVersion(torch.__version__) >= "2.8"
+
+
+# Every group of a batch carries an all-reduce, and all are gone with the grid.
+@pytest.mark.parametrize(
+    "lazy_init", [None, pytest.param(True, marks=pytest.mark.skipif(not LAZY, reason="torch 2.6"))]
+)
+def test_a_batch_communicates(lazy_init):
+    table = np.arange(8).reshape(2, 2, 2, order="F")
+    axes = {"tp": 0, "cp": 1, "dp": 2}
+    got = run_ranks(batch_ranks.sums_of_a_batch, 8, args=(lazy_init,))
+    for rank, (sums, is_clean) in enumerate(got):
+        where = np.argwhere(table == rank)[0]
+        expected = []
+        for dims in batch_ranks.EVERY:
+            free = {axes[dim] for dim in ([dims] if isinstance(dims, str) else dims)}
+            place = tuple(slice(None) if axis in free else where[axis] for axis in range(3))
+            expected.append(sum(10 ** int(member) for member in table[place].ravel()))
+        assert sums == expected
+        assert is_clean
+
+
+# A rank whose list differs says so at once, with the place; the others end within the timeout, and
+# all of them can try again.
+def test_a_rank_that_differs():
+    got = run_ranks(batch_ranks.one_rank_differs, 4, timeout=90)
+    tp, dp = {0: 11, 1: 11, 2: 1100, 3: 1100}, {0: 101, 1: 1010, 2: 101, 3: 1010}
+    for rank, (said, waited, is_clean, sums) in enumerate(got):
+        assert is_clean
+        assert sums == [tp[rank], dp[rank], 1111]
+        if rank == 3:
+            assert waited < 2
+            assert said.startswith(
+                "PlanMismatchError: ranks differ in what they create at position 0: rank 3 creates "
+                "tp+dp over <1 groups of 4"
+            )
+            assert "which came first, creates tp over <2 groups of 2" in said
+        else:
+            assert said.startswith("PlanMismatchError: the group hypercomm/")
+            assert "did not come" in said
+            assert "ranks differ in what they create at position 0: rank 3 creates tp+dp" in said
+            assert waited < 3 + 2
+
+
+# What is no plan of ours, where plans are compared, is an error that names the key.
+def test_a_foreign_value():
+    for said, total in run_ranks(batch_ranks.foreign_value, 2):
+        assert len(said) == 4
+        for number, words in enumerate(said, start=1):
+            assert f"/batch {number}' holds" in words
+            assert "no plan of a rank" in words
+        assert total == 11
+
+
+# A rank killed in the middle of a batch: each other ends with an error within the timeout and
+# two seconds, names it if it waited for it, and has nothing left.
+def test_a_rank_that_dies(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=batch_ranks.dies_in_a_batch, args=(rank, store.port, str(tmp_path)))
+        for rank in range(4)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0, -signal.SIGKILL, 0]
+    for rank in (0, 1, 3):
+        said, waited, is_clean, left = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said.startswith("CreationError: the group hypercomm/"), said
+        assert "rank 2 (tp=0, dp=1) did not come" in said
+        assert waited < 3 + 2
+        assert is_clean
+        assert left == 0
+
+
+needs_lazy = pytest.mark.skipif(not LAZY, reason="gloo in this torch connects at the creation")
+
+
+# Lazy groups have no connections until they are used, and leave the environment as it was.
+@needs_lazy
+def test_lazy_groups_connect_when_used():
+    for (eager, lazy), used, sums, left in run_ranks(batch_ranks.lazy_sockets, 4):
+        assert eager >= 3 * 3  # each group connects each rank to three others
+        assert lazy <= 6  # what each group listens at
+        assert used > lazy
+        assert sums == [1111] * 3
+        assert left == "0"
+
+
+# A lazy group is created without waiting for the other members.
+@needs_lazy
+def test_lazy_groups_wait_for_nobody():
+    (took, total), other = run_ranks(batch_ranks.lazy_waits_for_nobody, 2)
+    assert took < 1
+    assert total == other[1] == 11
+
+
+# Created, used and destroyed at once, again and again: nothing breaks, and nothing is left.
+@needs_lazy
+def test_lazy_cycles():
+    assert run_ranks(batch_ranks.lazy_cycles, 4, args=(40,), timeout=120) == [(120, 1)] * 4
