@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigurationError",
     "CreationError",
+    "DisagreementError",
     "GridDestroyedError",
     "GroupExistsError",
     "GroupMissingError",
@@ -24,6 +25,7 @@ __all__ = [
     "PlanMismatchError",
     "RankFailedError",
     "RankOutsideError",
+    "SimulationError",
     "StateError",
     "UnknownDimError",
     "UnknownFieldError",
@@ -115,6 +117,14 @@ class InstallError(HyperCommError, RuntimeError):
 
 class LaunchError(HyperCommError, ValueError):
     """`run_ranks` was given something that cannot work, or cannot reach another process."""
+
+
+class DisagreementError(HyperCommError, AssertionError):
+    """Simulated ranks do not create the same process groups in an order that works."""
+
+
+class SimulationError(HyperCommError, RuntimeError, AttributeError):
+    """A simulated world is asked for what needs real ranks: communication."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):

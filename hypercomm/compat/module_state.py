@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import StateError
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.world import process_wide
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,14 +142,27 @@ class CurrentState(Generic[State]):
             asks it first; `torch.compile` cannot trace the rest of `get`.
     """
 
-    def __init__(self, name: str, default: State) -> None:
-        self.default = default
-        self.alone: State | None = default
+    def __init__(self, name: str, kind: Callable[[], State]) -> None:
+        self.default = kind()
+        self.alone: State | None = self.default
+        self._kind = kind
         self._name = name
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
         self._open: dict[str, tuple[State, int]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        process_wide.add(self)
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Begin with an empty default state for a while, as a new process does."""
+        default, alone = self.default, self.alone
+        self.default = self._kind()
+        self.alone = alone and self.default
+        try:
+            yield
+        finally:
+            self.default, self.alone = default, alone
 
     def get(self) -> State:
         """Return the current state."""

@@ -13,7 +13,7 @@ import importlib
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from inspect import signature
 from types import ModuleType
@@ -100,6 +100,8 @@ def known_backends() -> list[str]:
 
 def is_available(backend: str) -> bool:
     """Tell whether this build of torch can run a single backend."""
+    if OtherWorld.current is not None:
+        return True  # it is to be run elsewhere
     # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
     if backend == "fake":
         return "FAKE" in dist.Backend._plugins
@@ -195,7 +197,7 @@ def new_group(
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
     with contextlib.ExitStack() as stack:
-        if "gloo" in single_backends(backend):
+        if "gloo" in single_backends(backend) and has_store():
             stack.enter_context(lazy_init.set_to(lazily))
             stack.enter_context(reading.at_once(store().timeout == timeout))
         group, _ = c10d._new_process_group_helper(
@@ -252,7 +254,9 @@ def store_identity() -> str:
 
 def has_store() -> bool:
     """Tell whether the ranks of this world can meet in a store; those of a fake one cannot."""
-    return is_live() and "fake" not in single_backends(default_backend())
+    if OtherWorld.current is not None or not is_live():
+        return False
+    return "fake" not in single_backends(default_backend())
 
 
 def store() -> Any:
@@ -366,6 +370,126 @@ def let_threads_finish() -> None:
     """
     if torch.torch_version.TorchVersion(torch.__version__) < "2.8":
         time.sleep(0.02)
+
+
+class OtherWorld:
+    """What torch.distributed's functions see in place of the job, for a while.
+
+    torch keeps all that it knows of a job in one object, and lets tests of its own replace that.
+    There is no store and no process group of torch in this one: `create` makes what stands in for
+    a group, and only what needs a backend fails.
+
+    Args:
+        world: Stands in for WORLD.
+        ranks: Maps each rank to itself.
+        backend: The backend of WORLD.
+        create: Called with the name, the ranks, the backend, the timeout and the description of
+            each group of this rank.
+    """
+
+    _TABLES = (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "tags_to_pg",
+        "pg_to_tag",
+    )
+
+    current: OtherWorld | None = None
+
+    def __init__(
+        self,
+        world: Any,
+        ranks: Mapping[int, int],
+        backend: str,
+        create: Callable[[str, tuple[int, ...], str, timedelta, str], Any],
+    ) -> None:
+        kind = type(_private()._world)
+        self._torch = type("OtherWorld", (kind,), dict.fromkeys((*self._TABLES, "group_count")))()
+        self._torch.group_count = 0
+        for table in self._TABLES:
+            setattr(self._torch, table, {})
+        self._world, self._ranks, self._backend, self._create = world, ranks, backend, create
+        self._start()
+
+    def _start(self, *_: object, **__: object) -> None:
+        if self._torch.default_pg is None:
+            self._torch.default_pg = self._world
+            self._file(self._world, "default_pg", self._backend, self._ranks)
+
+    def _file(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
+        self._torch.pg_map[group] = (backend, None)
+        self._torch.pg_names[group] = name
+        self._torch.pg_group_ranks[group] = ranks
+        self._torch.pg_backend_config[group] = str(_private().BackendConfig(dist.Backend(backend)))
+
+    def _new_group(
+        self,
+        group_size: int,
+        group_rank: int | None,
+        global_ranks_in_group: Sequence[int],
+        backend: str,
+        store: object,  # noqa: ARG002 - the arguments are torch's
+        group_name: str,
+        backend_options: object = None,  # noqa: ARG002
+        timeout: timedelta = timedelta(0),
+        pg_tag: object = None,  # noqa: ARG002
+        device_id: object = None,  # noqa: ARG002
+        group_desc: str | None = None,
+    ) -> tuple[Any, None]:
+        if group_name in self._torch.pg_names.values():
+            raise ValueError(f"the group name {group_name} is taken")
+        if group_rank is None:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        ranks = tuple(global_ranks_in_group)
+        group = self._create(group_name, ranks, str(backend), timeout, group_desc or "undefined")
+        self._file(
+            group, group_name, str(backend), dict(zip(ranks, range(group_size), strict=True))
+        )
+        return group, None
+
+    def _destroy(self, group: Any = None) -> None:
+        whole = group is None or group is self._torch.default_pg
+        for known in list(self._torch.pg_map) if whole else [group]:
+            for table in self._TABLES:
+                getattr(self._torch, table).pop(known, None)
+        if whole:
+            self._torch.default_pg = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be what torch sees within a `with` block."""
+        stands_in = {
+            "_world": self._torch,
+            "_new_process_group_helper": self._new_group,
+            "_store_based_barrier": _do_nothing,
+            "_get_default_timeout": _default_timeout,
+            "init_process_group": self._start,
+            "destroy_process_group": self._destroy,
+            "barrier": _do_nothing,
+            "monitored_barrier": _do_nothing,
+        }
+        with contextlib.ExitStack() as stack:
+            for module in (_private(), dist):
+                for name, value in stands_in.items():
+                    if hasattr(module, name):
+                        stack.callback(setattr, module, name, getattr(module, name))
+                        setattr(module, name, value)
+            stack.callback(setattr, OtherWorld, "current", OtherWorld.current)
+            OtherWorld.current = self
+            yield
+
+
+def _default_timeout(backend: str) -> timedelta:
+    """What torch gives a group, without the warning of a build that lacks the backend."""
+    nccl: timedelta | None = _private().default_pg_nccl_timeout
+    is_nccl = backend == "nccl"
+    return nccl or timedelta(minutes=10) if is_nccl else _private().default_pg_timeout
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def fake_store() -> Any:

@@ -22,6 +22,7 @@ from hypercomm.process_groups import c10d
 from hypercomm.process_groups.gloo import address_key
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
 from hypercomm.process_groups.strategies import STRATEGIES
+from hypercomm.process_groups.world import process_wide
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class GridNames:
 
 
 grid_names = GridNames()
+process_wide.add(grid_names)
 
 
 def create(plan: GroupPlan, strategy: str) -> CreatedGroup:

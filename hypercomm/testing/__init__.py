@@ -1,4 +1,4 @@
-"""For users' own tests: fake worlds, real local ranks, and hypothesis strategies.
+"""For users' own tests: fake and simulated worlds, real local ranks, and hypothesis strategies.
 
 The strategies need hypothesis, which the extra `test` brings; the rest does not.
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hypercomm.launch import run_ranks as run_ranks
 from hypercomm.testing.fake import fake_world as fake_world
 from hypercomm.testing.groups import registered_groups as registered_groups
+from hypercomm.testing.simulate import Simulation as Simulation
+from hypercomm.testing.simulate import simulate as simulate
 
 if TYPE_CHECKING:
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _STRATEGIES = ("dim_subsets", "layouts", "orders", "ranks_of")
 
 __all__ = [
+    "Simulation",
     "dim_subsets",
     "fake_world",
     "layouts",
@@ -28,6 +31,7 @@ __all__ = [
     "ranks_of",
     "registered_groups",
     "run_ranks",
+    "simulate",
 ]
 
 

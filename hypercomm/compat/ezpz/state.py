@@ -168,7 +168,7 @@ class TensorParallelState(ModuleState):
         return value
 
 
-current: CurrentState[TensorParallelState] = CurrentState("ezpz.tp", TensorParallelState())
+current: CurrentState[TensorParallelState] = CurrentState("ezpz.tp", TensorParallelState)
 """The state that the functions of this module act on."""
 
 

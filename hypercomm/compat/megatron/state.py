@@ -258,5 +258,5 @@ class ParallelState(ModuleState):
             )
 
 
-current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState())
+current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)
 """The state that the functions of `parallel_state` act on."""
