@@ -1,0 +1,114 @@
+"""Measure hypercomm beside its peers: one command, one table, with ratios and goals.
+
+    pip install '.[test,viz]' && python benchmarks
+
+Writes results.json and growth.png into --out. README.md tells what the figures do not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import large_worlds
+import real_ranks
+from chart import draw
+from measure import Table, as_text
+
+import hypercomm
+
+SIZES = [1024, 4096, 16_384, 65_536, 262_144, 1_048_576]
+Tables = dict[str, Callable[[], Iterator[Table]]]
+
+
+def every(runs: int, nprocs: list[int]) -> Tables:
+    """What is measured, by name: --only takes the names."""
+    return {
+        "imports": lambda: large_worlds.imports(runs),
+        "arithmetic": lambda: large_worlds.arithmetic(runs, 1_048_576),
+        "creation": lambda: _chain(
+            large_worlds.creation(runs, 16_384, 2),
+            large_worlds.creation(runs, 131_072, 2),
+            large_worlds.creation(runs, 1_048_576, 10),
+        ),
+        "growth": lambda: large_worlds.growth(runs, SIZES),
+        "memory": lambda: large_worlds.memory(1_048_576),
+        "splits": lambda: large_worlds.splits(16_384),
+        "simulate": lambda: large_worlds.simulation(4096),
+        "gloo": lambda: real_ranks.creation(nprocs, runs, 5),
+        "sharing": lambda: real_ranks.sharing(nprocs, runs, 5),
+    }
+
+
+def quick() -> Tables:
+    """The same on a scale that takes a minute: it shows that everything runs, and no more."""
+    return {
+        "imports": lambda: large_worlds.imports(1),
+        "arithmetic": lambda: large_worlds.arithmetic(1, 4096),
+        "creation": lambda: large_worlds.creation(1, 1024, 2),
+        "growth": lambda: large_worlds.growth(1, SIZES[:2]),
+        "memory": lambda: large_worlds.memory(4096),
+        "splits": lambda: large_worlds.splits(1024),
+        "simulate": lambda: large_worlds.simulation(128),
+        "gloo": lambda: real_ranks.creation([4], 1, 1),
+        "sharing": lambda: real_ranks.sharing([4], 1, 1),
+    }
+
+
+def _chain(*tables: Iterator[Table]) -> Iterator[Table]:
+    for part in tables:
+        yield from part
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    packages = ("torch", "numpy", "megatron-core")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "hypercomm": hypercomm.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*every(1, [])], help="some of the tables")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each, interleaved")
+    parser.add_argument("--nprocs", nargs="+", type=int, default=[4, 8, 16, 32])
+    parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    told, rows = machine(), []
+    print(", ".join(f"{name} {value}" for name, value in told.items()), file=sys.stderr)
+    tables = quick() if options.quick else every(options.runs, options.nprocs)
+    for name in options.only or tables:
+        begin = time.perf_counter()
+        for table in tables[name]():
+            rows += table.rows()
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    print(as_text(rows))
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"machine": told, "rows": rows}
+    (options.out / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    if not options.only or "growth" in options.only:
+        draw(rows, options.out / "growth.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""One rank's cost in large worlds: as arithmetic, and on torch's fake backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from measure import Goal, Table, interleaved
+from peers import PEERS, REFERENCE, Wanted, enumerated
+
+from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.process_groups import c10d
+from hypercomm.testing import fake_world, simulate
+
+NAMES = ("tp", "cp", "dp", "pp")
+FIVE: Wanted = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"))
+SLOW_LOOP = 16_384
+"""The largest world in which every rank's loop over new_group ends within seconds."""
+
+
+def shape_of(world_size: int) -> tuple[int, ...]:
+    """tp=8, cp=2 and pp=8; dp takes the rest of the ranks."""
+    return (8, 2, world_size // 128, 8)
+
+
+def arithmetic(runs: int, world_size: int) -> Iterator[Table]:
+    """The ranks of one rank's groups over tp, cp, dp, pp and cp+dp."""
+    from megatron.core.parallel_state import RankGenerator
+
+    shape, rank = shape_of(world_size), world_size // 3
+    layout = RankLayout(shape, NAMES)
+    members = sum(len(layout.groups(*dims).of(rank)) for dims in FIVE)
+
+    def ours() -> list[tuple[int, ...]]:
+        return [layout.groups(*dims).of(rank) for dims in FIVE]
+
+    def numpy() -> list[list[int]]:
+        found = []
+        for groups in enumerated(shape, NAMES, FIVE):
+            row = np.nonzero((groups == rank).any(axis=1))[0][0]
+            found.append(groups[row].tolist())
+        return found
+
+    def generator() -> list[list[int]]:
+        tp, cp, dp, pp = shape
+        ranks = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-dp-pp")
+        tokens = ("tp", "cp", "dp", "pp", "dp-cp")
+        return [
+            next(group for group in ranks.get_ranks(token) if rank in group) for token in tokens
+        ]
+
+    ways: dict[str, Callable[[], object]] = {
+        "hypercomm": ours,
+        "numpy enumeration": numpy,
+        "megatron-core RankGenerator": generator,
+    }
+    seen = interleaved({who: _timed(way, 1e6) for who, way in ways.items()}, runs)
+    limit = 100 + 0.1 * members
+    what = f"ranks of one rank's five groups, {world_size:,} ranks ({members:,} members)"
+    yield Table(what, "us", seen, "numpy enumeration", {"hypercomm": Goal(limit)})
+
+
+def creation(runs: int, world_size: int, limit_ms: float) -> Iterator[Table]:
+    """Five process groups of one rank on torch's fake backend."""
+    ways = {
+        who: _in_fake_world(world_size, lambda peer=peer: peer(shape_of(world_size), NAMES, FIVE))
+        for who, peer in PEERS.items()
+        if who != "new_group loop" or world_size <= SLOW_LOOP
+    }
+    what = f"five process groups, fake backend, {world_size:,} ranks"
+    goals = {"hypercomm": Goal(limit_ms)}
+    yield Table(what, "ms", interleaved(ways, runs), REFERENCE, goals)
+
+
+def growth(runs: int, sizes: list[int]) -> Iterator[Table]:
+    """Five process groups whose sizes stay as they are, while the world grows."""
+    names = (*NAMES, "replica")
+    seen: dict[int, dict[str, list[float]]] = {}
+    for world_size in sizes:
+        shape = (8, 2, 4, 8, world_size // 512)
+        ways = {
+            who: _in_fake_world(world_size, lambda peer=peer, shape=shape: peer(shape, names, FIVE))
+            for who, peer in PEERS.items()
+            if who != "new_group loop" or world_size <= SLOW_LOOP
+        }
+        # What is fast is run more often: it costs nothing, and its median is steadier.
+        seen[world_size] = interleaved(ways, runs)
+        often = {"hypercomm": ways["hypercomm"]}
+        seen[world_size]["hypercomm"] += interleaved(often, 20 * runs)["hypercomm"]
+        what = f"growth: five groups of constant size, fake backend, {world_size:,} ranks"
+        yield Table(what, "ms", seen[world_size], REFERENCE)
+    first, last = min(size for size in sizes if size >= 4096 or size == sizes[-1]), sizes[-1]
+    for who in ("hypercomm", REFERENCE, "torch DeviceMesh"):
+        ends = [sorted(seen[size][who]) for size in (first, last)]
+        ratio = ends[1][len(ends[1]) // 2] / ends[0][len(ends[0]) // 2]
+        goals = {who: Goal(1.5)} if who == "hypercomm" else {}
+        yield Table(f"growth from {first:,} to {last:,} ranks", "x", {who: [ratio]}, who, goals)
+
+
+def memory(world_size: int) -> Iterator[Table]:
+    """What a grid holds beyond the groups that torch holds."""
+    shape, rank = shape_of(world_size), world_size // 3
+    layout = RankLayout(shape, NAMES)
+
+    def held(make: Callable[[], object]) -> float:
+        with fake_world(world_size, rank):
+            tracemalloc.start()
+            kept = make()
+            size = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            del kept
+        return size / 2**20
+
+    def torch_alone() -> object:
+        options = {"timeout": None, "pg_options": None, "group_desc": "alone"}
+        return [
+            c10d.new_group(str(dims), layout.groups(*dims).of(rank), backend="fake", **options)
+            for dims in FIVE
+        ]
+
+    def ours() -> HyperCommGrid:
+        grid = HyperCommGrid(shape, NAMES)
+        grid.create_pgs(FIVE)
+        return grid
+
+    held(ours)  # loads what is loaded on first use
+    bare = held(torch_alone)
+    what = f"memory held with five groups, {world_size:,} ranks, beyond what torch holds for them"
+    yield Table(what, "MB", {"hypercomm": [held(ours) - bare]}, "hypercomm", {"hypercomm": Goal(1)})
+
+
+def splits(world_size: int) -> Iterator[Table]:
+    """Splits of a device-bound WORLD that one rank makes for tp; the backend is stubbed."""
+    shape, counts = shape_of(world_size), {}
+    with (
+        fake_world(world_size, world_size // 3),
+        mock.patch.multiple(
+            c10d,
+            split_device=lambda: torch.device("cuda", 0),
+            device_backend=lambda _device: "fake",
+        ),
+    ):
+        with mock.patch.object(dist, "split_group", return_value=None) as split_group:
+            HyperCommGrid(shape, NAMES).create_pg("tp")
+        counts["hypercomm"] = [float(split_group.call_count)]
+    helper = dist.distributed_c10d._new_process_group_helper
+    with (
+        fake_world(world_size, world_size // 3),
+        mock.patch.object(
+            dist.distributed_c10d, "_new_process_group_helper", side_effect=helper
+        ) as new_group,
+    ):  # each of its calls splits a WORLD that is bound
+        PEERS[REFERENCE](shape, NAMES, [("tp",)])
+        counts[REFERENCE] = [float(new_group.call_count)]
+    what = f"splits of a bound WORLD for tp=8, {world_size:,} ranks (counted)"
+    yield Table(what, "calls", counts, REFERENCE, {"hypercomm": Goal(1)})
+
+
+def imports(runs: int) -> Iterator[Table]:
+    """What an import costs beyond the start of Python."""
+
+    def import_of(statement: str) -> Callable[[], float]:
+        def measure() -> float:
+            begin = time.perf_counter()
+            command = [sys.executable, "-c", statement]
+            subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - our own
+            return (time.perf_counter() - begin) * 1e3
+
+        return measure
+
+    no_torch = "import sys, hypercomm; sys.exit('torch' in sys.modules)"
+    ways = {
+        "python alone": import_of("pass"),
+        "hypercomm": import_of(no_torch),
+        "torch": import_of("import torch"),
+        "torch, then megatron.core": import_of("import torch, megatron.core"),
+    }
+    seen = interleaved(ways, runs)
+    start = sorted(seen.pop("python alone"))[runs // 2]
+    seen = {who: [value - start for value in values] for who, values in seen.items()}
+    yield Table("import, beyond Python's own start", "ms", seen, "torch", {"hypercomm": Goal(150)})
+
+
+def _initialise() -> None:
+    from hypercomm.compat.megatron import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        context_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def simulation(world_size: int) -> Iterator[Table]:
+    """All ranks of a Megatron initialisation, one after the other, compared."""
+    begin = time.perf_counter()
+    simulate(_initialise, world_size).check()
+    seen = {"hypercomm": [time.perf_counter() - begin]}
+    what = f"simulate a Megatron initialisation, all of {world_size:,} ranks"
+    yield Table(what, "s", seen, "hypercomm", {"hypercomm": Goal(30)})
+
+
+def _timed(function: Callable[[], object], scale: float) -> Callable[[], float]:
+    def measure() -> float:
+        begin = time.perf_counter()
+        function()
+        return (time.perf_counter() - begin) * scale
+
+    return measure
+
+
+def _in_fake_world(world_size: int, create: Callable[[], None]) -> Callable[[], float]:
+    """Time a creation in milliseconds, in a world of its own; the world itself does not count."""
+
+    def measure() -> float:
+        os.environ["WORLD_SIZE"] = str(world_size)  # Megatron's grid reads it
+        with fake_world(world_size, world_size // 3):
+            begin = time.perf_counter()
+            create()
+            return (time.perf_counter() - begin) * 1e3
+
+    return measure

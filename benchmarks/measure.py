@@ -1,0 +1,114 @@
+"""Interleaved runs, medians with their spread, and the goal that a figure is held against."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Goal:
+    """What a figure should be: at most `limit`, or `limit` times the median of the peer `of`."""
+
+    limit: float
+    of: str | None = None
+
+    def is_reached(self, median: float, medians: Mapping[str, float]) -> bool:
+        return median <= self.limit * (medians[self.of] if self.of else 1)
+
+    def text(self, unit: str) -> str:
+        return f"at most {self.limit:g} {'of ' + self.of if self.of else unit}"
+
+
+@attrs.frozen
+class Table:
+    """One thing measured for several ways of doing it.
+
+    Attributes:
+        what: What was measured.
+        unit: The unit of all samples.
+        samples: What was seen in each run, by who did it.
+        reference: Whose median the ratios are to.
+        goals: What was aimed at, by who.
+    """
+
+    what: str
+    unit: str
+    samples: Mapping[str, list[float]]
+    reference: str
+    goals: Mapping[str, Goal] = attrs.field(factory=dict)
+
+    def medians(self) -> dict[str, float]:
+        return {who: statistics.median(seen) for who, seen in self.samples.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each who, ready for JSON."""
+        medians = self.medians()
+        rows = []
+        for who, seen in self.samples.items():
+            goal = self.goals.get(who)
+            rows.append(
+                {
+                    "what": self.what,
+                    "who": who,
+                    "unit": self.unit,
+                    "median": medians[who],
+                    "min": min(seen),
+                    "max": max(seen),
+                    "runs": len(seen),
+                    "ratio": medians[who] / medians[self.reference],
+                    "ratio_to": self.reference,
+                    "goal": goal and goal.text(self.unit),
+                    "reached": goal and goal.is_reached(medians[who], medians),
+                }
+            )
+        return rows
+
+
+def interleaved(
+    ways: Mapping[str, Callable[[], float]], runs: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Let each way measure itself once, then each again; the first rounds do not count."""
+    seen: dict[str, list[float]] = {who: [] for who in ways}
+    for run in range(warm_up + runs):
+        for who, measure in ways.items():
+            value = measure()
+            if run >= warm_up:
+                seen[who].append(value)
+    return seen
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """All rows as one table."""
+    header = ("measured", "by", "median", "spread", "ratio", "goal")
+    lines = [header]
+    last = None
+    for row in rows:
+        reached = {None: "", True: ": reached", False: ": NOT reached"}[row["reached"]]
+        lines.append(
+            (
+                "" if row["what"] == last else row["what"],
+                row["who"],
+                f"{_number(row['median'])} {row['unit']}",
+                f"{_number(row['min'])}..{_number(row['max'])}",
+                "1" if row["who"] == row["ratio_to"] else _number(row["ratio"]),
+                f"{row['goal'] or ''}{reached}",
+            )
+        )
+        last = row["what"]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _number(value: float) -> str:
+    """Three digits that matter."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    digits = 2 if abs(value) >= 1 else 4 if abs(value) < 0.01 else 3
+    return f"{value:.{digits}f}" if abs(value) < 10 else f"{value:.1f}"
