@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import large_worlds
+import megatron_state
 import real_ranks
 from chart import draw
 from measure import Table, as_text
@@ -47,6 +48,13 @@ def every(runs: int, nprocs: list[int]) -> Tables:
         "simulate": lambda: large_worlds.simulation(4096),
         "gloo": lambda: real_ranks.creation(nprocs, runs, 5),
         "sharing": lambda: real_ranks.sharing(nprocs, runs, 5),
+        "state": lambda: _chain(
+            megatron_state.large_worlds(4096, runs, None),
+            megatron_state.large_worlds(16_384, runs, 1 / 20),
+            megatron_state.large_worlds(131_072, 1, 1 / 100),
+            *(megatron_state.real_ranks(count, runs, 5) for count in nprocs if 8 <= count <= 16),
+        ),
+        "getters": lambda: megatron_state.getters(runs),
     }
 
 
@@ -62,6 +70,10 @@ def quick() -> Tables:
         "simulate": lambda: large_worlds.simulation(128),
         "gloo": lambda: real_ranks.creation([4], 1, 1),
         "sharing": lambda: real_ranks.sharing([4], 1, 1),
+        "state": lambda: _chain(
+            megatron_state.large_worlds(1024, 1, None), megatron_state.real_ranks(8, 1, 1)
+        ),
+        "getters": lambda: megatron_state.getters(1),
     }
 
 

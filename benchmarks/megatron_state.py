@@ -1,31 +1,22 @@
-"""Megatron's parallel_state on grids beside megatron-core's own, in one run.
-
-    pip install '.[test]' && python benchmarks/megatron_state.py
-
-Three tables: each getter of a size, a rank, a group or a stage; one rank's initialisation in large
-fake worlds; and initialisation on real gloo processes, with threads and files. Runs of the two are
-interleaved. A fake world shows what a rank computes and registers; no network, no NCCL.
-"""
+"""Megatron's parallel_state on grids beside megatron-core's own."""
 
 from __future__ import annotations
 
-import argparse
 import functools
+import gc
 import inspect
-import os
-import statistics
 import time
 import timeit
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from measure import Goal, Table, interleaved
 
-from hypercomm.launch import run_ranks
-from hypercomm.testing import fake_world
+from hypercomm.testing import fake_world, run_ranks
 
 LARGE = {
     "tensor_model_parallel_size": 8,
@@ -40,16 +31,17 @@ SMALL = {
     "pipeline_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
+REFERENCE = "megatron-core parallel_state"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "megatron-core": {},
+    REFERENCE: {},
     "hypercomm": {},
     "hypercomm, share='identical'": {"share": "identical"},
     "hypercomm, lazy=True": {"lazy": True},
 }
 
 
-def state_module(name: str) -> ModuleType:
-    if name == "megatron-core":
+def module_of(name: str) -> ModuleType:
+    if name == REFERENCE:
         from megatron.core import parallel_state as theirs
 
         return theirs
@@ -71,109 +63,87 @@ def forget(module: ModuleType) -> None:
                 setattr(module, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
 
 
-def nanoseconds(function: Any) -> float:
-    calls = 100_000
-    return min(timeit.repeat(function, number=calls, repeat=5)) / calls * 1e9
-
-
-def getters() -> None:
-    """Print the time of each getter that answers in both modules without an argument."""
-    modules = [state_module("hypercomm"), state_module("megatron-core")]
-    rows = []
+def getters(runs: int) -> Iterator[Table]:
+    """The time of each getter that answers in both modules without an argument."""
+    ours, theirs = module_of("hypercomm"), module_of(REFERENCE)
     with fake_world(1024, rank=341):
-        for module in modules:
+        for module in (ours, theirs):
             module.initialize_model_parallel(**LARGE)
-        for name, function in sorted(inspect.getmembers(modules[1], inspect.isfunction)):
-            if not name.startswith(("get_", "is_")) or function.__module__ != modules[1].__name__:
+        for name, function in sorted(inspect.getmembers(theirs, inspect.isfunction)):
+            if not name.startswith(("get_", "is_")) or function.__module__ != theirs.__name__:
                 continue
-            pair = [getattr(modules[0], name), function]
+            pair = {"hypercomm": getattr(ours, name), REFERENCE: function}
             try:
-                for getter in pair:
+                for getter in pair.values():
                     getter()
             except (AssertionError, KeyError, TypeError):
                 continue  # needs arguments, or a group that this configuration does not have
-            rows.append((name, *map(nanoseconds, pair)))
-        for module in modules:
+            ways = {who: functools.partial(_nanoseconds, getter) for who, getter in pair.items()}
+            yield Table(name, "ns", interleaved(ways, runs), REFERENCE)
+        for module in (ours, theirs):
             forget(module)
-    print(f"{'getter':52} {'hypercomm':>10} {'megatron':>10}   ratio")
-    for name, own, theirs in rows:
-        print(f"{name:52} {own:7.0f} ns {theirs:7.0f} ns {theirs / own:6.1f}x")
 
 
-def fake_initialisation(world_sizes: list[int], runs: int) -> None:
-    """Print what one rank of a fake world needs to initialise."""
-    print(f"\n{'ranks, fake backend':22} {'hypercomm':>18} {'megatron-core':>22}   ratio")
-    for world_size in world_sizes:
-        times: dict[str, list[float]] = {"hypercomm": [], "megatron-core": []}
-        for _ in range(runs):
-            for name, taken in times.items():
-                module = state_module(name)
-                with fake_world(world_size, rank=world_size // 3):
-                    begin = time.perf_counter()
-                    module.initialize_model_parallel(**LARGE)
-                    taken.append(time.perf_counter() - begin)
-                    forget(module)
-        own, theirs = (statistics.median(taken) * 1e3 for taken in times.values())
-        (low, high), (low2, high2) = ((min(t) * 1e3, max(t) * 1e3) for t in times.values())
-        print(
-            f"{world_size:<22,} {own:6.1f} ms ({low:.1f}..{high:.1f}) "
-            f"{theirs:8.0f} ms ({low2:.0f}..{high2:.0f}) {theirs / own:6.0f}x"
-        )
+def _nanoseconds(function: Any) -> float:
+    calls = 50_000
+    return timeit.timeit(function, number=calls) / calls * 1e9
 
 
-def real_initialisation(name: str, cycles: int) -> list[tuple[float, int, int, int]]:
-    """What a real rank sees: seconds until all are initialised, groups, threads, files."""
+def large_worlds(world_size: int, runs: int, goal: float | None) -> Iterator[Table]:
+    """One rank's initialisation on the fake backend."""
+
+    def measure(name: str) -> float:
+        module = module_of(name)
+        with fake_world(world_size, rank=world_size // 3):
+            begin = time.perf_counter()
+            module.initialize_model_parallel(**LARGE)
+            taken = (time.perf_counter() - begin) * 1e3
+            forget(module)
+        return taken
+
+    ways = {name: functools.partial(measure, name) for name in ("hypercomm", REFERENCE)}
+    what = f"initialize_model_parallel, fake backend, {world_size:,} ranks"
+    goals = {"hypercomm": Goal(goal, REFERENCE)} if goal else {}
+    yield Table(what, "ms", interleaved(ways, runs), REFERENCE, goals)
+
+
+def _on_a_rank(cycles: int) -> dict[str, list[tuple[float, int, int]]]:
+    """What a real rank sees of each variant: milliseconds until all have it, threads, files."""
     warnings.simplefilter("ignore")
-    module, seen = state_module(name), []
-    for _ in range(cycles + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        module.initialize_model_parallel(**SMALL, **VARIANTS[name])
-        dist.barrier()
-        seconds = time.perf_counter() - begin
-        groups = len(dist.distributed_c10d._world.pg_map)
-        files, threads = (len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task"))
-        seen.append((seconds, groups, threads, files))
-        forget(module)
-    return seen[1:]  # the first one loads modules
+    seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in VARIANTS}
+    for cycle in range(cycles + 1):
+        for name, options in VARIANTS.items():
+            module = module_of(name)
+            dist.barrier()
+            begin = time.perf_counter()
+            module.initialize_model_parallel(**SMALL, **options)
+            dist.barrier()
+            taken = (time.perf_counter() - begin) * 1e3
+            threads, files = (
+                len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")
+            )
+            if cycle:  # the first one loads modules
+                seen[name].append((taken, threads, files))
+            forget(module)
+            gc.collect()
+        if not cycle:
+            gc.freeze()  # what torch and Megatron loaded is not to be searched in every cycle
+    return seen
 
 
-def gloo(nprocs: int, runs: int, cycles: int) -> None:
-    """Print initialisation with gloo twins on real processes; the slowest rank counts."""
-    print(f"\n{f'{nprocs} gloo processes':30} {'median':>9} {'spread':>16}  groups threads files")
-    seen: dict[str, list[tuple[float, int, int, int]]] = {name: [] for name in VARIANTS}
+def real_ranks(nprocs: int, runs: int, cycles: int) -> Iterator[Table]:
+    """Initialisation with gloo twins on real processes; the slowest rank of a cycle counts."""
+    seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in VARIANTS}
     for _ in range(runs):
-        for name, taken in seen.items():
-            ranks = run_ranks(functools.partial(real_initialisation, name, cycles), nprocs)
-            taken += [max(cycle) for cycle in zip(*ranks, strict=True)]
-    reference = statistics.median(seconds for seconds, *_ in seen["megatron-core"])
-    for name, taken in seen.items():
-        times = [seconds * 1e3 for seconds, *_ in taken]
-        median = statistics.median(times)
-        groups, threads, files = (max(column) for column in list(zip(*taken, strict=True))[1:])
-        print(
-            f"{name:30} {median:6.1f} ms {f'{min(times):.0f}..{max(times):.0f}':>16} "
-            f"{groups:6} {threads:7} {files:5}   {median / reference / 1e3:.2f}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", nargs="+", default=["getters", "fake", "gloo"])
-    parser.add_argument("--nprocs", nargs="+", type=int, default=[8, 16])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=5)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores")
-    if "getters" in options.tables:
-        getters()
-    if "fake" in options.tables:
-        fake_initialisation([1024, 4096, 16_384], options.runs)
-        fake_initialisation([131_072], 1)
-    for nprocs in options.nprocs if "gloo" in options.tables else []:
-        gloo(nprocs, options.runs, options.cycles)
-
-
-if __name__ == "__main__":
-    main()
+        ranks = run_ranks(functools.partial(_on_a_rank, cycles), nprocs, timeout=900)
+        for name, cycles_seen in seen.items():
+            cycles_seen += [max(cycle) for cycle in zip(*(r[name] for r in ranks), strict=True)]
+    what = f"initialize_model_parallel, {nprocs} gloo processes"
+    goals = {
+        "hypercomm": Goal(1, REFERENCE),
+        "hypercomm, share='identical'": Goal(0.6, REFERENCE),
+    }
+    for column, unit in enumerate(("ms", "threads", "files")):
+        samples = {name: [float(cycle[column]) for cycle in found] for name, found in seen.items()}
+        named = what if unit == "ms" else f"{unit} of a rank: {what}"
+        yield Table(named, unit, samples, REFERENCE, goals if unit == "ms" else {})

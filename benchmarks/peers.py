@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -80,7 +81,11 @@ PEERS: dict[str, Peer] = {
 
 
 def destroy_all() -> None:
-    """Destroy every process group but WORLD, whoever made it."""
+    """Destroy every process group but WORLD, whoever made it.
+
+    What still refers to them is collected now, or their threads would end while others are timed.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
 from hypercomm.launch import report
-from hypercomm.process_groups.creation import told_together
+from hypercomm.process_groups.creation import together
 
 
 def registered():
@@ -201,7 +201,7 @@ def told_at_the_end():
                 [store.check([f"{group.group_name}/connected/{rank}"]) for group in groups]
             )
 
-        with contextlib.suppress(ZeroDivisionError), told_together():
+        with contextlib.suppress(ZeroDivisionError), together():
             for name in names:
                 grid.create_pg("dp", name=name)
             look()

@@ -13,7 +13,7 @@ import importlib
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from inspect import signature
 from types import ModuleType
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
-from hypercomm.process_groups.gloo import lazy_init, reading
+from hypercomm.process_groups.gloo import devices, lazy_init, reading
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
@@ -65,7 +65,12 @@ def replaces_new_group() -> str | None:
     return None
 
 
-def _world_group() -> ProcessGroup:
+def world_group() -> ProcessGroup:
+    """Return WORLD.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+    """
     world = dist.group.WORLD
     if world is None:
         raise NotInitializedError(
@@ -76,7 +81,7 @@ def _world_group() -> ProcessGroup:
 
 def default_backend() -> str:
     """Return the backend that torch gives a group when none is named: that of WORLD."""
-    return backend_of(_world_group())
+    return backend_of(world_group())
 
 
 def backend_of(group: ProcessGroup) -> str:
@@ -88,9 +93,10 @@ def backend_of(group: ProcessGroup) -> str:
     return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
 
 
-def single_backends(backend: str) -> list[str]:
+@functools.lru_cache(maxsize=64)
+def single_backends(backend: str) -> tuple[str, ...]:
     """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
-    return [part.rpartition(":")[2].strip() for part in backend.lower().split(",")]
+    return tuple(part.rpartition(":")[2].strip() for part in backend.lower().split(","))
 
 
 def known_backends() -> list[str]:
@@ -100,7 +106,7 @@ def known_backends() -> list[str]:
 
 def is_available(backend: str) -> bool:
     """Tell whether this build of torch can run a single backend."""
-    if OtherWorld.current is not None:
+    if _is_other_world:
         return True  # it is to be run elsewhere
     # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
     if backend == "fake":
@@ -121,7 +127,7 @@ def world_timeout(backend: str) -> timedelta | None:
     in recent versions.
     """
     timeouts = {
-        single: _timeout_of(_world_group()._get_backend(torch.device(device)))
+        single: _timeout_of(world_group()._get_backend(torch.device(device)))
         for device, single in _world_parts().items()
     }
     wanted = [timeouts.get(single) for single in single_backends(backend)]
@@ -146,7 +152,7 @@ def split_device() -> torch.device | None:
     device: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
     if device is None:
         return None
-    return device if _world_group()._get_backend(device).supports_splitting else None
+    return device if world_group()._get_backend(device).supports_splitting else None
 
 
 def device_backend(device: torch.device) -> str:
@@ -196,10 +202,7 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    with contextlib.ExitStack() as stack:
-        if "gloo" in single_backends(backend) and has_store():
-            stack.enter_context(lazy_init.set_to(lazily))
-            stack.enter_context(reading.at_once(store().timeout == timeout))
+    with _connecting(backend, timeout, lazily):
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -213,6 +216,17 @@ def new_group(
         )
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _connecting(backend: str, timeout: timedelta, lazily: bool | None) -> Iterator[None]:
+    """Choose how gloo connects the group that is created within a `with` block."""
+    if "gloo" not in single_backends(backend) or not has_store():
+        yield
+        return
+    at_once = store().timeout == timeout
+    with lazy_init.set_to(lazily), reading.at_once(at_once), devices.used():
+        yield
 
 
 def device_type(group: ProcessGroup) -> str:
@@ -254,7 +268,7 @@ def store_identity() -> str:
 
 def has_store() -> bool:
     """Tell whether the ranks of this world can meet in a store; those of a fake one cannot."""
-    if OtherWorld.current is not None or not is_live():
+    if _is_other_world or not is_live():
         return False
     return "fake" not in single_backends(default_backend())
 
@@ -372,120 +386,70 @@ def let_threads_finish() -> None:
         time.sleep(0.02)
 
 
-class OtherWorld:
-    """What torch.distributed's functions see in place of the job, for a while.
+@contextlib.contextmanager
+def other_world(
+    tables: Sequence[str],
+    create: Callable[..., tuple[Any, None]],
+    begin: Callable[..., None],
+    end: Callable[..., None],
+) -> Iterator[Any]:
+    """Let torch.distributed see another job within a `with` block: no store, no process group.
 
     torch keeps all that it knows of a job in one object, and lets tests of its own replace that.
-    There is no store and no process group of torch in this one: `create` makes what stands in for
-    a group, and only what needs a backend fails.
 
     Args:
-        world: Stands in for WORLD.
-        ranks: Maps each rank to itself.
-        backend: The backend of WORLD.
-        create: Called with the name, the ranks, the backend, the timeout and the description of
-            each group of this rank.
+        tables: Names of the dicts that the object holds.
+        create: Makes the groups of a rank, with the arguments of torch's own helper.
+        begin: Takes the place of `init_process_group`.
+        end: Takes the place of `destroy_process_group`.
     """
+    names = (*tables, "group_count")
+    world = type("OtherWorld", (type(_private()._world),), dict.fromkeys(names))()
+    world.group_count = 0
+    for table in tables:
+        setattr(world, table, {})
+    stands_in = {
+        "_world": world,
+        "_new_process_group_helper": create,
+        "_store_based_barrier": _do_nothing,
+        "_get_default_timeout": _default_timeout,
+        "init_process_group": begin,
+        "destroy_process_group": end,
+        "barrier": _do_nothing,
+        "monitored_barrier": _do_nothing,
+    }
+    global _is_other_world  # noqa: PLW0603 - as torch's own state, it is the process's
+    with contextlib.ExitStack() as stack:
+        for module in (_private(), dist):
+            for name, value in stands_in.items():
+                if hasattr(module, name):
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, value)
+        _is_other_world = True
+        try:
+            yield world
+        finally:
+            _is_other_world = False
 
-    _TABLES = (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "tags_to_pg",
-        "pg_to_tag",
-    )
 
-    current: OtherWorld | None = None
+def is_other_world() -> bool:
+    """Tell whether `other_world` is entered."""
+    return _is_other_world
 
-    def __init__(
-        self,
-        world: Any,
-        ranks: Mapping[int, int],
-        backend: str,
-        create: Callable[[str, tuple[int, ...], str, timedelta, str], Any],
-    ) -> None:
-        kind = type(_private()._world)
-        self._torch = type("OtherWorld", (kind,), dict.fromkeys((*self._TABLES, "group_count")))()
-        self._torch.group_count = 0
-        for table in self._TABLES:
-            setattr(self._torch, table, {})
-        self._world, self._ranks, self._backend, self._create = world, ranks, backend, create
-        self._start()
 
-    def _start(self, *_: object, **__: object) -> None:
-        if self._torch.default_pg is None:
-            self._torch.default_pg = self._world
-            self._file(self._world, "default_pg", self._backend, self._ranks)
+_is_other_world = False
 
-    def _file(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
-        self._torch.pg_map[group] = (backend, None)
-        self._torch.pg_names[group] = name
-        self._torch.pg_group_ranks[group] = ranks
-        self._torch.pg_backend_config[group] = str(_private().BackendConfig(dist.Backend(backend)))
 
-    def _new_group(
-        self,
-        group_size: int,
-        group_rank: int | None,
-        global_ranks_in_group: Sequence[int],
-        backend: str,
-        store: object,  # noqa: ARG002 - the arguments are torch's
-        group_name: str,
-        backend_options: object = None,  # noqa: ARG002
-        timeout: timedelta = timedelta(0),
-        pg_tag: object = None,  # noqa: ARG002
-        device_id: object = None,  # noqa: ARG002
-        group_desc: str | None = None,
-    ) -> tuple[Any, None]:
-        if group_name in self._torch.pg_names.values():
-            raise ValueError(f"the group name {group_name} is taken")
-        if group_rank is None:
-            return dist.GroupMember.NON_GROUP_MEMBER, None
-        ranks = tuple(global_ranks_in_group)
-        group = self._create(group_name, ranks, str(backend), timeout, group_desc or "undefined")
-        self._file(
-            group, group_name, str(backend), dict(zip(ranks, range(group_size), strict=True))
-        )
-        return group, None
-
-    def _destroy(self, group: Any = None) -> None:
-        whole = group is None or group is self._torch.default_pg
-        for known in list(self._torch.pg_map) if whole else [group]:
-            for table in self._TABLES:
-                getattr(self._torch, table).pop(known, None)
-        if whole:
-            self._torch.default_pg = None
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Be what torch sees within a `with` block."""
-        stands_in = {
-            "_world": self._torch,
-            "_new_process_group_helper": self._new_group,
-            "_store_based_barrier": _do_nothing,
-            "_get_default_timeout": _default_timeout,
-            "init_process_group": self._start,
-            "destroy_process_group": self._destroy,
-            "barrier": _do_nothing,
-            "monitored_barrier": _do_nothing,
-        }
-        with contextlib.ExitStack() as stack:
-            for module in (_private(), dist):
-                for name, value in stands_in.items():
-                    if hasattr(module, name):
-                        stack.callback(setattr, module, name, getattr(module, name))
-                        setattr(module, name, value)
-            stack.callback(setattr, OtherWorld, "current", OtherWorld.current)
-            OtherWorld.current = self
-            yield
+def backend_config(backend: str) -> str:
+    """Return what torch makes of a backend string: the backend of each device."""
+    return str(_private().BackendConfig(dist.Backend(backend)))
 
 
 def _default_timeout(backend: str) -> timedelta:
     """What torch gives a group, without the warning of a build that lacks the backend."""
     nccl: timedelta | None = _private().default_pg_nccl_timeout
-    is_nccl = backend == "nccl"
-    return nccl or timedelta(minutes=10) if is_nccl else _private().default_pg_timeout
+    default: timedelta = _private().default_pg_timeout
+    return nccl or timedelta(minutes=10) if backend == "nccl" else default
 
 
 def _do_nothing(*_: object, **__: object) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypercomm.errors import CreationError, NotInitializedError
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.gloo import address_key
+from hypercomm.process_groups.gloo import address_key, devices
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
 from hypercomm.process_groups.strategies import STRATEGIES
 from hypercomm.process_groups.world import process_wide
@@ -140,12 +140,16 @@ def _absent(plan: GroupPlan) -> list[str]:
 
 
 @contextlib.contextmanager
-def told_together() -> Iterator[None]:
-    """Tell the store of all creations within a `with` block at its end, in one message."""
+def together() -> Iterator[None]:
+    """Create several groups within a `with` block for less than one by one.
+
+    The store is told of all creations at the end, in one message, and gloo groups share devices.
+    """
     keys: list[str] = []
     token = _to_tell.set(keys)
     try:
-        yield
+        with devices.shared():
+            yield
     finally:
         _to_tell.reset(token)
         try:

@@ -6,6 +6,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 
 _SWITCH = "GLOO_ENABLE_STORE_V2_API"
 
@@ -67,6 +72,10 @@ class LazyInit:
         self._is_set_to: bool | None = None
         self._users = ""
 
+    def is_set(self) -> bool:
+        """Tell whether the groups that are created now connect lazily."""
+        return os.environ.get(self._SWITCH, "0").lower() in {"1", "true", "t", "yes", "y", "on"}
+
     @contextlib.contextmanager
     def set_to(self, lazily: bool | None) -> Iterator[None]:
         """Connect lazily or not while a group is created; None leaves it to the environment."""
@@ -87,8 +96,92 @@ class LazyInit:
                 self._changed.notify_all()
 
 
+class Devices:
+    """Lets gloo groups that are created together share what they listen at, and its thread.
+
+    torch gives each gloo group a device of its own: it looks the host up, listens at a socket and
+    starts a thread. gloo takes devices, but torch's helper hands none on; so as long as a group is
+    created on shared ones, the class that the helper calls is one that does. Groups keep their
+    devices alive, and the last one ends them. Lazily connected groups get their own: on a shared
+    device their collectives were seen to hang (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        self._shared: ContextVar[list[Any] | None]
+        self._shared = ContextVar("shared devices", default=None)
+        self._lock = threading.Lock()
+        self._creating = 0
+        self._torchs: Any = None
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Give the gloo groups that this thread creates within a `with` block the same devices."""
+        token = self._shared.set([])
+        try:
+            yield
+        finally:
+            self._shared.reset(token)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Create one group on the shared devices, if there are any and it connects at once."""
+        shared = self._shared.get()
+        if shared is None or lazy_init.is_set():
+            yield
+            return
+        if not shared:
+            shared += self._new()
+        token = self._used.set(shared)
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._used.reset(token)
+
+    _used: ContextVar[list[Any] | None] = ContextVar("devices in use", default=None)
+
+    @staticmethod
+    def _new() -> list[Any]:
+        """Make what torch would: a device for each interface that the user names, or the host's."""
+        gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if len(names) > 1:
+            return [gloo.create_device(interface=name) for name in names.split(",")]
+        return [gloo.create_default_device()]
+
+    def _count(self, change: int) -> None:
+        c10d: Any = dist.distributed_c10d
+        with self._lock:
+            if not self._creating:
+                self._torchs = c10d.ProcessGroupGloo
+                c10d.ProcessGroupGloo = self._class(self._torchs)
+            self._creating += change
+            if not self._creating:
+                c10d.ProcessGroupGloo = self._torchs
+
+    def _class(self, torchs: Any) -> Any:
+        used = self._used
+
+        class ProcessGroupGloo(torchs):  # type: ignore[misc]
+            def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+                shared = used.get()
+                if shared is None:  # another thread creates one meanwhile
+                    super().__init__(store, rank, size, timeout=timeout)
+                    return
+                options = torchs._Options()
+                options._devices = shared
+                options._threads = 2 * len(shared)
+                options._timeout = timeout
+                super().__init__(store, rank, size, options)
+
+        return ProcessGroupGloo
+
+
 reading = AddressReading()
 """Of this process."""
 
 lazy_init = LazyInit()
+"""Of this process."""
+
+devices = Devices()
 """Of this process."""

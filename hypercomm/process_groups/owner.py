@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -23,7 +24,7 @@ from hypercomm.process_groups.creation import (
     create,
     destroy,
     grid_names,
-    told_together,
+    together,
 )
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
 from hypercomm.process_groups.options import GroupOptions
@@ -117,7 +118,7 @@ class GroupOwner:
         self._label = label
         self._creation = creation
         self._share_with = share_with
-        self._identity: tuple[str, str] | None = None
+        self._identity: tuple[weakref.ref[ProcessGroup], str] | None = None
         self._failures: dict[GroupKey, int] = {}
         self._batches = 0
 
@@ -221,7 +222,7 @@ class GroupOwner:
             self._batches = batch  # whatever comes of it, a retry gets another number
             if c10d.has_store():
                 agreement.agree(f"{self._name}/batch {batch}", list(map(_describe, keys, mine)))
-            with told_together():
+            with together():
                 return [planned.create() for planned in mine]
         except BaseException as error:
             self._roll_back(keys[: len(mine)])
@@ -322,13 +323,14 @@ class GroupOwner:
 
     @property
     def _name(self) -> str:
-        """The name that all ranks know the grid by; claimed when its first group is planned."""
-        store = c10d.store_identity()
-        if self._identity is None or self._identity[0] != store:
+        """The name that all ranks of this job know the grid by; claimed at its first plan."""
+        job = c10d.world_group()
+        if self._identity is None or self._identity[0]() is not job:
             kind = f"{self._layout.to_json()} {self._label!r}"
             fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
             label = f".{self._label}" if self._label else ""
-            self._identity = store, grid_names.claim(f"hypercomm/{fingerprint}{label}", store)
+            name = grid_names.claim(f"hypercomm/{fingerprint}{label}", c10d.store_identity())
+            self._identity = weakref.ref(job), name
         return self._identity[1]
 
     def _shareable(self) -> Iterator[PlannedGroup]:

@@ -119,7 +119,11 @@ def _why_not_split(backend: str) -> str | None:
     if not hasattr(dist, "split_group"):
         return "this torch lacks torch.distributed.split_group"
     bound = c10d.device_backend(device)
-    if not [bound] == c10d.single_backends(backend) == c10d.single_backends(c10d.default_backend()):
+    if (
+        not (bound,)
+        == c10d.single_backends(backend)
+        == c10d.single_backends(c10d.default_backend())
+    ):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     return None
 

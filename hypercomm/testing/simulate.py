@@ -21,6 +21,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.checks import as_int, positive
 from hypercomm.process_groups import c10d, world
+from hypercomm.process_groups.other_world import OtherWorld
 from hypercomm.testing.rendezvous import Creation, Disagreement, find_disagreements
 
 Result = TypeVar("Result")
@@ -137,7 +138,7 @@ def simulate(
         raise GroupOptionsError(
             f"unknown backend {unknown[0]!r}; this torch knows {c10d.known_backends()}"
         )
-    if c10d.OtherWorld.current is not None:
+    if c10d.is_other_world():
         raise SimulationError(
             "simulate() was called by a function that it runs; leave it out there"
         )
@@ -177,7 +178,7 @@ class _Job:
 
         size = len(self._everyone)
         everyone = SimulatedGroup("default_pg", rank, size, self._timeout, "default_pg")
-        job = c10d.OtherWorld(everyone, self._everyone, self._backend, create)
+        job = OtherWorld(everyone, self._everyone, self._backend, create)
         with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
             yield created
 

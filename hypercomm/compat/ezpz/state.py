@@ -17,7 +17,7 @@ from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
 from hypercomm.layout.sizes import misfit
-from hypercomm.process_groups.creation import told_together
+from hypercomm.process_groups.creation import together
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,7 +135,7 @@ class TensorParallelState(ModuleState):
                 row: grid.plan_pg(row.dim, backend=choices.get(row.backend), timeout=timeout)
                 for row in TABLE.values()
             }
-            with told_together():
+            with together():
                 for row, group in planned.items():
                     values[row.group] = group.create()
                     values[row.ranks] = list(grid.group_ranks(row.dim))

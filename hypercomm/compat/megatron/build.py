@@ -15,7 +15,7 @@ from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation import told_together
+from hypercomm.process_groups.creation import together
 from hypercomm.process_groups.planned import PlannedGroup
 from hypercomm.process_groups.strategies import choose
 
@@ -96,7 +96,7 @@ class Build:
             if row.ranks and isinstance(derived, RankGroups) and derived.has_member(self._rank):
                 values[row.ranks] = list(derived.of(self._rank))
         if not config.lazy:
-            with told_together():
+            with together():
                 for planned in self._planned:
                     self._create(planned)
             groups = {name: create_planned(value, self.created) for name, value in groups.items()}

@@ -1,0 +1,93 @@
+"""The benchmarks run, measure what they say, and hold it against goals as they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The modules of the benchmarks, which are scripts and no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import measure
+    import peers
+
+    yield measure, peers
+    for name in ("measure", "peers"):
+        sys.modules.pop(name, None)
+
+
+# One command runs everything, prints one table, writes JSON and draws a chart.
+def test_everything_runs(tmp_path):
+    command = [sys.executable, str(BENCHMARKS), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["machine"]["cores"] >= 1
+    rows = report["rows"]
+    assert len({row["what"] for row in rows}) == 13
+    assert {row["who"] for row in rows} >= {
+        "hypercomm",
+        "hypercomm, share='identical'",
+        "megatron-core HyperCommGrid",
+        "megatron-core RankGenerator",
+        "torch DeviceMesh",
+        "new_group loop",
+    }
+    for row in rows:
+        assert row["min"] <= row["median"] <= row["max"]
+        assert row["median"] > 0
+        assert row["who"] in done.stdout
+    (split,) = [r for r in rows if r["what"].startswith("splits") and r["who"] == "hypercomm"]
+    assert (split["median"], split["ratio"], split["reached"]) == (1, 1 / 128, True)
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Ways take turns, the first round does not count, and each keeps its own samples.
+def test_interleaved(modules):
+    measure, _ = modules
+    calls = []
+
+    def way(name):
+        return lambda: calls.append(name) or float(len(calls))
+
+    seen = measure.interleaved({"one": way("one"), "two": way("two")}, runs=2)
+    assert calls == ["one", "two"] * 3
+    assert seen == {"one": [3.0, 5.0], "two": [4.0, 6.0]}
+
+
+# Ratios are to the reference, and a goal is a number or a share of somebody's median.
+def test_goals(modules):
+    measure, _ = modules
+    samples = {"ours": [1.0, 5.0, 3.0], "peer": [4.0, 4.0, 40.0]}
+    goals = {"ours": measure.Goal(0.7, "peer")}
+    ours, peer = measure.Table("creation", "ms", samples, "peer", goals).rows()
+    assert (ours["median"], ours["min"], ours["max"], ours["ratio"]) == (3.0, 1.0, 5.0, 0.75)
+    assert (ours["goal"], ours["reached"]) == ("at most 0.7 of peer", False)
+    assert (peer["ratio"], peer["goal"]) == (1.0, None)
+    reached = measure.Table("creation", "ms", samples, "peer", {"ours": measure.Goal(3)}).rows()[0]
+    assert (reached["goal"], reached["reached"]) == ("at most 3 ms", True)
+    text = measure.as_text([ours, peer]).splitlines()
+    assert text[1].split() == [
+        *["creation", "ours", "3.00", "ms", "1.00..5.00", "0.750"],
+        *["at", "most", "0.7", "of", "peer:", "NOT", "reached"],
+    ]
+    assert text[2].split() == ["peer", "4.00", "ms", "4.00..40.0", "1"]
+
+
+# What the loop of new_group enumerates is every group of the dims, once, in ascending order.
+def test_enumeration(modules):
+    _, peers = modules
+    shape, names = (2, 3, 4), ("tp", "cp", "dp")
+    table = np.arange(24).reshape(shape, order="F")
+    tp, cp_dp = peers.enumerated(shape, names, [("tp",), ("cp", "dp")])
+    assert sorted(map(tuple, tp)) == sorted(
+        tuple(table[:, cp, dp]) for cp in range(3) for dp in range(4)
+    )
+    assert sorted(map(tuple, cp_dp)) == [tuple(sorted(table[rank].ravel())) for rank in range(2)]
