@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -115,6 +116,57 @@ def lazy_cycles(count):
             dist.broadcast(value, src=3, group=both)
             right += int(value) == 3
     return right, len(registered())
+
+
+def shared_devices():
+    """Threads and sockets that groups add alone and in a batch, and what is left of them."""
+    gloo, added = dist.distributed_c10d.ProcessGroupGloo, []
+
+    def count():
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        return threads, sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
+
+    def measured(create):
+        before = count()
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            sums = [sum_over(group) for group in create(grid)]
+            added.append([now - then for now, then in zip(count(), before, strict=True)])
+        added.append([now - then for now, then in zip(count(), before, strict=True)])
+        return sums
+
+    batch = ["tp", "dp", ["tp", "dp"]]
+    measured(lambda grid: grid.create_pgs(batch))  # starts what stays
+    added.clear()
+    sums = [measured(lambda grid: [grid.create_pg(dims) for dims in batch])]
+    sums.append(measured(lambda grid: grid.create_pgs(batch)))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sums.append(measured(lambda grid: grid.create_pgs(batch)))
+    return added, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
+
+
+def another_thread_meanwhile():
+    """A thread creates groups of one rank, torch's and ours, while this one creates a batch.
+
+    Groups of several ranks would wait for each other: a store serves one waiting thread at a time.
+    """
+    outcomes, rank = [], dist.get_rank()
+
+    def other():
+        for _ in range(20):
+            group = dist.new_group([rank], use_local_synchronization=True)
+            outcomes.append(sum_over(group, 3))
+            dist.destroy_process_group(group)
+            with HyperCommGrid([1], ["dp"], rank_offset=rank) as grid:
+                outcomes.append(sum_over(grid.create_pgs(["dp"])[0], 4))
+
+    gloo = dist.distributed_c10d.ProcessGroupGloo
+    thread = threading.Thread(target=other)
+    thread.start()
+    with HyperCommGrid([2], ["dp"], name="own") as grid:
+        batch = [{"dims": "dp", "name": f"{position}"} for position in range(20)]
+        sums = [sum_over(group) for group in grid.create_pgs(batch)]
+        thread.join()
+    return outcomes, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
 
 
 def dies_in_a_batch(rank, port, folder):

@@ -89,6 +89,27 @@ def test_a_rank_that_dies(tmp_path):
         assert left == 0
 
 
+# Groups of one batch share what they listen at and its thread, also on an interface that the user
+# names; all of it is gone with them, and torch's own class is in its place.
+def test_groups_of_a_batch_share_devices():
+    for added, sums, is_restored in run_ranks(batch_ranks.shared_devices, 4):
+        alone, no_more, batch, none_left, named, none = added
+        assert batch[0] <= alone[0] - 2  # two threads that listen, of three, are spared
+        assert batch[1] <= alone[1] - 2  # and their sockets
+        assert named == batch
+        assert no_more == none_left == none == [0, 0]
+        assert sums[0] == sums[1] == sums[2]
+        assert is_restored
+
+
+# Threads that create groups at the same time do not get in each other's way.
+def test_another_thread_creates_meanwhile():
+    assert (
+        run_ranks(batch_ranks.another_thread_meanwhile, 2, timeout=60)
+        == [([3, 4] * 20, [11] * 20, True)] * 2
+    )
+
+
 needs_lazy = pytest.mark.skipif(not LAZY, reason="gloo in this torch connects at the creation")
 
 

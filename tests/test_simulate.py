@@ -6,6 +6,8 @@ import graphlib
 import itertools
 import os
 import re
+import subprocess
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -177,6 +179,23 @@ def test_states_of_this_process():
     assert got.returned == {
         rank: list(range(rank - rank % 4, rank - rank % 4 + 4)) for rank in range(8)
     }
+
+
+# Also where the function is the first to import them: nothing of the last rank stays.
+def test_imports_within_the_function():
+    program = """
+from hypercomm.testing import simulate
+def program():
+    from hypercomm.compat.megatron import parallel_state
+    parallel_state.initialize_model_parallel(2)
+    return parallel_state.get_tensor_model_parallel_rank()
+print(simulate(program, 4).returned)
+from hypercomm.compat.megatron import parallel_state
+print(parallel_state.model_parallel_is_initialized())
+"""
+    command = [sys.executable, "-W", "error::UserWarning:hypercomm", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "{0: 0, 1: 1, 2: 0, 3: 1}\nFalse\n", done.stderr
 
 
 # torch's own members-only creation salts names with the number of groups that a rank has: ranks

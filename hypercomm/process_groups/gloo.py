@@ -162,7 +162,11 @@ class Devices:
     def _class(self, torchs: Any) -> Any:
         used = self._used
 
-        class ProcessGroupGloo(torchs):  # type: ignore[misc]
+        class Kind(type(torchs)):  # type: ignore[misc]
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, torchs)  # one that another thread made before
+
+        class ProcessGroupGloo(torchs, metaclass=Kind):  # type: ignore[misc]
             def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
                 shared = used.get()
                 if shared is None:  # another thread creates one meanwhile

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
+# Their globals are among what each rank begins without; they must be known before a rank begins.
+import hypercomm.compat.ezpz.state
+import hypercomm.compat.megatron.state  # noqa: F401
 from hypercomm.errors import (
     DisagreementError,
     GroupOptionsError,
