@@ -101,7 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*every(1, [])], help="some of the tables")
     parser.add_argument("--runs", type=int, default=5, help="runs of each, interleaved")
-    parser.add_argument("--nprocs", nargs="+", type=int, default=[4, 8, 16, 32])
+    parser.add_argument(
+        "--nprocs", nargs="+", type=int, choices=real_ranks.SHAPES, default=[*real_ranks.SHAPES]
+    )
     parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()

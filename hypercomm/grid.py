@@ -435,10 +435,10 @@ class HyperCommGrid:
             ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
             2 4 ['tp', 'cp+dp']
         """
+        batch = self._owner.begin_batch()
         defaults = {"backend": backend, "timeout": timeout, "share": share}
-        return self._owner.create_all(
-            [self._request(**{**defaults, **arguments}) for arguments in _as_arguments(requests)]
-        )
+        arguments = [{**defaults, **given} for given in _as_arguments(requests)]
+        return self._owner.create_all([self._request(**each) for each in arguments], batch)
 
     def explain(
         self, dims: str | Iterable[str], *, name: str | None = None, backend: str | None = None

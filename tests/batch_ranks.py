@@ -52,6 +52,54 @@ def one_rank_differs():
         return said, waited, clean, [sum_over(group) for group in grid.create_pgs(batch)]
 
 
+def local_mistake():
+    """One rank's own code fails in a batch; then all ranks call alike, twice."""
+    rank, grid, said = dist.get_rank(), HyperCommGrid([2], ["dp"]), []
+
+    def fails(groups):
+        if rank == 1 and not said:
+            raise ValueError("a mistake of rank 1")
+        return groups
+
+    batch = [{"dims": "dp", "name": "x", "derive": fails}]
+    for names in (["x"], ["x"], ["y"]):
+        try:
+            requests = [{**batch[0], "name": name} for name in names]
+            groups = grid.create_pgs(requests, timeout=timedelta(seconds=2))
+            said.append(sum_over(groups[0]))
+        except (RuntimeError, ValueError) as error:
+            said.append(type(error).__name__)
+        dist.barrier()
+    grid.destroy()
+    return said
+
+
+def other_members():
+    """One rank derives groups that differ far inside."""
+    rank, grid = dist.get_rank(), HyperCommGrid([8], ["dp"])
+    left_out = 5 if rank == 4 else 4
+
+    def most(groups):
+        return groups.pick(lambda ranks: tuple(r for r in ranks if r != left_out))
+
+    try:
+        request = {"dims": "dp", "name": "most", "derive": most}
+        grid.create_pgs([request], timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def late_and_lazy(creation):
+    """How long rank 0 needs to create a lazy group for which rank 1 comes late."""
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    begin = time.monotonic()
+    with HyperCommGrid([2], ["dp"], lazy_init=True, creation=creation) as grid:
+        group = grid.create_pg("dp")
+        return time.monotonic() - begin, sum_over(group)
+
+
 def foreign_value():
     """Something else has written where a batch is compared."""
     store = dist.distributed_c10d._get_default_store()
@@ -88,18 +136,6 @@ def lazy_sockets():
             sums = [sum_over(group) for group in groups]
             used = sockets() - before
     return added, used, sums, os.environ["TORCH_GLOO_LAZY_INIT"]
-
-
-def lazy_waits_for_nobody():
-    """Rank 1 creates its group long after rank 0 is done."""
-    if dist.get_rank() == 1:
-        time.sleep(2)
-    begin = time.monotonic()
-    grid = HyperCommGrid([2], ["dp"], lazy_init=True)
-    group = grid.create_pg("dp")
-    took = time.monotonic() - begin
-    with grid:
-        return took, sum_over(group)
 
 
 def lazy_cycles(count):

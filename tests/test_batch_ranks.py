@@ -56,6 +56,22 @@ def test_a_rank_that_differs():
             assert waited < 3 + 2
 
 
+# A mistake on one rank alone fails that batch on all ranks, and the next ones are in step again.
+def test_a_local_mistake():
+    got = run_ranks(batch_ranks.local_mistake, 2, timeout=60)
+    assert got == [["CreationError", 11, 11], ["ValueError", 11, 11]]
+
+
+# Groups that differ where no text shows them differ all the same.
+def test_members_that_differ_far_inside():
+    got = run_ranks(batch_ranks.other_members, 8, timeout=60)
+    told = [rank for rank, said in enumerate(got) if said is not None]
+    assert told in ([4], [*range(8)])  # the others need rank 4 only if it came first
+    for rank in told:
+        assert got[rank].startswith("PlanMismatchError: ")
+        assert "ranks differ in what they create at position 0" in got[rank]
+
+
 # What is no plan of ours, where plans are compared, is an error that names the key.
 def test_a_foreign_value():
     for said, total in run_ranks(batch_ranks.foreign_value, 2):
@@ -124,10 +140,11 @@ def test_lazy_groups_connect_when_used():
         assert left == "0"
 
 
-# A lazy group is created without waiting for the other members.
+# A lazy group is created without waiting for the other members, in every way of creating.
 @needs_lazy
-def test_lazy_groups_wait_for_nobody():
-    (took, total), other = run_ranks(batch_ranks.lazy_waits_for_nobody, 2)
+@pytest.mark.parametrize("creation", ["local", "enumerate"])
+def test_lazy_groups_wait_for_nobody(creation):
+    (took, total), other = run_ranks(batch_ranks.late_and_lazy, 2, args=(creation,))
     assert took < 1
     assert total == other[1] == 11
 

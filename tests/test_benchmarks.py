@@ -37,7 +37,7 @@ def test_everything_runs(tmp_path):
         "ranks of one rank's five groups",
         "five process groups, fake backend, 1,024 ranks",
         "growth: five groups of constant size, fake backend, 4,096 ranks",
-        "growth from",
+        "growth from 1,024 to 4,096 ranks",
         "memory held",
         "splits of a bound WORLD",
         "simulate a Megatron initialisation",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import get_rank as bound_early
+from torch.distributed.device_mesh import init_device_mesh
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.ezpz import tp as ezpz
@@ -198,6 +199,60 @@ print(parallel_state.model_parallel_is_initialized())
     assert done.stdout == "{0: 0, 1: 1, 2: 0, 3: 1}\nFalse\n", done.stderr
 
 
+# Nor does a scope of this process reach into a simulated rank.
+def test_within_a_scope():
+    def program():
+        assert not mpu.model_parallel_is_initialized()
+        mpu.initialize_model_parallel(2)
+        with mpu.use(mpu.ParallelState()):
+            assert not mpu.model_parallel_is_initialized()
+        return mpu.get_tensor_model_parallel_rank()
+
+    state = mpu.ParallelState()
+    with mpu.use(state):
+        assert simulate(program, 4).returned == {0: 0, 1: 1, 2: 0, 3: 1}
+        state.write("_MPU_TENSOR_MODEL_PARALLEL_RANK", 5)
+        assert mpu.get_tensor_model_parallel_rank() == 5
+
+
+# Meshes are made of stand-ins, and a grid's own is one too.
+def test_meshes():
+    def theirs():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        return mesh["tp"].get_group().size(), mesh.get_local_rank("dp")
+
+    def ours():
+        with HyperCommGrid([4, 2], ["tp", "dp"]) as grid:
+            grid.create_pgs(["tp", "dp"])
+            mesh = grid.device_mesh("dp", "tp")
+            return mesh["tp"].get_group().size(), mesh.get_local_rank("dp")
+
+    for program in (theirs, ours):
+        got = simulate(program, 8, backend="gloo")
+        assert got.returned == {rank: (4, rank // 4) for rank in range(8)}
+        for rank in range(8):
+            first = rank // 4 * 4
+            own = {tuple(range(first, first + 4)), (rank % 4, rank % 4 + 4)}
+            assert {ranks for _, ranks in made(got)[rank]} == own
+        got.check()
+
+
+# A job that ends and begins again counts its groups anew, as torch does, with the backend it says.
+def test_a_second_job():
+    def program():
+        if dist.get_rank() < 2:
+            dist.new_group([0, 1])
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        dist.new_group([0, 1, 2, 3])
+        return dist.get_backend()
+
+    got = simulate(program, 4)
+    got.check()
+    assert set(got.returned.values()) == {"gloo"}
+    assert made(got)[2] == [("gloo", (0, 1, 2, 3))]
+
+
 # torch's own members-only creation salts names with the number of groups that a rank has: ranks
 # with different memberships would wait for ever (pytorch issue 173608). Found on a laptop.
 def test_uneven_memberships_in_torch():
@@ -349,6 +404,17 @@ def test_what_cannot_be_simulated(function, options, error, words):
     assert dist.distributed_c10d._new_process_group_helper is helper
     assert dist.distributed_c10d._world is world
     assert not dist.is_initialized()
+
+
+# What communicates raises an error of its own kind, which a program can catch, on every backend.
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_communication_is_refused(backend):
+    def run():
+        with pytest.raises(SimulationError, match="has no 'allreduce'"):
+            dist.all_reduce(torch.ones(1))
+        return True
+
+    assert simulate(run, 2, backend=backend).returned == {0: True, 1: True}
 
 
 # A stand-in says what it is, and has none of what communicates.

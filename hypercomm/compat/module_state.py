@@ -155,14 +155,16 @@ class CurrentState(Generic[State]):
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
-        """Begin with an empty default state for a while, as a new process does."""
-        default, alone = self.default, self.alone
-        self.default = self._kind()
-        self.alone = alone and self.default
+        """Begin with an empty default state and no scope for a while, as a new process does."""
+        kept = self.default, self.alone, self._open
+        token = self._scoped.set(None)
+        self.default = self.alone = self._kind()
+        self._open = {}
         try:
             yield
         finally:
-            self.default, self.alone = default, alone
+            self.default, self.alone, self._open = kept
+            self._scoped.reset(token)
 
     def get(self) -> State:
         """Return the current state."""

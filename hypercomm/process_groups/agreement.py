@@ -44,10 +44,10 @@ def agree(key: str, plan: Sequence[str]) -> None:
             raise PlanMismatchError(words)
 
 
-def explain(key: str, error: CreationError) -> None:
+def explain(key: str, error: RuntimeError) -> None:
     """Raise a better error where a creation failed because another rank's plan differs."""
     words = c10d.read_if_set(f"{key}/differs")
-    if words is not None:
+    if words is not None and not isinstance(error, PlanMismatchError):
         raise PlanMismatchError(f"{error}; {words}") from error
 
 

@@ -202,7 +202,7 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    with _connecting(backend, timeout, lazily):
+    with connecting(backend, timeout, lazily):
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -219,8 +219,8 @@ def new_group(
 
 
 @contextlib.contextmanager
-def _connecting(backend: str, timeout: timedelta, lazily: bool | None) -> Iterator[None]:
-    """Choose how gloo connects the group that is created within a `with` block."""
+def connecting(backend: str, timeout: timedelta | None, lazily: bool | None) -> Iterator[None]:
+    """Choose how gloo connects the groups that are created within a `with` block."""
     if "gloo" not in single_backends(backend) or not has_store():
         yield
         return
@@ -331,6 +331,11 @@ def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | Non
         return None, None
 
 
+def registered_as(name: str) -> set[ProcessGroup]:
+    """Return the process group that torch has registered under a name, if there is one."""
+    return {group for group, known in _private()._world.pg_names.items() if known == name}
+
+
 def registered() -> set[ProcessGroup]:
     """Return every process group that torch has registered in this process."""
     return set(_private()._world.pg_map)
@@ -417,10 +422,14 @@ def other_world(
         "destroy_process_group": end,
         "barrier": _do_nothing,
         "monitored_barrier": _do_nothing,
+        "_resolve_process_group": lambda name: next(
+            group for group, known in world.pg_names.items() if known == name
+        ),
+        "_get_msg_dict": lambda *_, **__: {},  # of a logger, which would ask NCCL for its version
     }
     global _is_other_world  # noqa: PLW0603 - as torch's own state, it is the process's
     with contextlib.ExitStack() as stack:
-        for module in (_private(), dist):
+        for module in (_private(), dist, dist.c10d_logger, importlib.import_module(_MESHES)):
             for name, value in stands_in.items():
                 if hasattr(module, name):
                     stack.callback(setattr, module, name, getattr(module, name))
@@ -430,6 +439,9 @@ def other_world(
             yield world
         finally:
             _is_other_world = False
+
+
+_MESHES = "torch.distributed.device_mesh"
 
 
 def is_other_world() -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, NotInitializedError
 from hypercomm.layout.notation import format_coords
@@ -73,12 +74,19 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
         _tell_connected(plan)
         return CreatedGroup(group, plan.meeting)
     except BaseException as error:
-        for leftover in c10d.registered() - before:
+        for leftover in _left_by(plan, strategy, before):
             c10d.destroy(leftover)
         c10d.forget_non_members()
         if isinstance(error, (RuntimeError, ValueError)):
             _explain(plan, error)
         raise
+
+
+def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
+    """What a creation that failed has registered; other threads may have registered theirs."""
+    if strategy == "local":
+        return c10d.registered_as(plan.own.name) if plan.own and c10d.is_live() else set()
+    return c10d.registered() - before  # torch has named it
 
 
 def _explain(plan: GroupPlan, error: Exception) -> None:

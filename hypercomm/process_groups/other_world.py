@@ -40,6 +40,7 @@ class OtherWorld:
         self._backend = backend
         self._create = create
         self._torch: Any = None
+        self._jobs = 0
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -48,24 +49,30 @@ class OtherWorld:
             self._begin()
             yield
 
-    def _begin(self, *_: object, **__: object) -> None:
+    def _begin(self, backend: str | None = None, *_: object, **__: object) -> None:
         if self._torch.default_pg is None:
             self._torch.default_pg = self._world
-            self._file(self._world, "default_pg", self._backend, self._ranks)
+            self._torch.group_count = 1  # as torch does, whose WORLD is group 0
+            self._jobs += 1
+        self._file(self._world, "0", str(backend or self._backend), self._ranks)
 
     def _end(self, group: Any = None) -> None:
         whole = group is None or group is self._torch.default_pg
         for known in list(self._torch.pg_map) if whole else [group]:
+            self._torch.tags_to_pg.pop(self._torch.pg_to_tag.get(known), None)
             for table in _TABLES:
                 getattr(self._torch, table).pop(known, None)
         if whole:
             self._torch.default_pg = None
+            self._torch.group_count = 0
 
     def _file(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
         self._torch.pg_map[group] = (backend, None)
         self._torch.pg_names[group] = name
         self._torch.pg_group_ranks[group] = ranks
         self._torch.pg_backend_config[group] = c10d.backend_config(backend)
+        self._torch.pg_to_tag[group] = f"ptd:{name}"
+        self._torch.tags_to_pg[f"ptd:{name}"] = [group]
 
     def _new_group(
         self,
@@ -86,7 +93,9 @@ class OtherWorld:
         if group_rank is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         ranks, backend = tuple(global_ranks_in_group), str(backend)
-        group = self._create(group_name, ranks, backend, timeout, group_desc or "undefined")
+        # torch counts groups anew in each job, where they are others.
+        told = group_name if self._jobs == 1 else f"{group_name} (job {self._jobs})"
+        group = self._create(told, ranks, backend, timeout, group_desc or "undefined")
         positions = dict(zip(ranks, range(group_size), strict=True))
         self._file(group, group_name, backend, positions)
         return group, None

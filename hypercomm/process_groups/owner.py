@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import attrs
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
-    CreationError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
@@ -32,6 +32,8 @@ from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_c
 from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
 
 Derive = Callable[[RankGroups], RankGroups]
+
+logger = logging.getLogger(__name__)
 
 _ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
@@ -128,12 +130,18 @@ class GroupOwner:
         """Check everything, and file what is to be created, alone or with others of a batch."""
         key = request.key
         if key in self.planned:
+            has, how = (
+                ("created", f"get it with get_pg({key.as_call()}), create it once with ensure_pg")
+                if key in self.created
+                else ("planned", f"call create() of the plan, or ensure_pg({key.as_call()})")
+            )
             raise GroupExistsError(
-                f"the process group over {key.as_call()} has already been created; get it with "
-                f"get_pg({key.as_call()}), create it once with ensure_pg, or create another over "
-                f"the same dims under a name of its own, name=..."
+                f"the process group over {key.as_call()} has already been {has}; {how}, or create "
+                f"another over the same dims under a name of its own, name=..."
             )
         planned = self._draft(request, batch)
+        if planned.choice.strategy == "enumerate" and self._creation == "auto":
+            logger.warning("creating groups by enumeration: %s", planned.choice.reason)
         if c10d.is_live():
             _ = self._name  # claims the grid's name while all ranks are at the same place
         self.planned[key] = planned
@@ -205,7 +213,13 @@ class GroupOwner:
 
     # ---- several groups -------------------------------------------------------------------------
 
-    def create_all(self, requests: Sequence[GroupRequest]) -> list[ProcessGroup | None]:
+    def begin_batch(self) -> int:
+        """Return the number of a call for several groups; all ranks count all of their calls."""
+        self.check_alive()
+        self._batches += 1
+        return self._batches
+
+    def create_all(self, requests: Sequence[GroupRequest], batch: int) -> list[ProcessGroup | None]:
         """Create several groups in the order given, all or none."""
         keys = [request.key for request in requests]
         for position, key in enumerate(keys):
@@ -215,29 +229,42 @@ class GroupOwner:
                     f"{keys.index(key)} and {position}; leave one out, or give it a name of its "
                     f"own, name=..."
                 )
-        batch, mine = self._batches + 1, []
+        mine: list[PlannedGroup] = []
+        waiting = [planned for planned in self._shareable() if planned.created is None]
         try:
             for request in requests:
                 mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-            self._batches = batch  # whatever comes of it, a retry gets another number
             if c10d.has_store():
-                agreement.agree(f"{self._name}/batch {batch}", list(map(_describe, keys, mine)))
+                plan = [
+                    _describe(request, own) for request, own in zip(requests, mine, strict=True)
+                ]
+                agreement.agree(f"{self._name}/batch {batch}", plan)
             with together():
                 return [planned.create() for planned in mine]
         except BaseException as error:
-            self._roll_back(keys[: len(mine)])
-            if type(error) is CreationError:
+            tried = [planned for planned in (*waiting, *mine) if planned.twin is None]
+            created = [planned.created for planned in tried if planned.created is not None]
+            for planned in waiting:
+                self._uncreate(planned)  # planned before, it served one of these
+            for key in keys[: len(mine)]:
+                del self.planned[key]
+                self.created.pop(key, None)
+            destroy(dict.fromkeys(reversed(created)), BATCH_PATIENCE_S)
+            if isinstance(error, RuntimeError) and c10d.has_store():
                 agreement.explain(f"{self._name}/batch {batch}", error)
             raise
 
-    def _roll_back(self, keys: Iterable[GroupKey]) -> None:
-        """Forget what a batch has planned, and destroy what it has created, the last one first."""
-        created = []
-        for key in keys:
-            planned, outcome = self.planned.pop(key), self.created.pop(key, None)
-            if outcome is not None and planned.twin is None:
-                created.append(outcome)
-        destroy(reversed(created), BATCH_PATIENCE_S)
+    def _uncreate(self, planned: PlannedGroup) -> None:
+        """Forget that a group was created, but not that it was planned."""
+        if planned.created is None:
+            return
+        for key, own in self.planned.items():
+            if own is planned:
+                planned.created = None
+                del self.created[key]
+                self._failures[key] = self._failures.get(key, 0) + 1  # a retry gets another name
+        if self._share_with is not None:
+            self._share_with._uncreate(planned)
 
     def destroy(self) -> None:
         """Destroy what was created here, the last one first; may be called twice."""
@@ -316,10 +343,10 @@ class GroupOwner:
         """
         if not c10d.is_live():
             return str(key)
-        if batch:
-            return f"{self._name}/{key}@{batch}"
+        if batch:  # no dim name holds a space, so that no key looks like this
+            return f"{self._name}/batch {batch}/{key}"
         failures = self._failures.get(key, 0)
-        return f"{self._name}/{key}" + (f"#{failures}" if failures else "")
+        return f"{self._name}/try {failures + 1}/{key}" if failures else f"{self._name}/{key}"
 
     @property
     def _name(self) -> str:
@@ -340,11 +367,15 @@ class GroupOwner:
         yield from self.planned.values()
 
 
-def _describe(key: GroupKey, planned: PlannedGroup) -> str:
+def _describe(request: GroupRequest, planned: PlannedGroup) -> str:
     """A planned group in words that all ranks of the grid find alike."""
-    options = planned.resolved
+    options, members = planned.resolved, ""
+    if request.derive is not None:  # else the dims tell all
+        digest = hashlib.sha256(planned.groups.to_array().tobytes()).hexdigest()[:12]
+        members = f" (members {digest})"
     return (
-        f"{key} over {planned.groups!r}: {planned.choice.strategy}, {options.backend}, timeout "
-        f"{options.timeout}, description {options.group_desc!r}, lazy_init {options.lazy_init}, "
-        f"options {type(options.pg_options).__name__}, share {planned.share!r}"
+        f"{request.key} over {planned.groups!r}{members}: {planned.choice.strategy}, "
+        f"{options.backend}, timeout {options.timeout}, description {options.group_desc!r}, "
+        f"lazy_init {options.lazy_init}, options {type(options.pg_options).__name__}, "
+        f"share {planned.share!r}"
     )

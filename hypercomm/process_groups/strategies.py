@@ -7,7 +7,6 @@ enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enum
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Container
 from typing import NamedTuple
@@ -19,8 +18,6 @@ from hypercomm.errors import CreationError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.group_plan import GroupPlan
-
-logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
@@ -41,7 +38,6 @@ def choose(creation: str, backend: str | None) -> Choice:
         CreationError: The strategy asked for cannot work here; says why, and which would.
     """
     if not c10d.is_live():
-        logger.warning("creating groups by enumeration: torch.distributed is not initialised")
         return Choice("enumerate", "torch.distributed is not initialised")
     backend = (backend or c10d.default_backend()).lower()
     if creation == "auto":
@@ -75,9 +71,7 @@ def _auto(backend: str) -> Choice:
     not_local = _why_not_local(backend)
     if not_local is None:
         return Choice("local", STRATEGIES["local"][1])
-    reason = f"{not_local}, and {not_split}"
-    logger.warning("creating groups by enumeration of the world: %s", reason)
-    return Choice("enumerate", reason)
+    return Choice("enumerate", f"{not_local}, and {not_split}")
 
 
 # ---- local ----------------------------------------------------------------------------------
@@ -170,9 +164,11 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
 
 def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
     group: ProcessGroup | None
-    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        plan.groups.to_array().tolist(), backend=plan.options.backend, **plan.options.given()
-    )
+    options = plan.options
+    with c10d.connecting(options.backend or "", options.timeout, options.lazy_init):
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            plan.groups.to_array().tolist(), backend=options.backend, **options.given()
+        )
     if dist.is_initialized():
         c10d.forget_non_members()
     return group

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import attrs
+from torch.distributed import ProcessGroup
 
 # Their globals are among what each rank begins without; they must be known before a rank begins.
 import hypercomm.compat.ezpz.state
@@ -92,10 +93,12 @@ def simulate(
     """Run a function once for every rank of a job, one after the other, in this process.
 
     torch.distributed answers as on that rank, `torch.distributed.init_process_group` and barriers
-    return at once, and groups are stand-ins that know their ranks: no process group of torch is
-    made. `torch.distributed.new_group` is recorded like a grid's own creations. What communicates
-    raises `SimulationError`. Globals of Megatron and ezpz (`hypercomm.compat`) begin empty for each
-    rank; other globals are the function's own concern. Other threads see the simulated job too.
+    return at once (called like this, not as names that were imported), and groups are stand-ins
+    that know their ranks: no process group of torch is made. `torch.distributed.new_group` and
+    DeviceMesh are recorded like a grid's own creations. What communicates raises
+    `SimulationError`, and who comes to a barrier is not compared. Globals of Megatron and ezpz
+    (`hypercomm.compat`) begin empty for each rank; other globals are the function's own concern.
+    Other threads see the simulated job too.
 
     Args:
         function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
@@ -107,7 +110,8 @@ def simulate(
 
     Returns:
         What each rank returned and would create, and where the ranks disagree: a group with
-        other options, a group that a member does not create, or two groups in opposite orders.
+        another backend, timeout or description, one that a member does not create, or groups in
+        orders that wait for each other.
 
     Raises:
         RankFailedError: The function raised; names the rank, and holds the traceback.
@@ -180,7 +184,7 @@ class _Job:
             return SimulatedGroup(name, ranks.index(rank), len(ranks), timeout, description)
 
         size = len(self._everyone)
-        everyone = SimulatedGroup("default_pg", rank, size, self._timeout, "default_pg")
+        everyone = SimulatedGroup("0", rank, size, self._timeout, "default_pg")
         job = OtherWorld(everyone, self._everyone, self._backend, create)
         with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
             yield created
@@ -225,6 +229,11 @@ class SimulatedGroup:
     def name(self) -> str:
         """Return what kind of backend this is."""
         return "simulated"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What DeviceMesh asks for, though this is none."""
+        return ProcessGroup
 
     def _get_backend(self, _device: object) -> SimulatedGroup:
         return self
