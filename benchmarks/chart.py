@@ -31,10 +31,6 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         ranks, medians, lows, highs = zip(*sorted(points), strict=True)
         axes.plot(ranks, medians, "o-", color=COLORS[who], label=who, markersize=4)
         axes.fill_between(ranks, lows, highs, color=COLORS[who], alpha=0.15, linewidth=0)
-        axes.annotate(
-            who, (ranks[-1], medians[-1]), xytext=(-4, 7), textcoords="offset points", ha="right",
-            color=COLORS[who], fontsize=9,
-        )  # fmt: skip
     axes.set(
         xscale="log",
         yscale="log",
@@ -42,6 +38,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         ylabel="milliseconds on one rank (fake backend)",
         title="Creating one rank's five process groups, each of constant size",
     )
+    axes.legend(frameon=False)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
