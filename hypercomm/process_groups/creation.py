@@ -113,7 +113,7 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
     """
     deadline = time.monotonic() + patience_s
     members = [(item.group, item.meeting) for item in created if item.group is not None]
-    if any(meeting for _, meeting in members):
+    if members and c10d.has_store():
         c10d.let_threads_finish()
     errors = []
     for group, meeting in members:
