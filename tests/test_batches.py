@@ -35,6 +35,19 @@ def ranks(group):
     return dist.get_process_group_ranks(group)
 
 
+def third_fails(names):
+    """A creation that keeps the names it is given, and fails at the third."""
+    honest = c10d.new_group
+
+    def failing(name, members, **options):
+        names.append(name)
+        if len(names) == 3:
+            raise RuntimeError("out of sockets")
+        return honest(name, members, **options)
+
+    return failing
+
+
 @pytest.fixture
 def bound(monkeypatch):
     """WORLD seems to be bound to a device; what is split off it is recorded."""
@@ -129,17 +142,10 @@ def test_a_batch_with_a_mistake(batch, error, words):
 
 # If a group fails, those that the batch has created go, and no others; then it can be tried again.
 def test_a_batch_that_fails_half_way(monkeypatch):
-    honest, names = c10d.new_group, []
-
-    def failing(name, members, **options):
-        names.append(name)
-        if len(names) == 3:
-            raise RuntimeError("out of sockets")
-        return honest(name, members, **options)
-
+    names = []
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
         cp = grid.create_pg("cp", name="kept")
-        monkeypatch.setattr(c10d, "new_group", failing)
+        monkeypatch.setattr(c10d, "new_group", third_fails(names))
         before = registered()
         batch = ["tp", ["tp", "cp"], {"dims": "cp", "name": "again"}, "dp", ["tp", "dp"]]
         with pytest.raises(RuntimeError, match="out of sockets"):
@@ -156,18 +162,11 @@ def test_a_batch_that_fails_half_way(monkeypatch):
 
 # A plan that served a failed batch is only planned again, in this grid or in the one shared with.
 def test_a_plan_that_served_a_failed_batch(monkeypatch):
-    honest, names = c10d.new_group, []
-
-    def failing(name, members, **options):
-        names.append(name)
-        if len(names) == 3:
-            raise RuntimeError("out of sockets")
-        return honest(name, members, **options)
-
+    names = []
     with fake_world(8, rank=5), grid_of(share="identical") as other:
         grid = grid_of(name="second", share="identical", share_with=other)
         plans = [other.plan_pg("dp"), grid.plan_pg("tp")]
-        monkeypatch.setattr(c10d, "new_group", failing)
+        monkeypatch.setattr(c10d, "new_group", third_fails(names))
         before = registered()
         batch = [["dp", "cp"], ["tp", "cp"], ["tp", "dp"]]
         with pytest.raises(RuntimeError, match="out of sockets"):

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SWITCH = "GLOO_ENABLE_STORE_V2_API"
-
 
 def address_key(name: str, position: int) -> str:
     """Return the key under which a member of a group leaves its address in the store.
@@ -33,6 +31,8 @@ class AddressReading:
     safe while other threads read it. A user's own value stays.
     """
 
+    _SWITCH = "GLOO_ENABLE_STORE_V2_API"
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._creating = {True: 0, False: 0}
@@ -50,11 +50,11 @@ class AddressReading:
     def _count(self, allowed: bool, change: int) -> None:
         with self._lock:
             if not any(self._creating.values()):
-                self._is_users = os.environ.get(_SWITCH, "0") != "0"
+                self._is_users = os.environ.get(self._SWITCH, "0") != "0"
             self._creating[allowed] += change
             if not self._is_users:
                 wanted = self._creating[True] and not self._creating[False]
-                os.environ[_SWITCH] = "1" if wanted else "0"
+                os.environ[self._SWITCH] = "1" if wanted else "0"
 
 
 class LazyInit:

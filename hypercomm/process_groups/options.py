@@ -106,17 +106,26 @@ def check_backend(backend: str | None) -> None:
     """
     if backend is None:
         return
-    if not isinstance(backend, str) or not backend:
-        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {backend!r}")
-    known = c10d.known_backends()
+    check_known(backend)
     for single in c10d.single_backends(backend):
-        if single not in known:
-            raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
         if not c10d.is_available(single):
-            usable = [name for name in known if c10d.is_available(name)]
+            usable = [name for name in c10d.known_backends() if c10d.is_available(name)]
             raise GroupOptionsError(
                 f"backend {single!r} is not available in this build of torch; use one of {usable}"
             )
+
+
+def check_known(backend: str) -> None:
+    """Refuse a backend that the installed torch does not know, whether it can run here or not.
+
+    Raises:
+        GroupOptionsError: With the names that it knows.
+    """
+    if not isinstance(backend, str) or not backend:
+        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {backend!r}")
+    known = c10d.known_backends()
+    if any(single not in known for single in c10d.single_backends(backend)):
+        raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
 
 
 def _own_timeout(pg_options: Any) -> timedelta | None:

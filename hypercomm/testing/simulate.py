@@ -18,13 +18,13 @@ import hypercomm.compat.ezpz.state
 import hypercomm.compat.megatron.state  # noqa: F401
 from hypercomm.errors import (
     DisagreementError,
-    GroupOptionsError,
     LayoutError,
     RankFailedError,
     SimulationError,
 )
 from hypercomm.layout.checks import as_int, positive
 from hypercomm.process_groups import c10d, world
+from hypercomm.process_groups.options import check_known
 from hypercomm.process_groups.other_world import OtherWorld
 from hypercomm.testing.rendezvous import Creation, Disagreement, find_disagreements
 
@@ -140,11 +140,7 @@ def simulate(
     outside = [rank for rank in wanted if not 0 <= rank < world_size]
     if outside:
         raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
-    unknown = [part for part in c10d.single_backends(backend) if part not in c10d.known_backends()]
-    if unknown:
-        raise GroupOptionsError(
-            f"unknown backend {unknown[0]!r}; this torch knows {c10d.known_backends()}"
-        )
+    check_known(backend)
     if c10d.is_other_world():
         raise SimulationError(
             "simulate() was called by a function that it runs; leave it out there"
