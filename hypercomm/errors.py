@@ -6,11 +6,16 @@ Each class also derives from the builtin that legacy code catches (Megatron's ca
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 __all__ = [
     "ConfigurationError",
     "CreationError",
     "DisagreementError",
+    "ForkedError",
     "GridDestroyedError",
+    "GridMismatchError",
+    "GroupCreationTimeout",
     "GroupExistsError",
     "GroupMissingError",
     "GroupOptionsError",
@@ -86,6 +91,30 @@ class CreationError(HyperCommError, RuntimeError):
 
 class PlanMismatchError(CreationError):
     """Ranks are about to create different process groups: let all make the same call."""
+
+
+class GridMismatchError(CreationError):
+    """Ranks mean different grids: let all build the same one."""
+
+
+class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torch's own
+    """Ranks did not come to a creation in time: see what they do, and try again on all.
+
+    Attributes:
+        missing: The ranks that did not come.
+        waited: How long they were waited for.
+    """
+
+    def __init__(
+        self, message: str, *, missing: tuple[int, ...] = (), waited: timedelta = timedelta(0)
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.waited = waited
+
+
+class ForkedError(HyperCommError, RuntimeError):
+    """The grid belongs to the process that forked this one: build what this process needs anew."""
 
 
 class GridDestroyedError(HyperCommError, RuntimeError):

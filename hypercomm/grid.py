@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
@@ -17,7 +20,13 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_rank, positive
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
-from hypercomm.process_groups.options import GroupOptions, check_backend, check_lazy_init
+from hypercomm.process_groups.agreement import Agreement
+from hypercomm.process_groups.options import (
+    GroupOptions,
+    check_backend,
+    check_lazy_init,
+    check_timeout,
+)
 from hypercomm.process_groups.owner import (
     Derive,
     Explanation,
@@ -75,6 +84,8 @@ class HyperCommGrid:
         lazy_init: True lets the grid's gloo groups connect each pair of ranks at their first
             message, not at the creation, which then waits for nobody; default: as the environment's
             TORCH_GLOO_LAZY_INIT says. torch 2.6 cannot; nccl always does, unless WORLD is bound.
+        verify: True compares each creation, with its position, with those of the other ranks, for
+            one question to the store each; default: as the environment's HYPERCOMM_VERIFY says.
 
     Raises:
         LayoutError: As for `RankLayout`.
@@ -108,10 +119,11 @@ class HyperCommGrid:
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
         lazy_init: bool | None = None,
+        verify: bool | None = None,
     ) -> None:
         layout = RankLayout(shape, dim_names, rank_offset)
         self._setup(
-            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init
+            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init, verify
         )
 
     @classmethod
@@ -127,6 +139,7 @@ class HyperCommGrid:
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
         lazy_init: bool | None = None,
+        verify: bool | None = None,
     ) -> Self:
         """Make a grid of a layout, gaps included; the arguments are those of the class.
 
@@ -139,7 +152,7 @@ class HyperCommGrid:
             raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
         grid = cls.__new__(cls)
         grid._setup(
-            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init
+            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init, verify
         )
         return grid
 
@@ -187,6 +200,7 @@ class HyperCommGrid:
         share_with: HyperCommGrid | None,
         world_size: int | None,
         lazy_init: bool | None,
+        verify: bool | None,
     ) -> None:
         _check_choice("cover", cover, ("any", "exact"))
         _check_choice("creation", creation, ("auto", *STRATEGIES))
@@ -206,7 +220,11 @@ class HyperCommGrid:
         self._share = share
         self._lazy_init = lazy_init
         other = None if share_with is None else share_with._owner
-        self._owner: GroupOwner = GroupOwner(layout, name, creation, other)
+        agreement = Agreement(layout, name, backend)
+        self._owner: GroupOwner = GroupOwner(
+            layout, creation, other, agreement, _is_verified(verify)
+        )
+        weakref.finalize(self, _warn_of_live, self._owner, layout).atexit = False
         self._device_type: str | None = None
         self._gave_meshes = False
 
@@ -514,6 +532,48 @@ class HyperCommGrid:
             c10d.forget_meshes()
         self._owner.destroy()
 
+    def abort(self) -> None:
+        """End the groups that the grid created, at once: collectives under way fail.
+
+        For a rank that has found that others are gone; NCCL communicators are aborted, groups of
+        other backends destroyed without waiting for anybody. The grid is then as destroyed.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8):
+            ...     grid = HyperCommGrid([2, 4], ["tp", "dp"])
+            ...     tp = grid.create_pg("tp")
+            ...     grid.abort()
+            ...     print(len(grid.pgs))
+            0
+        """
+        if self._gave_meshes and not self._owner.is_destroyed:
+            c10d.forget_meshes()
+        self._owner.abort()
+
+    def verify(self, timeout: timedelta | None = None) -> None:
+        """Check that all ranks of the grid have planned the same process groups so far, in order.
+
+        Every rank of the grid must call this; each waits for the others. It costs a rank two
+        questions to the store, however many groups there are.
+
+        Args:
+            timeout: How long to wait; default: the timeout of WORLD.
+
+        Raises:
+            PlanMismatchError: Another rank's groups differ; names the first one that does.
+            GroupCreationTimeout: A rank did not call this in time; names it.
+            GridMismatchError: Another rank means another grid.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     _ = grid.create_pg("tp")
+            ...     grid.verify()  # a fake world has nobody to ask
+        """
+        check_timeout(timeout)
+        self._owner.verify(timeout)
+
     def __enter__(self) -> Self:
         self._owner.check_alive()
         return self
@@ -617,6 +677,27 @@ def _check_world(layout: RankLayout, world_size: int, cover: str) -> None:
             f"cover='exact', but the grid {_factors(layout)} leaves {world_size - layout.size} of "
             f"the world's {world_size} ranks out; change a size so that the sizes multiply to "
             f"{world_size}"
+        )
+
+
+def _is_verified(verify: bool | None) -> bool:
+    if verify is not None and not isinstance(verify, bool):
+        raise GroupOptionsError(f"verify must be True, False or None, got {verify!r}")
+    text = os.environ.get("HYPERCOMM_VERIFY", "0")
+    if verify is None and text not in {"0", "1"}:
+        raise GroupOptionsError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")
+    return text == "1" if verify is None else verify
+
+
+def _warn_of_live(owner: GroupOwner, layout: RankLayout) -> None:
+    """Say that a grid is gone which nobody destroyed; its groups stay, who knows who uses them."""
+    live = owner.live()
+    if live:
+        warnings.warn(
+            f"a HyperCommGrid ({layout}) was collected while its process groups live: "
+            f"{', '.join(map(str, live))}; call its destroy(), or use it in a with block",
+            ResourceWarning,
+            stacklevel=2,
         )
 
 

@@ -94,11 +94,11 @@ def test_every_rank_of_one_plan_agrees():
 
 # Names differ between grids of one kind, and between grids of different kinds or names.
 def test_no_two_grids_share_a_name():
-    names = set()
+    names, grids = set(), []
     with fake_world(8):
         for offset, label in ((0, None), (0, None), (0, "a"), (4, None)):
-            grid = HyperCommGrid([4], ["dp"], offset, name=label)
-            group = grid.create_pg("dp")
+            grids.append(HyperCommGrid([4], ["dp"], offset, name=label))
+            group = grids[-1].create_pg("dp")
             if group is not None:
                 names.add(group.group_name)
     assert len(names) == 3

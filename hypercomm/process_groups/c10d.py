@@ -27,10 +27,14 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
-from hypercomm.process_groups.gloo import devices, lazy_init, reading
+from hypercomm.process_groups.gloo import lazy_init, making
+from hypercomm.process_groups.meeting import Patience
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
+
+_kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
+"""What lives as long as a group."""
 
 _HELPER_ARGUMENTS = {"store", "group_name", "backend_options", "timeout", "device_id", "group_desc"}
 
@@ -190,7 +194,8 @@ def new_group(
     timeout: timedelta | None,
     pg_options: Any,
     group_desc: str,
-    lazily: bool | None = None,
+    lazily: bool | None,
+    patience: Patience,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -202,7 +207,7 @@ def new_group(
     if timeout is None:
         timeout = c10d._get_default_timeout(backend)
     members = list(ranks)
-    with connecting(backend, timeout, lazily):
+    with connecting(backend, lazily, patience) as kept:
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -214,19 +219,28 @@ def new_group(
             timeout=timeout,
             group_desc=group_desc,
         )
+    _kept[group] = kept
     c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def connecting(backend: str, timeout: timedelta | None, lazily: bool | None) -> Iterator[None]:
-    """Choose how gloo connects the groups that are created within a `with` block."""
+def connecting(backend: str, lazily: bool | None, patience: Patience) -> Iterator[object]:
+    """Choose how gloo connects the group that is created within a `with` block.
+
+    Args:
+        backend: The group's.
+        lazily: Whether each pair of members connects at its first message.
+        patience: For how long members are waited for.
+
+    Yields:
+        What must live as long as the group.
+    """
     if "gloo" not in single_backends(backend) or not has_store():
-        yield
+        yield None
         return
-    at_once = store().timeout == timeout
-    with lazy_init.set_to(lazily), reading.at_once(at_once), devices.used():
-        yield
+    with lazy_init.set_to(lazily), making.met(patience) as meetings:
+        yield meetings
 
 
 def device_type(group: ProcessGroup) -> str:
@@ -286,22 +300,40 @@ def set_if_absent(key: str, text: str) -> str:
 
 def read_if_set(key: str) -> str | None:
     """Return what a key of the store holds; None where nobody has set it, or the store is gone."""
+    found = read_bytes(key)
+    return None if found is None else found.decode(errors="replace")
+
+
+def read_bytes(key: str) -> bytes | None:
+    """Do as `read_if_set`, for what is no text."""
     try:
-        if not store().check([key]):
-            return None
-        found: bytes = store().get(key)
+        return store().get(key) if is_set([key]) else None
     except RuntimeError:
         return None
-    return found.decode(errors="replace")
 
 
-def set_keys(keys: Sequence[str]) -> None:
+def is_set(keys: Sequence[str]) -> bool:
+    """Tell whether all of some keys of the store are set."""
+    return bool(store().check(list(keys)))
+
+
+def set_value(key: str, value: str | bytes) -> None:
+    """Set a key in the store; waits for no answer."""
+    store().set(key, value)
+
+
+def set_keys(keys: Sequence[str], value: str = "1") -> None:
     """Set keys in the store, in one message where it can; waits for no answer."""
     if len(keys) > 1 and store().has_extended_api():
-        store().multi_set(list(keys), ["1"] * len(keys))
+        store().multi_set(list(keys), [value] * len(keys))
         return
     for key in keys:
-        store().set(key, "1")
+        store().set(key, value)
+
+
+def forget(key: str) -> None:
+    """Delete a key of the store, if it is there."""
+    store().delete_key(key)
 
 
 def is_live() -> bool:
@@ -358,6 +390,14 @@ def destroy(group: ProcessGroup) -> None:
     dist.destroy_process_group(group)
     if not world.tags_to_pg.get(tag, True):
         del world.tags_to_pg[tag]  # torch leaves an empty list for every group that ever was
+
+
+def abort(group: ProcessGroup) -> None:
+    """End a group without waiting for anybody: abort it where its backend can, else destroy it."""
+    if "nccl" in single_backends(backend_of(group)):
+        _private()._abort_process_group(group)
+    else:
+        destroy(group)
 
 
 def tell_backward(key: str) -> None:

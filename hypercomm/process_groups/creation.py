@@ -8,22 +8,33 @@ member says in the store that it is connected, and `destroy` first looks that al
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, NotInitializedError
-from hypercomm.layout.notation import format_coords
+from hypercomm.errors import (
+    CreationError,
+    GroupCreationTimeout,
+    HyperCommError,
+    NotInitializedError,
+)
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.gloo import address_key, devices
+from hypercomm.process_groups.cards import whereabouts
+from hypercomm.process_groups.gloo import address_key, making
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
+from hypercomm.process_groups.meeting import (
+    GAVE_UP,
+    GAVE_UP_KEY,
+    AttemptGivenUpError,
+    MembersMissingError,
+    wait_until,
+)
 from hypercomm.process_groups.strategies import STRATEGIES
-from hypercomm.process_groups.world import process_wide
 
 logger = logging.getLogger(__name__)
 
@@ -35,40 +46,22 @@ BATCH_PATIENCE_S = 1.0
 
 _POLL_S = 0.002
 
+_GRACE_S = 1.0
+"""After a connection failed, how long to wait for the others to say that theirs did."""
+
 _to_tell: ContextVar[list[str] | None] = ContextVar("to tell", default=None)
 
 
-class GridNames:
-    """Tells grids of the same kind apart: the first is 0, the next is 1, on every rank alike.
-
-    The count is kept for each store: a process that takes part in a new job counts from 0 like
-    those that are new with it, and a store that serves several worlds never sees a name twice.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], itertools.count[int]] = {}
-
-    def claim(self, kind: str, store: str) -> str:
-        """Return a new name for a grid of this kind, in the job that has this store."""
-        return f"{kind}/{next(self._counts.setdefault((store, kind), itertools.count()))}"
-
-    @contextlib.contextmanager
-    def fresh(self) -> Iterator[None]:
-        """Count from 0 for a while: a fake world has no store, and each of its ranks is alike."""
-        counts, self._counts = self._counts, {}
-        try:
-            yield
-        finally:
-            self._counts = counts
-
-
-grid_names = GridNames()
-process_wide.add(grid_names)
-
-
 def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
-    """Create the group of the calling rank, and leave torch as it was if that fails."""
+    """Create the group of the calling rank, and leave torch as it was if that fails.
+
+    Raises:
+        GroupCreationTimeout: Members did not come, or did not connect.
+        AttemptGivenUpError: They gave up before this rank came; try under another name.
+        CreationError: It failed otherwise, for a reason that is known.
+    """
     before = c10d.registered()
+    begin = time.monotonic()
     try:
         group = STRATEGIES[strategy][2](plan)
         _tell_connected(plan)
@@ -77,9 +70,22 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
         for leftover in _left_by(plan, strategy, before):
             c10d.destroy(leftover)
         c10d.forget_non_members()
+        give_up([plan])
         if isinstance(error, (RuntimeError, ValueError)):
-            _explain(plan, error)
+            _explain(plan, error, time.monotonic() - begin)
         raise
+
+
+def give_up(plans: Iterable[GroupPlan]) -> None:
+    """Say in the store that this rank waits no more for the members of its groups.
+
+    Whoever comes later finds that in place of this rank's address, and does not connect to it.
+    """
+    meetings = [plan.meeting for plan in plans if dist.is_initialized() and plan.meeting]
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        for own in meetings:
+            c10d.set_value(address_key(own.name, own.position), GAVE_UP)
+            c10d.set_value(address_key(own.name, GAVE_UP_KEY), "1")
 
 
 def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
@@ -89,21 +95,72 @@ def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[P
     return c10d.registered() - before  # torch has named it
 
 
-def _explain(plan: GroupPlan, error: Exception) -> None:
+def _explain(plan: GroupPlan, error: Exception, waited_s: float) -> None:
     """Raise an error of ours where we know better than torch what went wrong."""
+    if isinstance(error, (HyperCommError, AttemptGivenUpError)):
+        return
     if not dist.is_initialized():
         raise NotInitializedError(
             f"torch.distributed is not initialised, so the groups over {plan.name} cannot be "
             f"created; call torch.distributed.init_process_group() first, or start the program "
             f"with torchrun"
         ) from error
-    absent = _absent(plan)
-    if absent:
+    if plan.meeting is None:
+        return
+    own = plan.meeting
+    try:
+        if isinstance(error, MembersMissingError):
+            missing = [own.ranks[position] for position in error.positions]
+            how = ", until others gave up" if error.others_gave_up else ""
+            raise _timed_out(plan, own, missing, f"come{how}", waited_s) from error
+        absent = _not_connected(own)
+    except (dist.DistNetworkError, ConnectionError) as gone:
         raise CreationError(
-            f"the group {plan.name} of ranks {plan.own and plan.own.ranks} was not created "
-            f"within {plan.options.timeout}: {', '.join(absent)} did not come; every rank of the "
-            f"grid must create it, in the same order"
+            f"{_what(plan, own)} was not created: the job's store is gone, and with it, as a rule, "
+            f"rank 0, whose process serves it ({str(gone).splitlines()[0]}); restart the job"
         ) from error
+    if absent:
+        raise _timed_out(plan, own, absent, "connect", waited_s) from error
+    raise CreationError(
+        f"{_what(plan, own)} was not created, as its members could not connect; all of them know, "
+        f"and may try again ({str(error).splitlines()[0]})"
+    ) from error
+
+
+def _timed_out(
+    plan: GroupPlan, own: OwnGroup, missing: Sequence[int], what: str, waited_s: float
+) -> GroupCreationTimeout:
+    named = ", ".join(whereabouts(rank, plan.layout) for rank in missing)
+    return GroupCreationTimeout(
+        f"{_what(plan, own)} was not created: {named} did not {what}; rank {own.rank} waited "
+        f"{waited_s:.1f} s (timeout {plan.options.timeout}); every rank of the grid must "
+        f"create it, in the same order; once they can, all may try again",
+        missing=tuple(missing),
+        waited=timedelta(seconds=waited_s),
+    )
+
+
+def _what(plan: GroupPlan, own: OwnGroup) -> str:
+    return f"the process group over {plan.title} of ranks {own.ranks}"
+
+
+def _not_connected(own: OwnGroup) -> list[int]:
+    """Name the members that neither connected nor gave up, though others saw that all cannot."""
+
+    def answered(position: int) -> bool:
+        key = address_key(own.name, position)
+        return c10d.is_set([own.key("connected", own.ranks[position])]) or (
+            c10d.is_set([key]) and c10d.read_bytes(key) == GAVE_UP
+        )
+
+    silent = list(range(len(own.ranks)))
+
+    def all_answered() -> bool:
+        silent[:] = [position for position in silent if not answered(position)]
+        return not silent
+
+    wait_until(all_answered, _GRACE_S, lambda: None)
+    return [own.ranks[position] for position in silent]
 
 
 def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> None:
@@ -119,32 +176,25 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
     for group, meeting in members:
         if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
-        if meeting is not None:
-            _await_connected(meeting, deadline)
+        connected = meeting is not None and _await_connected(meeting, deadline)
         try:
             c10d.destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
             errors.append(error)
+        if meeting is not None and connected:
+            _forget(meeting)
     if errors:
         raise errors[0]
 
 
-def _absent(plan: GroupPlan) -> list[str]:
-    """Name the members of the caller's group that never began to create it, with coordinates.
+def abort(created: Iterable[CreatedGroup]) -> None:
+    """Abort groups, in the order given, or destroy those whose backend cannot be aborted.
 
-    A member that began has left its address in the store, for the others to connect to.
+    Nobody is waited for.
     """
-    if plan.meeting is None:
-        return []
-    store, name, ranks = c10d.store(), plan.meeting.name, plan.meeting.ranks
-    came = [store.check([address_key(name, position)]) for position in range(len(ranks))]
-    if not came[ranks.index(plan.meeting.rank)]:
-        return []  # this torch keeps addresses elsewhere
-    return [
-        f"rank {rank} ({format_coords(plan.layout.coords(rank))})"
-        for rank, here in zip(ranks, came, strict=True)
-        if not here
-    ]
+    for item in created:
+        if item.group is not None and c10d.is_registered(item.group):
+            c10d.abort(item.group)
 
 
 @contextlib.contextmanager
@@ -156,7 +206,7 @@ def together() -> Iterator[None]:
     keys: list[str] = []
     token = _to_tell.set(keys)
     try:
-        with devices.shared():
+        with making.shared_devices():
             yield
     finally:
         _to_tell.reset(token)
@@ -177,13 +227,29 @@ def _tell_connected(plan: GroupPlan) -> None:
         keys.append(key)
 
 
-def _await_connected(own: OwnGroup, deadline: float) -> None:
-    store, keys = c10d.store(), [own.key("connected", member) for member in own.ranks]
+def _await_connected(own: OwnGroup, deadline: float) -> bool:
+    """Wait until all members are connected; False if they never are."""
+    keys = own.keys("connected")
     try:
-        while not store.check(keys):
+        while not c10d.is_set(keys):
             if time.monotonic() > deadline:
                 logger.warning("destroying a group whose members are not all connected")
-                return
+                return False
             time.sleep(_POLL_S)
     except RuntimeError as error:  # the store is gone
         logger.warning("destroying a group that may not be connected: %s", error)
+        return False
+    return True
+
+
+def _forget(own: OwnGroup) -> None:
+    """Leave a group that is destroyed; the last member removes what it has left in the store."""
+    left = own.keys("left")
+    try:
+        c10d.set_keys([own.key("left", own.rank)])
+        if c10d.is_set(left):
+            addresses = [address_key(own.name, at) for at in range(len(own.ranks))]
+            for key in (*addresses, *own.keys("connected"), *left):
+                c10d.forget(key)
+    except RuntimeError as error:  # the store is gone
+        logger.debug("nothing to remove: %s", error)

@@ -4,57 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch.distributed as dist
 
+from hypercomm.process_groups.meeting import Meeting, Patience
 
-def address_key(name: str, position: int) -> str:
+_LONGEST_HOST_NAME = 255
+
+
+def world_address_key(rank: int) -> str:
+    """Return the key, within WORLD's own store, under which a rank of a gloo WORLD is found."""
+    return f"cpu//0/{rank}"
+
+
+def host_in(address: bytes | None) -> str | None:
+    """Read the host's name out of a member's address; None where it has no such form.
+
+    Seen in torch 2.6 and 2.13: the length of the name in 8 bytes, then the name.
+    """
+    if address is None or len(address) <= 8:
+        return None
+    length = int.from_bytes(address[:8], sys.byteorder)
+    if not 0 < length <= min(_LONGEST_HOST_NAME, len(address) - 8):
+        return None
+    name = address[8 : 8 + length].decode(errors="replace")
+    return name if name.isprintable() else None
+
+
+def address_key(name: str, position: int | str) -> str:
     """Return the key under which a member of a group leaves its address in the store.
 
     Seen in torch 2.6 and 2.13: torch prefixes the group's name and the device, gloo a number.
     """
     return f"{name}//cpu//0/{position}"
-
-
-class AddressReading:
-    """Lets gloo read the addresses of all members from the store at once, not one by one.
-
-    Each rank may read as it likes: what gloo writes stays the same. The one reading waits for as
-    long as the store does, so a group with a timeout of its own must be read one by one; while one
-    is, so are those that other threads create. gloo looks at an environment variable whenever it
-    connects a group. It is set to "0" afterwards and never removed: moving the environment is not
-    safe while other threads read it. A user's own value stays.
-    """
-
-    _SWITCH = "GLOO_ENABLE_STORE_V2_API"
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._creating = {True: 0, False: 0}
-        self._is_users = False
-
-    @contextlib.contextmanager
-    def at_once(self, allowed: bool) -> Iterator[None]:
-        """Read at once while a group is created, if that is allowed for it."""
-        self._count(allowed, 1)
-        try:
-            yield
-        finally:
-            self._count(allowed, -1)
-
-    def _count(self, allowed: bool, change: int) -> None:
-        with self._lock:
-            if not any(self._creating.values()):
-                self._is_users = os.environ.get(self._SWITCH, "0") != "0"
-            self._creating[allowed] += change
-            if not self._is_users:
-                wanted = self._creating[True] and not self._creating[False]
-                os.environ[self._SWITCH] = "1" if wanted else "0"
 
 
 class LazyInit:
@@ -96,26 +85,38 @@ class LazyInit:
                 self._changed.notify_all()
 
 
-class Devices:
-    """Lets gloo groups that are created together share what they listen at, and its thread.
+@attrs.frozen
+class _Making:
+    """How one gloo group is made."""
+
+    devices: list[Any] | None
+    patience: Patience
+    meetings: list[Meeting]
+
+
+class GlooMaking:
+    """Makes gloo groups with a store of ours, and lets those of one call share their devices.
+
+    torch's helper hands neither on: so as long as a group is created, the class that it calls is
+    one that does. Other threads are not affected.
 
     torch gives each gloo group a device of its own: it looks the host up, listens at a socket and
-    starts a thread. gloo takes devices, but torch's helper hands none on; so as long as a group is
-    created on shared ones, the class that the helper calls is one that does. Groups keep their
-    devices alive, and the last one ends them. Lazily connected groups get their own: on a shared
-    device their collectives were seen to hang (torch 2.13).
+    starts a thread. Groups keep their devices alive, and the last one ends them. Lazily connected
+    groups meet later, in threads of gloo, and get neither: on a shared device their collectives
+    were seen to hang (torch 2.13).
     """
 
     def __init__(self) -> None:
         self._shared: ContextVar[list[Any] | None]
         self._shared = ContextVar("shared devices", default=None)
+        self._making: ContextVar[_Making | None] = ContextVar("making", default=None)
         self._lock = threading.Lock()
         self._creating = 0
         self._torchs: Any = None
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        """Give the gloo groups that this thread creates within a `with` block the same devices."""
+    def shared_devices(self) -> Iterator[None]:
+        """Give the groups that this thread creates within a `with` block the same devices."""
         token = self._shared.set([])
         try:
             yield
@@ -123,26 +124,32 @@ class Devices:
             self._shared.reset(token)
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Create one group on the shared devices, if there are any and it connects at once."""
-        shared = self._shared.get()
-        if shared is None or lazy_init.is_set():
-            yield
+    def met(self, patience: Patience) -> Iterator[list[Meeting]]:
+        """Create one group within a `with` block, whose members meet in a `Meeting`.
+
+        Args:
+            patience: For how long members are waited for.
+
+        Yields:
+            What must live as long as the group: torch knows only the half that is C++.
+        """
+        meetings: list[Meeting] = []
+        if lazy_init.is_set():
+            yield meetings
             return
-        if not shared:
-            shared += self._new()
-        token = self._used.set(shared)
+        devices = self._shared.get()
+        if devices is not None and not devices:
+            devices += self._new_devices()
+        token = self._making.set(_Making(devices, patience, meetings))
         self._count(1)
         try:
-            yield
+            yield meetings
         finally:
             self._count(-1)
-            self._used.reset(token)
-
-    _used: ContextVar[list[Any] | None] = ContextVar("devices in use", default=None)
+            self._making.reset(token)
 
     @staticmethod
-    def _new() -> list[Any]:
+    def _new_devices() -> list[Any]:
         """Make what torch would: a device for each interface that the user names, or the host's."""
         gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
         if len(names) > 1:
@@ -160,7 +167,7 @@ class Devices:
                 c10d.ProcessGroupGloo = self._torchs
 
     def _class(self, torchs: Any) -> Any:
-        used = self._used
+        current = self._making
 
         class Kind(type(torchs)):  # type: ignore[misc]
             def __instancecheck__(cls, instance: object) -> bool:
@@ -168,24 +175,26 @@ class Devices:
 
         class ProcessGroupGloo(torchs, metaclass=Kind):  # type: ignore[misc]
             def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-                shared = used.get()
-                if shared is None:  # another thread creates one meanwhile
+                making = current.get()
+                if making is None:  # another thread creates one meanwhile
                     super().__init__(store, rank, size, timeout=timeout)
                     return
+                meeting = Meeting(store, size, timeout, making.patience)
+                making.meetings.append(meeting)
+                if making.devices is None:
+                    super().__init__(meeting, rank, size, timeout=timeout)
+                    return
                 options = torchs._Options()
-                options._devices = shared
-                options._threads = 2 * len(shared)
+                options._devices = making.devices
+                options._threads = 2 * len(making.devices)
                 options._timeout = timeout
-                super().__init__(store, rank, size, options)
+                super().__init__(meeting, rank, size, options)
 
         return ProcessGroupGloo
 
 
-reading = AddressReading()
-"""Of this process."""
-
 lazy_init = LazyInit()
 """Of this process."""
 
-devices = Devices()
+making = GlooMaking()
 """Of this process."""

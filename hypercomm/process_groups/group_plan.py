@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,17 +13,29 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.meeting import Patience
 from hypercomm.process_groups.options import GroupOptions
 
 
 @attrs.frozen(slots=False)
 class GroupPlan:
-    """What to create: the groups of some dims, their common name and their options."""
+    """What to create: the groups of some dims, their common name and their options.
+
+    Attributes:
+        name: What all ranks know the groups by.
+        layout: The grid's.
+        groups: All of them.
+        options: With defaults filled in.
+        title: What a user knows the groups by.
+        patience: For how long ranks are waited for.
+    """
 
     name: str
     layout: RankLayout
     groups: RankGroups
     options: GroupOptions
+    title: str
+    patience: Patience
 
     @cached_property
     def own(self) -> OwnGroup | None:
@@ -33,6 +46,16 @@ class GroupPlan:
         except RankOutsideError:
             return None
         return OwnGroup(f"{self.name}/{index}", rank, self.groups[index])
+
+    @cached_property
+    def own_patience(self) -> Patience:
+        """The patience with members of the caller's group, by their positions."""
+
+        def look(positions: Sequence[int]) -> None:
+            if self.own is not None:
+                self.patience.look([self.own.ranks[position] for position in positions])
+
+        return Patience(look, self.patience.deadline)
 
     @cached_property
     def meeting(self) -> OwnGroup | None:
@@ -50,6 +73,15 @@ class OwnGroup(NamedTuple):
     name: str
     rank: int
     ranks: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        """Where `rank` stands among the members."""
+        return self.ranks.index(self.rank)
+
+    def keys(self, word: str) -> list[str]:
+        """Return the keys under which all members say a word."""
+        return [self.key(word, rank) for rank in self.ranks]
 
     def key(self, word: str, rank: int) -> str:
         """Return the key under which `rank` says a word about this group in the store."""

@@ -43,13 +43,7 @@ class GroupOptions:
             GroupOptionsError: A value has the wrong type, a backend is unknown or not built into
                 this torch, or the backend would ignore `pg_options`.
         """
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise GroupOptionsError(
-                f"timeout must be a datetime.timedelta, got {self.timeout!r}; "
-                f"write timedelta(seconds=...)"
-            )
-        if self.timeout is not None and self.timeout <= timedelta(0):
-            raise GroupOptionsError(f"timeout must be longer than 0, got {self.timeout}")
+        check_timeout(self.timeout)
         if self.group_desc is not None and not isinstance(self.group_desc, str):
             raise GroupOptionsError(f"group_desc must be a string, got {self.group_desc!r}")
         check_backend(self.backend)
@@ -81,6 +75,20 @@ class GroupOptions:
             backend, pg_options = "fake", None  # there is nobody to connect to in a fake world
         lazy_init = self.lazy_init if "gloo" in c10d.single_backends(backend) else None
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
+
+
+def check_timeout(timeout: timedelta | None) -> None:
+    """Refuse what is no length of time.
+
+    Raises:
+        GroupOptionsError: Says what is.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise GroupOptionsError(
+            f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)"
+        )
+    if timeout is not None and timeout <= timedelta(0):
+        raise GroupOptionsError(f"timeout must be longer than 0, got {timeout}")
 
 
 def check_lazy_init(lazy_init: bool | None) -> None:

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
+import math
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 
 import attrs
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
+    ForkedError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
 )
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.process_groups import agreement, c10d
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
+    abort,
     create,
     destroy,
-    grid_names,
+    give_up,
     together,
 )
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
+from hypercomm.process_groups.meeting import AttemptGivenUpError, Patience
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
 from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
@@ -101,9 +109,10 @@ class GroupOwner:
 
     Args:
         layout: The grid's.
-        label: The name that the grid was given, if any.
         creation: How groups are created: "auto", or the name of a strategy.
         share_with: The owner of another grid, whose groups may serve this one's keys.
+        agreement: What the ranks of the grid have told each other.
+        is_verified: Whether each creation is compared with those of the other ranks.
 
     Attributes:
         created: What exists, by key, in the order of creation.
@@ -111,18 +120,26 @@ class GroupOwner:
     """
 
     def __init__(
-        self, layout: RankLayout, label: str | None, creation: str, share_with: GroupOwner | None
+        self,
+        layout: RankLayout,
+        creation: str,
+        share_with: GroupOwner | None,
+        agreement: Agreement,
+        is_verified: bool,
     ) -> None:
         self.created: dict[GroupKey, CreatedGroup] = {}
         self.planned: dict[GroupKey, PlannedGroup] = {}
         self.is_destroyed = False
         self._layout = layout
-        self._label = label
+        self._agreement = agreement
+        self._is_verified = is_verified
+        self._lock = threading.RLock()
+        self._process = os.getpid()
         self._creation = creation
         self._share_with = share_with
-        self._identity: tuple[weakref.ref[ProcessGroup], str] | None = None
         self._failures: dict[GroupKey, int] = {}
         self._batches = 0
+        self._position = 0
 
     # ---- one group ------------------------------------------------------------------------------
 
@@ -143,7 +160,9 @@ class GroupOwner:
         if planned.choice.strategy == "enumerate" and self._creation == "auto":
             logger.warning("creating groups by enumeration: %s", planned.choice.reason)
         if c10d.is_live():
-            _ = self._name  # claims the grid's name while all ranks are at the same place
+            _ = self._agreement.name  # compares the grid while all ranks are at the same place
+        if self._is_verified and not batch:
+            self._compare([planned], batch)
         self.planned[key] = planned
         return planned
 
@@ -154,24 +173,42 @@ class GroupOwner:
         choice = choose(self._creation, given.backend)
         resolved = given.resolve(group_desc=str(request.key)) if c10d.is_live() else given
         make = partial(self._make, request.key, batch)
-        planned = PlannedGroup(groups, given, resolved, choice, request.share, None, make)
+        planned = PlannedGroup(
+            str(request.key),
+            groups,
+            request.derive is not None,
+            given,
+            resolved,
+            choice,
+            request.share,
+            None,
+            make,
+        )
         planned.twin = find_twin(planned, self._shareable())
         return planned
 
     def create(self, request: GroupRequest) -> ProcessGroup | None:
         """Plan and create a group, or leave everything as it was."""
-        planned = self.plan(request)
-        try:
-            return planned.create()
-        except BaseException:
-            del self.planned[request.key]
-            raise
+        begin = time.monotonic()
+        while True:
+            with self._lock:
+                planned = self.plan(request)
+            try:
+                return planned.attempt(begin).group
+            except BaseException as error:
+                with self._lock:
+                    self.planned.pop(request.key, None)
+                if not isinstance(error, AttemptGivenUpError):
+                    raise
 
     def ensure(self, request: GroupRequest) -> ProcessGroup | None:
         """Create a group on the first call, and return it afterwards, if it is the same."""
         key, given = request.key, request.given
-        if key not in self.planned:
-            return self.create(request)
+        try:
+            if key not in self.planned:
+                return self.create(request)
+        except GroupExistsError:
+            logger.debug("another thread creates %s", key)
         first, groups = self.planned[key], self._groups(request)
         if given != first.given and first.choice is _ADOPTED:
             raise GroupOptionsError(
@@ -207,7 +244,16 @@ class GroupOwner:
         created = CreatedGroup(group, owned=False)
         key, groups = GroupKey((dim,)), self._layout.groups(dim)
         self.planned[key] = PlannedGroup(
-            groups, GroupOptions(), options, _ADOPTED, "never", None, lambda _: created, created
+            str(key),
+            groups,
+            False,
+            GroupOptions(),
+            options,
+            _ADOPTED,
+            "never",
+            None,
+            lambda *_: created,
+            created,
         )
         self.created[key] = created
 
@@ -216,11 +262,21 @@ class GroupOwner:
     def begin_batch(self) -> int:
         """Return the number of a call for several groups; all ranks count all of their calls."""
         self.check_alive()
-        self._batches += 1
-        return self._batches
+        with self._lock:
+            self._batches += 1
+            return self._batches
 
     def create_all(self, requests: Sequence[GroupRequest], batch: int) -> list[ProcessGroup | None]:
         """Create several groups in the order given, all or none."""
+        while True:
+            try:
+                return self._create_batch(requests, batch)
+            except AttemptGivenUpError:  # this rank came too late
+                batch = self.begin_batch()
+
+    def _create_batch(
+        self, requests: Sequence[GroupRequest], batch: int
+    ) -> list[ProcessGroup | None]:
         keys = [request.key for request in requests]
         for position, key in enumerate(keys):
             if key in keys[:position]:
@@ -232,26 +288,28 @@ class GroupOwner:
         mine: list[PlannedGroup] = []
         waiting = [planned for planned in self._shareable() if planned.created is None]
         try:
-            for request in requests:
-                mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-            if c10d.has_store():
-                plan = [
-                    _describe(request, own) for request, own in zip(requests, mine, strict=True)
-                ]
-                agreement.agree(f"{self._name}/batch {batch}", plan)
+            with self._lock:
+                for request in requests:
+                    mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
+                self._compare(mine, batch)
+            begin = time.monotonic()
             with together():
-                return [planned.create() for planned in mine]
-        except BaseException as error:
+                return [planned.attempt(begin).group for planned in mine]
+        except BaseException:
             tried = [planned for planned in (*waiting, *mine) if planned.twin is None]
             created = [planned.created for planned in tried if planned.created is not None]
-            for planned in waiting:
-                self._uncreate(planned)  # planned before, it served one of these
-            for key in keys[: len(mine)]:
-                del self.planned[key]
-                self.created.pop(key, None)
+            with self._lock:
+                for planned in waiting:
+                    self._uncreate(planned)  # planned before, it served one of these
+                for key in keys[: len(mine)]:
+                    self.planned.pop(key, None)
+                    self.created.pop(key, None)
+            give_up(
+                self._group_plan(key, batch, planned)
+                for key, planned in zip(keys, mine, strict=False)
+                if planned.created is None and planned.twin is None and c10d.is_live()
+            )
             destroy(dict.fromkeys(reversed(created)), BATCH_PATIENCE_S)
-            if isinstance(error, RuntimeError) and c10d.has_store():
-                agreement.explain(f"{self._name}/batch {batch}", error)
             raise
 
     def _uncreate(self, planned: PlannedGroup) -> None:
@@ -268,12 +326,43 @@ class GroupOwner:
 
     def destroy(self) -> None:
         """Destroy what was created here, the last one first; may be called twice."""
-        self.is_destroyed = True
-        every = list(self.created.values())
-        self.planned, self.created = {}, {}
-        foreign = {planned.created for planned in self._shareable()}
-        own = dict.fromkeys(reversed(every))  # shared ones once
-        destroy(item for item in own if item.owned and item not in foreign)
+        own = self._release()
+        if os.getpid() == self._process:
+            destroy(own)
+
+    def abort(self) -> None:
+        """Abort what was created here, the last one first; waits for nobody."""
+        own = self._release()
+        if os.getpid() == self._process:
+            abort(own)
+
+    def _release(self) -> list[CreatedGroup]:
+        """Forget all groups, and return those that this owner must end, the last one first."""
+        with self._lock:
+            self.is_destroyed = True
+            every = list(self.created.values())
+            self.planned, self.created = {}, {}
+            foreign = {planned.created for planned in self._shareable()}
+            own = dict.fromkeys(reversed(every))  # shared ones once
+            return [item for item in own if item.owned and item not in foreign]
+
+    def live(self) -> list[GroupKey]:
+        """Return the keys of the groups that exist and that this owner must end."""
+        if os.getpid() != self._process or c10d.is_other_world():
+            return []
+        return [
+            key
+            for key, item in self.created.items()
+            if item.owned and item.group is not None and c10d.is_registered(item.group)
+        ]
+
+    def verify(self, timeout: timedelta | None) -> None:
+        """Compare all that is planned with the other ranks, and wait for them."""
+        self.check_alive()
+        if self._layout.size > 1 and c10d.has_store():
+            plan = [_describe(planned) for planned in self.planned.values()]
+            timeout = timeout or c10d.world_timeout(c10d.default_backend())
+            self._agreement.meet(plan, timeout.total_seconds() if timeout else math.inf)
 
     # ---- what a caller should know --------------------------------------------------------------
 
@@ -295,7 +384,13 @@ class GroupOwner:
         )
 
     def check_alive(self) -> None:
-        """Refuse what needs a grid that is not destroyed."""
+        """Refuse what needs a grid that is not destroyed, and that this process has made."""
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"this grid ({self._layout}) belongs to process {self._process}, of which this one "
+                f"is a fork: its process groups do not work here; build what this process needs "
+                f"after torch.distributed.init_process_group() of its own"
+            )
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self._layout}) was destroyed; build a new one")
 
@@ -319,21 +414,53 @@ class GroupOwner:
             raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
         return derived
 
-    def _make(self, key: GroupKey, batch: int, planned: PlannedGroup) -> CreatedGroup:
+    def _make(self, key: GroupKey, batch: int, planned: PlannedGroup, begin: float) -> CreatedGroup:
         self.check_alive()
         if planned.twin is not None:
-            created = planned.twin.ensure()
+            created = planned.twin.attempt(begin)
         else:
-            plan = GroupPlan(
-                self._plan_name(key, batch), self._layout, planned.groups, planned.resolved
-            )
+            plan = self._group_plan(key, batch, planned, begin)
             try:
                 created = create(plan, planned.choice.strategy)
             except BaseException:
-                self._failures[key] = self._failures.get(key, 0) + 1
+                if not batch:
+                    self._failures[key] = self._failures.get(key, 0) + 1
                 raise
-        self.created[key] = created
+        with self._lock:
+            if not self.is_destroyed:
+                self.created[key] = created
+                return created
+        if planned.twin is None:
+            destroy([created])
+        self.check_alive()
         return created
+
+    def _group_plan(
+        self, key: GroupKey, batch: int, planned: PlannedGroup, begin: float = 0.0
+    ) -> GroupPlan:
+        timeout = planned.resolved.timeout
+        alone = timeout is not None and not batch  # in a batch, each group has its time
+        deadline = begin + timeout.total_seconds() if timeout and alone else math.inf
+        look = self._agreement.look if c10d.has_store() else _look_nowhere
+        return GroupPlan(
+            self._plan_name(key, batch),
+            self._layout,
+            planned.groups,
+            planned.resolved,
+            str(key),
+            Patience(look, deadline),
+        )
+
+    def _compare(self, plans: Sequence[PlannedGroup], batch: int) -> None:
+        """Compare what this call is about to create with what other ranks create."""
+        if not c10d.has_store():
+            return
+        entries, first = [_describe(planned) for planned in plans], self._position
+        self._position += len(entries)
+        if self._is_verified:
+            self._agreement.compare(f"plan {first}", entries, first)
+        else:
+            self._agreement.compare(f"batch {batch}", entries)
 
     def _plan_name(self, key: GroupKey, batch: int) -> str:
         """The name that all ranks know the groups of a key by.
@@ -344,21 +471,9 @@ class GroupOwner:
         if not c10d.is_live():
             return str(key)
         if batch:  # no dim name holds a space, so that no key looks like this
-            return f"{self._name}/batch {batch}/{key}"
-        failures = self._failures.get(key, 0)
-        return f"{self._name}/try {failures + 1}/{key}" if failures else f"{self._name}/{key}"
-
-    @property
-    def _name(self) -> str:
-        """The name that all ranks of this job know the grid by; claimed at its first plan."""
-        job = c10d.world_group()
-        if self._identity is None or self._identity[0]() is not job:
-            kind = f"{self._layout.to_json()} {self._label!r}"
-            fingerprint = hashlib.sha256(kind.encode()).hexdigest()[:12]
-            label = f".{self._label}" if self._label else ""
-            name = grid_names.claim(f"hypercomm/{fingerprint}{label}", c10d.store_identity())
-            self._identity = weakref.ref(job), name
-        return self._identity[1]
+            return f"{self._agreement.name}/batch {batch}/{key}"
+        failures, name = self._failures.get(key, 0), self._agreement.name
+        return f"{name}/try {failures + 1}/{key}" if failures else f"{name}/{key}"
 
     def _shareable(self) -> Iterator[PlannedGroup]:
         """What may serve a second key: the other grid's groups, then this one's."""
@@ -367,15 +482,19 @@ class GroupOwner:
         yield from self.planned.values()
 
 
-def _describe(request: GroupRequest, planned: PlannedGroup) -> str:
+def _describe(planned: PlannedGroup) -> str:
     """A planned group in words that all ranks of the grid find alike."""
     options, members = planned.resolved, ""
-    if request.derive is not None:  # else the dims tell all
+    if planned.is_derived:  # else the dims tell all
         digest = hashlib.sha256(planned.groups.to_array().tobytes()).hexdigest()[:12]
         members = f" (members {digest})"
     return (
-        f"{request.key} over {planned.groups!r}{members}: {planned.choice.strategy}, "
+        f"{planned.title} over {planned.groups!r}{members}: {planned.choice.strategy}, "
         f"{options.backend}, timeout {options.timeout}, description {options.group_desc!r}, "
         f"lazy_init {options.lazy_init}, options {type(options.pg_options).__name__}, "
         f"share {planned.share!r}"
     )
+
+
+def _look_nowhere(_ranks: Sequence[int]) -> None:
+    pass

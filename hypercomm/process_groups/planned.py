@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -11,6 +13,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import world
 from hypercomm.process_groups.group_plan import CreatedGroup
+from hypercomm.process_groups.meeting import AttemptGivenUpError
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import Choice
 
@@ -23,7 +26,9 @@ class PlannedGroup:
     asked of a process group before it exists, `size` and `rank`, a plan answers.
 
     Attributes:
+        title: The dims, and the name if it has one.
         groups: The groups that it is one of.
+        is_derived: Whether these are others than those over the dims.
         given: The options as given.
         resolved: The options as filled in from the live world.
         choice: How it will be created, and why so.
@@ -32,14 +37,17 @@ class PlannedGroup:
         created: What came of it; None until it is created.
     """
 
+    title: str
     groups: RankGroups
+    is_derived: bool
     given: GroupOptions
     resolved: GroupOptions
     choice: Choice
     share: str
     twin: PlannedGroup | None
-    make: Callable[[PlannedGroup], CreatedGroup]
+    make: Callable[[PlannedGroup, float], CreatedGroup]
     created: CreatedGroup | None = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def create(self) -> ProcessGroup | None:
         """Create the group, at the first call, and return it; None where this rank has none.
@@ -50,13 +58,26 @@ class PlannedGroup:
         Raises:
             CreationError, GridDestroyedError: As for `HyperCommGrid.create_pg`.
         """
-        return self.ensure().group
+        begin = time.monotonic()
+        while True:
+            try:
+                return self.attempt(begin).group
+            except AttemptGivenUpError:
+                continue  # under the next name
 
-    def ensure(self) -> CreatedGroup:
-        """Do what `create` does, and return all that came of it."""
-        if self.created is None:
-            self.created = self.make(self)
-        return self.created
+    def attempt(self, begin: float) -> CreatedGroup:
+        """Do what `create` does, once, and return all that came of it.
+
+        Args:
+            begin: When the first attempt began: all of them have to keep the timeout.
+
+        Raises:
+            AttemptGivenUpError: The other members had given up; try again.
+        """
+        with self._lock:
+            if self.created is None:
+                self.created = self.make(self, begin)
+            return self.created
 
     def has_member(self) -> bool:
         """Tell whether the calling rank is in one of the groups."""

@@ -100,6 +100,7 @@ def _create_local(plan: GroupPlan) -> ProcessGroup | None:
         pg_options=plan.options.pg_options,
         group_desc=plan.options.group_desc or plan.name,
         lazily=plan.options.lazy_init,
+        patience=plan.own_patience,
     )
 
 
@@ -165,7 +166,7 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
 def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
     group: ProcessGroup | None
     options = plan.options
-    with c10d.connecting(options.backend or "", options.timeout, options.lazy_init):
+    with c10d.connecting(options.backend or "", options.lazy_init, plan.own_patience):
         group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
             plan.groups.to_array().tolist(), backend=options.backend, **options.given()
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import as_int, positive
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation import grid_names
+from hypercomm.process_groups.agreement import known_grids
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def fake_world(
         "fake", store=c10d.fake_store(), world_size=world_size, rank=rank, timeout=timeout
     )
     try:
-        with grid_names.fresh():
+        with known_grids.fresh():
             yield
     finally:
         if dist.is_initialized():

@@ -1,0 +1,179 @@
+"""Meeting: how the members of one gloo group find each other in the store, and who did not come.
+
+gloo asks the store for the address of each member, and waits in there, where nobody can end the
+wait. gloo takes any store: this one waits for it, looks now and then whether there is still
+something to wait for, and lets other threads use the store in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+GAVE_UP = b"gave up"
+"""Stands in the store in place of the address of a member that waits no more."""
+
+GAVE_UP_KEY = "gave up"
+"""Stands beside the addresses, for members that still wait."""
+
+_SHORTEST_S = 0.0002
+_LONGEST_S = 0.5
+_MOST_LOOKED_FOR = 8
+
+
+class MembersMissingError(RuntimeError):
+    """Members did not come in time.
+
+    Attributes:
+        positions: Their positions in the group.
+        others_gave_up: Whether the wait ended because other members waited no more.
+    """
+
+    def __init__(
+        self, positions: Sequence[int], waited_s: float, *, others_gave_up: bool = False
+    ) -> None:
+        super().__init__(f"members {list(positions)} did not come within {waited_s:.1f} s")
+        self.positions = positions
+        self.others_gave_up = others_gave_up
+
+
+class AttemptGivenUpError(RuntimeError):
+    """All came, but some had given up before: whoever tries again meets under another name."""
+
+
+@attrs.frozen
+class Patience:
+    """How long ranks are waited for.
+
+    Attributes:
+        look: Called, once a wait takes long, with some that are missing; raises if they will not
+            come.
+        deadline: When every wait ends, by `time.monotonic`, if not earlier.
+    """
+
+    look: Callable[[Sequence[int]], None]
+    deadline: float
+
+
+def wait_until(
+    is_there: Callable[[], bool], timeout_s: float, look: Callable[[], None]
+) -> float | None:
+    """Ask again and again, less and less often; between the answers other threads may ask.
+
+    Args:
+        is_there: Whether what is waited for has come; one question to the store.
+        timeout_s: When to give up.
+        look: Called once a wait takes long; raises if there is nothing to wait for.
+
+    Returns:
+        None once it is there; else the seconds that passed.
+    """
+    begin = time.monotonic()
+    pause = _SHORTEST_S
+    while not is_there():
+        waited = time.monotonic() - begin
+        if waited > timeout_s:
+            return waited
+        if waited > _LONGEST_S / 2:
+            look()
+        time.sleep(min(pause, timeout_s - waited + _SHORTEST_S))
+        pause = min(max(_SHORTEST_S, waited / 4), _LONGEST_S)
+    return None
+
+
+class Meeting(dist.Store):  # type: ignore[name-defined, misc]
+    """The store that one gloo group is created with.
+
+    Args:
+        store: Where the members leave their addresses.
+        size: Number of members.
+        timeout: How long to wait for all of them.
+        patience: What ends that earlier.
+
+    Raises:
+        MembersMissingError, AttemptGivenUpError: From what gloo calls, through gloo.
+    """
+
+    def __init__(self, store: Any, size: int, timeout: timedelta, patience: Patience) -> None:
+        super().__init__()
+        self._store = store
+        self._size = size
+        self._timeout = timeout
+        self._patience = patience
+        self._found: dict[str, bytes] = {}
+        self._has_looked = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave this member's address."""
+        self._store.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
+        """Wait for the addresses of all members, whichever is asked for."""
+        for key in keys:
+            self.get(key)
+
+    def get(self, key: str) -> bytes:
+        """Return the address of a member."""
+        if key not in self._found:
+            self._gather(key)
+        return self._found[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the addresses of some members."""
+        return [self.get(key) for key in keys]
+
+    def has_extended_api(self) -> bool:
+        """Tell that `multi_get` works."""
+        return True
+
+    def clone(self) -> Any:
+        """Return what a group that is split off may use."""
+        return self._store.clone()
+
+    def _gather(self, key: str) -> None:
+        place, _, position = key.rpartition("/")
+        each = [f"{place}/{member}" for member in range(self._size)]
+        keys = each if position.isdecimal() and key in each else [key]
+        left_s = min(self._timeout.total_seconds(), self._patience.deadline - time.monotonic())
+        waited = wait_until(
+            lambda: self._store.check(keys),
+            left_s,
+            partial(self._look, place, keys, time.monotonic()),
+        )
+        if waited is not None:
+            raise MembersMissingError(list(self._missing(keys, 0)), waited)
+        if self._store.has_extended_api():
+            values = self._store.multi_get(keys)
+        else:
+            values = [self._store.get(one) for one in keys]
+        if GAVE_UP in values:
+            self._patience.look([])  # there may be a reason
+            raise AttemptGivenUpError("members of the group gave up before all had come")
+        self._found.update(zip(keys, values, strict=True))
+
+    def _look(self, place: str, keys: Sequence[str], begin: float) -> None:
+        self._patience.look(list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR)))
+        if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
+            if not self._has_looked:
+                raise AttemptGivenUpError("members of the group gave up before this one came")
+            waited = time.monotonic() - begin
+            raise MembersMissingError(list(self._missing(keys, 0)), waited, others_gave_up=True)
+        self._has_looked = True
+
+    def _missing(self, keys: Sequence[str], first: int) -> Iterator[int]:
+        """Give the positions of keys that are not set: few questions where few are not."""
+        if self._store.check(keys):
+            return
+        if len(keys) == 1:
+            yield first
+            return
+        half = len(keys) // 2
+        yield from self._missing(keys[:half], first)
+        yield from self._missing(keys[half:], first + half)
