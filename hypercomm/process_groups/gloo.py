@@ -113,6 +113,7 @@ class GlooMaking:
         self._lock = threading.Lock()
         self._creating = 0
         self._torchs: Any = None
+        self._ours: Any = None
 
     @contextlib.contextmanager
     def shared_devices(self) -> Iterator[None]:
@@ -161,7 +162,9 @@ class GlooMaking:
         with self._lock:
             if not self._creating:
                 self._torchs = c10d.ProcessGroupGloo
-                c10d.ProcessGroupGloo = self._class(self._torchs)
+                if self._ours is None or self._ours.__base__ is not self._torchs:
+                    self._ours = self._class(self._torchs)
+                c10d.ProcessGroupGloo = self._ours
             self._creating += change
             if not self._creating:
                 c10d.ProcessGroupGloo = self._torchs

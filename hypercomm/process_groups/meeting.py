@@ -26,6 +26,8 @@ GAVE_UP_KEY = "gave up"
 _SHORTEST_S = 0.0002
 _LONGEST_S = 0.5
 _MOST_LOOKED_FOR = 8
+_FEW = 3
+_ABSENT = "absent"
 
 
 class MembersMissingError(RuntimeError):
@@ -112,6 +114,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
 
     def set(self, key: str, value: bytes) -> None:
         """Leave this member's address."""
+        self._found[key] = bytes(value)
         self._store.set(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
@@ -142,21 +145,35 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         each = [f"{place}/{member}" for member in range(self._size)]
         keys = each if position.isdecimal() and key in each else [key]
         left_s = min(self._timeout.total_seconds(), self._patience.deadline - time.monotonic())
+        others = [one for one in keys if one not in self._found]
+        are_few = len(others) <= _FEW
         waited = wait_until(
-            lambda: self._store.check(keys),
+            partial(self._peek, others) if are_few else partial(self._store.check, keys),
             left_s,
             partial(self._look, place, keys, time.monotonic()),
         )
         if waited is not None:
             raise MembersMissingError(list(self._missing(keys, 0)), waited)
-        if self._store.has_extended_api():
-            values = self._store.multi_get(keys)
-        else:
-            values = [self._store.get(one) for one in keys]
-        if GAVE_UP in values:
+        if not are_few or self._has_looked:  # what was found long ago may hold no more
+            self._found.update(zip(keys, self._read(keys), strict=True))
+        if GAVE_UP in self._found.values():
             self._patience.look([])  # there may be a reason
             raise AttemptGivenUpError("members of the group gave up before all had come")
-        self._found.update(zip(keys, values, strict=True))
+
+    def _peek(self, keys: Sequence[str]) -> bool:
+        """Read keys that are set, one question each, where `check` and `multi_get` ask three."""
+        for key in keys:
+            if key not in self._found:
+                value = self._store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
+                if value == _ABSENT.encode():
+                    return False
+                self._found[key] = value
+        return True
+
+    def _read(self, keys: Sequence[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
 
     def _look(self, place: str, keys: Sequence[str], begin: float) -> None:
         self._patience.look(list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR)))
