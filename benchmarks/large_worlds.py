@@ -132,7 +132,7 @@ def memory(world_size: int) -> Iterator[Table]:
         return size / 2**20
 
     def torch_alone() -> object:
-        options = {"timeout": None, "pg_options": None, "group_desc": "alone"}
+        options = {"timeout": None, "pg_options": None, "group_desc": "alone", "lazily": None}
         return [
             c10d.new_group(str(dims), layout.groups(*dims).of(rank), backend="fake", **options)
             for dims in FIVE

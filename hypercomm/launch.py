@@ -22,6 +22,7 @@ import attrs
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.layout.checks import positive
+from hypercomm.layout.messages import shown
 from hypercomm.local_rank import InheritedFd, RankJob, pickled, report, serve
 
 __all__ = ["report", "run_ranks"]
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 _LONGEST_S = 1e6
 """No wait is longer: the system counts milliseconds in a C int."""
+
+_MOST_RANKS = 4096
+"""The most ranks on one machine: each is a process, and three open files."""
 
 _GRACE_S = 0.3
 """After one rank fails, how long to wait for an earlier failure to be heard of."""
@@ -53,7 +57,7 @@ def run_ranks(
 
     Args:
         function: What each rank runs; it must be importable: defined at the top of a module.
-        nprocs: The number of ranks.
+        nprocs: The number of ranks, at most 4096.
         args: Arguments of `function`, the same on every rank. They, and what it returns, travel
             by pickle.
         backend: Backend of the job: "gloo", or "nccl" with rank i on device i.
@@ -64,7 +68,7 @@ def run_ranks(
     Raises:
         RankFailedError: A rank raised, died, or did not return in time; the first one, with its
             traceback, or the place where it hangs.
-        LaunchError: An argument cannot work.
+        LaunchError, LayoutError: An argument cannot work.
 
     Example:
         >>> import torch.distributed as dist
@@ -72,15 +76,24 @@ def run_ranks(
         >>> run_ranks(dist.get_rank, 3)
         [0, 1, 2]
     """
-    positive(nprocs, "nprocs")
-    if not callable(function):
-        raise LaunchError(f"function must be callable, got {function!r}")
+    if positive(nprocs, "nprocs") > _MOST_RANKS:
+        raise LaunchError(
+            f"nprocs must be at most {_MOST_RANKS}, got {nprocs}; hypercomm.testing's fake_world() "
+            f"and simulate() stand for larger jobs"
+        )
+    check_call(function, args)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise LaunchError(f"timeout must be a number of seconds larger than 0, got {timeout!r}")
+        raise LaunchError(
+            f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
+        )
     if group_timeout is not None and not isinstance(group_timeout, timedelta):
-        raise LaunchError(f"group_timeout must be a datetime.timedelta, got {group_timeout!r}")
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise LaunchError(f"args must be a sequence of arguments, got {args!r}")
+        raise LaunchError(f"group_timeout must be a datetime.timedelta, got {shown(group_timeout)}")
+    if group_timeout is not None and group_timeout <= timedelta(0):
+        raise LaunchError(f"group_timeout must be longer than 0, got {group_timeout}")
+    if not isinstance(backend, str):
+        raise LaunchError(f"backend must be a name such as 'gloo', got {shown(backend)}")
+    if on_message is not None and not callable(on_message):
+        raise LaunchError(f"on_message must be callable, got {shown(on_message)}")
     check_devices(backend, nprocs)
     job = RankJob(
         function=pickled(function, "function"),
@@ -91,7 +104,19 @@ def run_ranks(
         environment=dict(os.environ),
     )
     with _started(job) as ranks:
-        return _Conversation(ranks, timeout, on_message).results()
+        return _Conversation(ranks, min(timeout, _LONGEST_S), on_message).results()
+
+
+def check_call(function: object, args: object) -> None:
+    """Refuse what is no function, and arguments that are no sequence.
+
+    Raises:
+        LaunchError: Says what was given.
+    """
+    if not callable(function):
+        raise LaunchError(f"function must be callable, got {shown(function)}")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
 
 
 def check_devices(backend: str, ranks: int) -> None:
@@ -168,7 +193,7 @@ class _Conversation:
     failed: list[tuple[float, int, str]] = attrs.field(factory=list)
 
     def results(self) -> list[Any]:
-        deadline = time.monotonic() + min(self.timeout, _LONGEST_S)
+        deadline = time.monotonic() + self.timeout
         while len(self.returned) < len(self.ranks) and not self.failed:
             if not self._hear(deadline):
                 self._fail_unfinished()

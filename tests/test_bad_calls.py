@@ -1,14 +1,16 @@
 """The table of bad calls, and the exact sentence that each one gets."""
 
+import itertools
 import re
 from datetime import timedelta
 
 import pytest
 
 from hypercomm import HyperCommGrid, RankLayout, errors
+from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
 from hypercomm.layout import notation
 from hypercomm.process_groups import c10d
-from hypercomm.testing import fake_world
+from hypercomm.testing import fake_world, run_ranks, simulate
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")
@@ -255,6 +257,45 @@ LAYOUT_CALLS = [
             "'rank_offset' and 'strides', got '{}'"
         ),
     ),
+    (
+        lambda: LAYOUT.order_dims(range(2**70)),
+        ValueError,
+        errors.LayoutError,
+        "dims may have at most 16777216 items, got range(0, 1180591620717411303424)",
+    ),
+    (
+        lambda: LAYOUT.order_dims(itertools.repeat("tp")),
+        ValueError,
+        errors.LayoutError,
+        "dims may have at most 16777216 items, got more",
+    ),
+    (
+        lambda: LAYOUT.coords(10**5000),
+        ValueError,
+        errors.RankOutsideError,
+        "rank <int too long to show> is not in layout tp=2,cp=2,dp=2, which holds ranks 0..7",
+    ),
+    (
+        lambda: RankLayout([2**63], ["tp"]),
+        ValueError,
+        errors.LayoutError,
+        (
+            "every size in shape (9223372036854775808,) must be an int of 64 bits, got "
+            "9223372036854775808"
+        ),
+    ),
+    (
+        lambda: RankLayout([2], ["\ud800"]),
+        ValueError,
+        errors.LayoutError,
+        "dim name '\\ud800' cannot be written as UTF-8",
+    ),
+    (
+        lambda: RankLayout.suggest(8, **{f"d{number}": 1 for number in range(2000)}),
+        ValueError,
+        errors.LayoutError,
+        "dim_names may have at most 64 items, got 2000",
+    ),
 ]
 
 TEXT_CALLS = [
@@ -469,6 +510,63 @@ GRID_CALLS = [
         ValueError,
         errors.LayoutError,
         "rank must be in range(8), got 8",
+    ),
+    (
+        lambda: fake_world(2**24 + 1).__enter__(),
+        ValueError,
+        errors.LayoutError,
+        "world_size must be at most 16777216, got 16777217",
+    ),
+    (
+        lambda: fake_world(8, timeout=True).__enter__(),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be a datetime.timedelta, got True; write timedelta(seconds=...)",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("tp", pg_options=7)),
+        ValueError,
+        errors.GroupOptionsError,
+        "pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, got 7",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("tp", group_desc="\ud800")),
+        ValueError,
+        errors.GroupOptionsError,
+        "group_desc '\\ud800' cannot be written as UTF-8",
+    ),
+    (
+        in_a_world(lambda _: create_hybrid_dp_cp_groups(5, [0, 1, 4, 99], None)),
+        ValueError,
+        errors.LayoutError,
+        "ranks must be in range(8), got 99",
+    ),
+    (
+        in_a_world(lambda _: create_hybrid_dp_cp_groups(5, [0, 1, 4, 4], None)),
+        ValueError,
+        errors.LayoutError,
+        "ranks must hold one rank at least, and each once, got (0, 1, 4, 4)",
+    ),
+    (
+        lambda: simulate(int, 2, args=7),
+        ValueError,
+        errors.LaunchError,
+        "args must be a sequence of arguments, got 7",
+    ),
+    (
+        lambda: run_ranks(int, 2**70),
+        ValueError,
+        errors.LayoutError,
+        "nprocs must be an int of 64 bits, got 1180591620717411303424",
+    ),
+    (
+        lambda: run_ranks(int, 4097),
+        ValueError,
+        errors.LaunchError,
+        (
+            "nprocs must be at most 4096, got 4097; hypercomm.testing's fake_world() and "
+            "simulate() stand for larger jobs"
+        ),
     ),
 ]
 

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from hypercomm.errors import LayoutError, RankOutsideError
+from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import SEPARATORS
+
+LARGEST_WORLD = 2**24
+"""The most ranks that a world has; what makes one would take minutes, and more memory, for more."""
+
+_MOST_DIMS = 64
+"""The most dims that a layout has: as many as an array of numpy."""
+
+_MOST_ITEMS = LARGEST_WORLD
+"""The most items that are read from what is no list; it may have no end."""
+
+_LARGEST_INT = 2**63 - 1
 
 
 def as_int(value: object, what: str) -> int:
     """Return an int or numpy integer as an int; `what` begins the error's sentence."""
+    if type(value) is int and -_LARGEST_INT <= value <= _LARGEST_INT:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise LayoutError(f"{what} must be an int, got {value!r}")
+        raise LayoutError(f"{what} must be an int, got {shown(value)}")
+    if not -_LARGEST_INT <= value <= _LARGEST_INT:
+        raise LayoutError(f"{what} must be an int of 64 bits, got {shown(value)}")
     return int(value)
 
 
@@ -27,47 +44,114 @@ def positive(value: object, what: str) -> int:
     return number
 
 
+def as_world_size(value: object, what: str = "world_size") -> int:
+    """Read the number of ranks of a world that is about to be made."""
+    size = positive(value, what)
+    if size > LARGEST_WORLD:
+        raise LayoutError(f"{what} must be at most {LARGEST_WORLD}, got {size}")
+    return size
+
+
 def as_tuple(value: object, what: str) -> tuple[Any, ...]:
     """Read an iterable of names or sizes; a lone string or a mapping is a mistake."""
+    if type(value) in {list, tuple, set, frozenset}:
+        return tuple(value)  # type: ignore[arg-type]
     lone = isinstance(value, (str, bytes, Mapping)) or getattr(value, "shape", None) == ()
-    if isinstance(value, Iterable) and not lone:  # numpy's scalars look iterable
-        return tuple(value)
-    raise LayoutError(f"{what} must be a sequence, got {value!r}")
+    if lone or not isinstance(value, Iterable):  # numpy's scalars look iterable
+        raise LayoutError(f"{what} must be a sequence, got {shown(value)}")
+    if _is_long(value):
+        raise LayoutError(f"{what} may have at most {_MOST_ITEMS} items, got {shown(value)}")
+    items = tuple(islice(value, _MOST_ITEMS + 1))
+    if len(items) > _MOST_ITEMS:
+        raise LayoutError(f"{what} may have at most {_MOST_ITEMS} items, got more")
+    return items
+
+
+def _is_long(value: Iterable[object]) -> bool:
+    try:
+        return isinstance(value, Sized) and len(value) > _MOST_ITEMS
+    except OverflowError:  # what range(2**70) says
+        return True
 
 
 def as_ordered(value: object, what: str) -> tuple[Any, ...]:
     """Read an iterable whose order means something."""
     if isinstance(value, AbstractSet):
-        raise LayoutError(f"{what} must be a sequence, and a set has no order: {value!r}")
+        raise LayoutError(f"{what} must be a sequence, and a set has no order: {shown(value)}")
     return as_tuple(value, what)
+
+
+def as_strings(value: object, what: str) -> tuple[str, ...]:
+    """Read an iterable of strings whose order means something."""
+    strings = as_ordered(value, what)
+    for string in strings:
+        if not isinstance(string, str):
+            raise LayoutError(f"{what} must hold strings, got {shown(string)} in {shown(strings)}")
+    return strings
+
+
+def as_ranks(value: object, what: str, world_size: int) -> tuple[int, ...]:
+    """Read ranks of a world, at least one and each once, whose order means something."""
+    ranks = tuple(as_int(rank, f"every rank in {what}") for rank in as_ordered(value, what))
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    if outside:
+        raise LayoutError(f"{what} must be in range({world_size}), got {outside[0]}")
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise LayoutError(f"{what} must hold one rank at least, and each once, got {shown(ranks)}")
+    return ranks
+
+
+def as_few(value: object, what: str) -> tuple[Any, ...]:
+    """Read what has one item for each dim of a layout."""
+    items = as_ordered(value, what)
+    if len(items) > _MOST_DIMS:
+        raise LayoutError(f"{what} may have at most {_MOST_DIMS} items, got {len(items)}")
+    return items
 
 
 def as_sizes(value: Iterable[int]) -> tuple[int, ...]:
     """Read the sizes of a shape."""
-    sizes = as_ordered(value, "shape")
-    return tuple(positive(size, f"every size in shape {sizes}") for size in sizes)
+    sizes = as_few(value, "shape")
+    return tuple(positive(size, f"every size in shape {shown(sizes)}") for size in sizes)
 
 
 def as_strides(value: Iterable[int]) -> tuple[int, ...]:
     """Read strides."""
-    strides = as_ordered(value, "strides")
-    return tuple(positive(stride, f"every stride in {strides}") for stride in strides)
+    strides = as_few(value, "strides")
+    return tuple(positive(stride, f"every stride in {shown(strides)}") for stride in strides)
 
 
 def as_names(value: Iterable[str]) -> tuple[str, ...]:
     """Read dim names."""
-    names = as_ordered(value, "dim_names")
+    names = as_few(value, "dim_names")
     for position, name in enumerate(names):
         if not isinstance(name, str) or not name:
-            raise LayoutError(f"every dim name must be a non-empty string, got {name!r} in {names}")
+            raise LayoutError(
+                f"every dim name must be a non-empty string, got {shown(name)} in {shown(names)}"
+            )
         if any(char in SEPARATORS or char.isspace() for char in name):
             raise LayoutError(
                 f"dim name {name!r} must hold no white space and none of "
                 f"{SEPARATORS!r}, which the text forms use"
             )
+        if not is_utf8(name):
+            raise LayoutError(f"dim name {name!r} cannot be written as UTF-8")
         if name in names[:position]:
             raise LayoutError(f"dim name {name!r} comes twice in {names}")
     return names
+
+
+def is_utf8(text: str) -> bool:
+    r"""Tell whether a string can be written as UTF-8, as torch writes names; half a pair cannot.
+
+    >>> is_utf8("é"), is_utf8("\ud800")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_offset(value: int) -> int:
@@ -84,4 +168,4 @@ def as_rank(rank: object) -> int:
         return rank
     if isinstance(rank, np.integer):
         return int(rank)
-    raise RankOutsideError(f"a rank is an int, got {rank!r}")
+    raise RankOutsideError(f"a rank is an int, got {shown(rank)}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hypercomm.errors import NotationError
+from hypercomm.layout.messages import shown
 
 OPEN = -1
 """The size of a dim that is to be inferred from the world size."""
@@ -70,7 +71,7 @@ def parse_order(text: str) -> tuple[str, ...]:
     ('tp', 'cp', 'dp')
     """
     if not isinstance(text, str):
-        raise NotationError(f"an order is a text like 'tp-cp-dp', got {text!r}")
+        raise NotationError(f"an order is a text like 'tp-cp-dp', got {shown(text)}")
     names = tuple(name.strip() for name in text.split("-"))
     for position, name in enumerate(names):
         if not name:
@@ -105,7 +106,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
 def _parts(text: str, example: str) -> list[str]:
     """Split at commas, refusing empty parts."""
     if not isinstance(text, str):
-        raise NotationError(f"expected a text like {example!r}, got {text!r}")
+        raise NotationError(f"expected a text like {example!r}, got {shown(text)}")
     if not text.strip():
         raise NotationError(f"the text is empty; write it like {example!r}")
     parts = [part.strip() for part in text.split(",")]

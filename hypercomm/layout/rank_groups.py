@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout.axes import Axis, coalesce, element, lattice
-from hypercomm.layout.checks import as_int, as_rank, as_tuple, positive
+from hypercomm.layout.checks import as_few, as_int, as_rank, as_tuple, positive
+from hypercomm.layout.messages import shown
 from hypercomm.layout.sizes import divisors
 
 _SHOWN = 5
@@ -125,7 +126,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> list(inner), list(outer)
             ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
         """
-        sizes = [positive(size, "every level size") for size in as_tuple(sizes, "level sizes")]
+        sizes = [positive(size, "every level size") for size in as_few(sizes, "level sizes")]
         if math.prod(sizes) != self.group_size:
             factors = " * ".join(map(str, sizes)) or "1"
             raise LayoutError(
@@ -153,7 +154,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             [(0, 4), (1, 5)]
         """
         if not callable(function):
-            raise LayoutError(f"pick() takes a function of a group, got {function!r}")
+            raise LayoutError(f"pick() takes a function of a group, got {shown(function)}")
         return PickedGroups(self, function)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]
@@ -215,7 +216,7 @@ class StridedGroups(RankGroups):
                 members //= size
                 position += digit * members
         if rest:
-            raise RankOutsideError(f"rank {rank} is in none of these groups: {self!r}")
+            raise RankOutsideError(f"rank {shown(rank)} is in none of these groups: {self!r}")
         return index, position
 
     def _descending(self) -> list[tuple[int, int, bool]]:
@@ -310,7 +311,7 @@ class PickedGroups(RankGroups):
         picked = self._pick(index)
         if rank not in picked:
             raise RankOutsideError(
-                f"rank {rank} is not picked from its group; of that group, {picked} are"
+                f"rank {shown(rank)} is not picked from its group; of that group, {picked} are"
             )
         return index, picked.index(rank)
 

@@ -29,6 +29,7 @@ from hypercomm.layout.checks import (
     as_tuple,
     positive,
 )
+from hypercomm.layout.messages import shown
 from hypercomm.layout.rank_groups import RankGroups, StridedGroups
 from hypercomm.layout.sizes import as_choices, as_size, close_sizes, completions
 
@@ -49,7 +50,7 @@ class RankLayout:
     picklable. It needs no torch and no cluster.
 
     Args:
-        shape: Size of each dim, in ranks; the first dim varies fastest.
+        shape: Size of each dim, in ranks; the first dim varies fastest. At most 64 dims.
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank.
         strides: Ranks between neighbours along each dim, in the order of `shape`. Default: as
@@ -199,10 +200,10 @@ class RankLayout:
             raise LayoutError(f"world_size must be at most {_LARGEST_RANK}, got {total}")
         if not sizes:
             raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
+        names = as_names(tuple(sizes))
         choices = {name: as_choices(name, value) for name, value in sizes.items()}
         return [
-            cls(shape, tuple(choices), rank_offset)
-            for shape in completions(list(choices.values()), total)
+            cls(shape, names, rank_offset) for shape in completions(list(choices.values()), total)
         ]
 
     @classmethod
@@ -220,7 +221,7 @@ class RankLayout:
         if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
             raise LayoutError(
                 f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
-                f"'rank_offset' and 'strides', got {text!r}"
+                f"'rank_offset' and 'strides', got {shown(text)}"
             )
         return cls(**fields)
 
@@ -417,8 +418,8 @@ class RankLayout:
             parts = close_sizes(sizes, size)
         except (ValueError, TypeError) as error:
             raise LayoutError(
-                f"dim {dim!r} of size {size} cannot be split into {sizes}: the sizes must be "
-                f"ints that multiply to {size}, one of them perhaps -1"
+                f"dim {dim!r} of size {size} cannot be split into {shown(sizes)}: the sizes "
+                f"must be ints that multiply to {size}, one of them perhaps -1"
             ) from error
         shape = as_sizes(parts.values())
         strides = [stride * math.prod(shape[:position]) for position in range(len(shape))]
@@ -515,7 +516,9 @@ class RankLayout:
 
     def _axis_of(self, dim: str) -> int:
         if not isinstance(dim, str) or dim not in self.dim_names:
-            raise UnknownDimError(f"unknown dim {dim!r}; this layout has dims {self.dim_names}")
+            raise UnknownDimError(
+                f"unknown dim {shown(dim)}; this layout has dims {self.dim_names}"
+            )
         return self.dim_names.index(dim)
 
     def _check_dims(self, dims: str | Iterable[str]) -> tuple[str, ...]:
@@ -545,7 +548,7 @@ class RankLayout:
         dense = self.strides == _dense_strides(self)
         gaps = "" if dense else f", with gaps (strides {self.strides})"
         return RankOutsideError(
-            f"rank {rank} is not in layout {self}, which holds ranks "
+            f"rank {shown(rank)} is not in layout {self}, which holds ranks "
             f"{self.rank_offset}..{self.last_rank}{gaps}"
         )
 
@@ -557,7 +560,7 @@ class RankLayout:
             if not 0 <= as_int(coordinate, f"the coordinate of dim {name!r}") < self.shape[axis]:
                 raise LayoutError(
                     f"the coordinate of dim {name!r} must be in range({self.shape[axis]}), "
-                    f"got {coordinate}"
+                    f"got {shown(coordinate)}"
                 )
             rank += int(coordinate) * self.strides[axis]
         return rank

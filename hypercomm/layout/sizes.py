@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hypercomm.errors import NotationError, WorldSizeError
 from hypercomm.layout.checks import as_int, as_tuple, positive
+from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import OPEN
 
 
@@ -41,13 +42,13 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None) -> dict[str, i
     if not open_names:
         if known != world_size:
             raise WorldSizeError(
-                f"{factors} = {known} ranks, but world_size is {world_size}; "
+                f"{factors} = {shown(known)} ranks, but world_size is {world_size}; "
                 f"change a size, or leave one open with -1"
             )
         return sizes
     if world_size % known:
         raise WorldSizeError(
-            f"{factors} = {known} does not divide world_size {world_size}, so no size of "
+            f"{factors} = {shown(known)} does not divide world_size {world_size}, so no size of "
             f"{open_names[0]!r} fits; the nearest world sizes that work are "
             f"{nearest_multiples(world_size, known)}"
         )

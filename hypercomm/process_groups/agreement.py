@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count, zip_longest
+from typing import NoReturn
 
 import attrs
 import torch.distributed as dist
@@ -26,20 +27,22 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.cards import (
     Card,
-    card_of,
+    Latest,
     foreign,
-    leave_card,
+    latest_of,
+    leave_latest,
+    namespace,
     parse,
-    read_card,
+    read_slot,
+    slot_text,
     this_host,
     whereabouts,
 )
 from hypercomm.process_groups.meeting import wait_until
 from hypercomm.process_groups.world import process_wide
-
-_KINDS = {"grid": GridMismatchError, "plan": PlanMismatchError}
 
 _MOST_ASKED = 8
 """Of how many missing ranks a waiting one reads the cards, each time that it looks."""
@@ -48,15 +51,14 @@ _MOST_ASKED = 8
 class KnownGrids:
     """What this process knows of the grids of its job, for each store.
 
-    A process that takes part in a new job counts from 0 like those that are new with it, and a
+    A process that takes part in a new job begins from 0 like those that are new with it, and a
     store that serves several worlds never sees a name twice.
     """
 
     def __init__(self) -> None:
-        self.numbers: dict[tuple[str, str], int] = defaultdict(int)
-        self.matched: dict[tuple[str, str], set[int]] = defaultdict(set)
+        self.numbers: dict[str, int] = defaultdict(int)
+        self.passed: dict[tuple[str, str], set[int]] = defaultdict(set)
         self.live: weakref.WeakSet[Agreement] = weakref.WeakSet()
-        self.told: set[str] = set()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -75,15 +77,13 @@ process_wide.add(known_grids)
 
 @attrs.frozen
 class _Joined:
-    """How a grid came to its name."""
+    """The name that a grid has in a job, and where it was compared."""
 
     job: weakref.ref[ProcessGroup]
-    store: str
-    kind: str
+    name: str
     card: Card
     place: str = ""
     slot: int = 0
-    posted: bool = False
 
 
 class Agreement:
@@ -111,75 +111,56 @@ class Agreement:
             GridMismatchError: Another rank means another grid.
             CreationError: A key of the store holds what this library did not write.
         """
-        job = c10d.world_group()
-        if self._joined is None or self._joined.job() is not job:
-            self._joined = self._join(job)
-        return self._joined.card.grid
+        return self._join().name
 
     # ---- the grid -------------------------------------------------------------------------------
 
-    def _join(self, job: ProcessGroup) -> _Joined:
+    def _join(self) -> _Joined:
         """Compare the grid with those that other ranks have left, and leave it if it is the first.
 
-        Grids are compared that have the same smallest rank: in slots, each with the first rank's
-        card. A grid that this rank has matched before, or is not concerned by, is passed over.
+        Grids of one label that begin at the same rank are compared, each in a slot, which holds
+        the first rank's card. Its number makes the grid's name. A slot that this rank has passed,
+        or that does not concern it, is skipped.
         """
-        text = f"{self._layout.to_json()} {self._label!r}"
+        job = c10d.world_group()
+        if self._joined is None or self._joined.job() is not job:
+            self._joined = self._join_job(weakref.ref(job))
+        return self._joined
+
+    def _join_job(self, job: weakref.ref[ProcessGroup]) -> _Joined:
+        digest = hashlib.sha256(f"{self._layout.to_json()} {self._label!r}".encode()).hexdigest()
         label = f".{self._label}" if self._label else ""
-        kind = f"hypercomm/{hashlib.sha256(text.encode()).hexdigest()[:12]}{label}"
-        store = c10d.store_identity()
-        number = known_grids.numbers[store, kind]
-        card = Card(
-            dist.get_rank(), this_host(), f"{kind}/{number}", number, self._layout, self._backend
-        )
-        joined = _Joined(weakref.ref(job), store, kind, card)
-        if c10d.has_store():
-            place = f"hypercomm/grids{label} from {self._layout.rank_offset}"
-            matched = known_grids.matched[store, place]
-            slot, posted = self._find_slot(place, card, matched)
-            joined = attrs.evolve(joined, place=place, slot=slot, posted=posted)
-            matched.add(slot)
-            for key in known_grids.told:
-                c10d.forget(key)
-            known_grids.told.clear()
-            known_grids.live.add(self)
-            self._joined = joined
-            leave_card(card, [one._joined.card.grid for one in known_grids.live if one._joined])
-        known_grids.numbers[store, kind] += 1
-        return joined
+        kind = f"{namespace()}/{digest[:12]}{label}"
+        card = Card(dist.get_rank(), this_host(), kind, self._label, self._layout, self._backend)
+        if not c10d.has_store():
+            number = known_grids.numbers[kind]
+            known_grids.numbers[kind] += 1
+            return _Joined(job, f"{kind}/{number}", card)
+        place = f"{namespace()}/grids{label} from {self._layout.rank_offset}"
+        slot = answer(lambda: self._take_slot(place, card))
+        known_grids.live.add(self)
+        return _Joined(job, f"{kind}/{slot}", card, place, slot)
 
-    def _find_slot(self, place: str, card: Card, matched: set[int]) -> tuple[int, bool]:
-        text = card.to_json()
-        for slot in count():
-            if slot in matched:
-                continue
+    def _take_slot(self, place: str, card: Card) -> int:
+        passed = known_grids.passed[c10d.store_identity(), place]
+        slots = (slot for slot in count() if slot not in passed)
+        mine = slot_text(card)
+        for slot in slots:
             key = f"{place}/{slot}"
-            found = c10d.set_if_absent(key, text)
-            if found == text:
-                return slot, True
-            first = read_card(key, found)
+            found = c10d.set_if_absent(key, mine)
+            first, is_void = (card, False) if found == mine else read_slot(key, found)
             if first.facts() == card.facts():
-                return slot, False
-            if first.contradicts(card):
+                passed.add(slot)
+                if not is_void:
+                    leave_latest(Latest(card, place, slot, [*_live(), f"{card.kind}/{slot}"]))
+                    break
+            elif first.contradicts(card):
+                passed.add(slot)
                 words = card.difference(first)
-                self._tell("grid", words, first.grid, card.grid)
+                _void(key, first, words, f"{first.kind}/{slot}")
+                leave_latest(Latest(card, place, slot, _live(), words))
                 raise GridMismatchError(words)
-        raise AssertionError  # never: there is always a next slot
-
-    def leave(self) -> None:
-        """Take back that this grid was joined, once it is known that the ranks mean different ones.
-
-        So the next one that is built, or this one again, is compared anew.
-        """
-        joined, self._joined = self._joined, None
-        known_grids.live.discard(self)
-        if joined is None or not joined.place:
-            return
-        known_grids.matched[joined.store, joined.place].discard(joined.slot)
-        if known_grids.numbers[joined.store, joined.kind] == joined.card.number + 1:
-            known_grids.numbers[joined.store, joined.kind] -= 1
-        if joined.posted:
-            c10d.forget(f"{joined.place}/{joined.slot}")
+        return slot
 
     # ---- the plan -------------------------------------------------------------------------------
 
@@ -197,7 +178,7 @@ class Agreement:
         """
         key, rank = f"{self.name}/{place}", dist.get_rank()
         mine = json.dumps({"rank": rank, "host": this_host(), "plan": list(plan)})
-        found = c10d.set_if_absent(key, mine)
+        found = answer(lambda: c10d.set_if_absent(key, mine))
         if found == mine:
             return
         first = parse(key, found)
@@ -212,7 +193,7 @@ class Agreement:
                     f"{first['rank']} (host {first['host']}), which came first, creates "
                     f"{theirs or 'nothing more'}; every rank must make the same calls, in one order"
                 )
-                self._tell("plan", words, self.name)
+                _tell("plan", words, self.name)
                 raise PlanMismatchError(words)
 
     def meet(self, plan: Sequence[str], timeout_s: float) -> None:
@@ -246,12 +227,6 @@ class Agreement:
 
     # ---- word of a difference -------------------------------------------------------------------
 
-    def _tell(self, kind: str, words: str, *grids: str) -> None:
-        for grid in grids:
-            key = f"{grid}/differs"
-            c10d.set_value(key, json.dumps({"kind": kind, "words": words}))
-            known_grids.told.add(key)
-
     def look(self, missing: Sequence[int] = ()) -> None:
         """Raise if another rank has left word that it differs, or if a missing one does.
 
@@ -262,34 +237,54 @@ class Agreement:
             GridMismatchError, PlanMismatchError: Each word once.
             CreationError: A key holds what this library did not write.
         """
-        key = f"{self.name}/differs"
+        joined = self._join()
+        key = f"{joined.name}/differs"
         text = c10d.read_if_set(key)
         if text is not None and text not in self._heard:
             told = parse(key, text)
             if not _is_word(told):
                 raise foreign(key, text)
             self._heard.add(text)
-            self._raise(told["kind"], told["words"])
+            if told["kind"] == "plan":
+                raise PlanMismatchError(told["words"])
+            self._leave(joined, told["words"])
         for rank in missing[:_MOST_ASKED]:
-            self._compare_with(rank)
+            self._compare_with(rank, joined)
 
-    def _compare_with(self, rank: int) -> None:
-        left, joined = card_of(rank), self._joined
-        if left is None or joined is None:
-            return
-        card, grids = left
-        own = {one._joined.card.grid for one in known_grids.live if one._joined}
-        if joined.card.grid in grids or card.grid in own or not card.contradicts(joined.card):
-            return  # it is on its way here
-        words = card.difference(joined.card)
-        self._tell("grid", words, card.grid, joined.card.grid)
-        self._heard.add(json.dumps({"kind": "grid", "words": words}))
-        self._raise("grid", words)
+    def _compare_with(self, rank: int, joined: _Joined) -> None:
+        """Compare with the latest grid of a missing rank, which may be in no slot that is ours."""
+        latest = latest_of(rank)
+        if latest is None or joined.name in latest.live or latest.card.label != self._label:
+            return  # it may come yet
+        if latest.refused is not None and latest.card.kind == joined.card.kind:
+            self._leave(joined, latest.refused)
+        passed = known_grids.passed[c10d.store_identity(), latest.place]
+        if latest.slot not in passed and latest.card.contradicts(joined.card):
+            words = latest.card.difference(joined.card)
+            _void(f"{latest.place}/{latest.slot}", latest.card, words, latest.name)
+            passed.add(latest.slot)
+            self._leave(joined, words)
 
-    def _raise(self, kind: str, words: str) -> None:
-        if kind == "grid":
-            self.leave()
-        raise _KINDS[kind](words)
+    def _leave(self, joined: _Joined, words: str) -> NoReturn:
+        """Raise what ranks differ in; the grid is compared anew when it is used again."""
+        _void(f"{joined.place}/{joined.slot}", joined.card, words, joined.name)
+        self._joined = None
+        known_grids.live.discard(self)
+        raise GridMismatchError(words)
+
+
+def _void(key: str, first: Card, words: str, name: str) -> None:
+    """Let nobody join a grid any more that ranks differ about; who has joined it will hear."""
+    c10d.set_value(key, slot_text(first, is_void=True))
+    _tell("grid", words, name)
+
+
+def _tell(kind: str, words: str, grid: str) -> None:
+    c10d.set_value(f"{grid}/differs", json.dumps({"kind": kind, "words": words}))
+
+
+def _live() -> list[str]:
+    return [one._joined.name for one in known_grids.live if one._joined is not None]
 
 
 def _is_plan(value: object) -> bool:
@@ -305,6 +300,6 @@ def _is_plan(value: object) -> bool:
 def _is_word(value: object) -> bool:
     return (
         isinstance(value, dict)
-        and value.get("kind") in _KINDS
+        and value.get("kind") in ("grid", "plan")
         and isinstance(value.get("words"), str)
     )

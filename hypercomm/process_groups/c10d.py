@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
 from hypercomm.process_groups.gloo import lazy_init, making
-from hypercomm.process_groups.meeting import Patience
+from hypercomm.process_groups.meeting import ENDLESS, Patience
 
 _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The identity of each store, which is asked for once."""
@@ -195,7 +195,7 @@ def new_group(
     pg_options: Any,
     group_desc: str,
     lazily: bool | None,
-    patience: Patience,
+    patience: Patience = ENDLESS,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -299,17 +299,14 @@ def set_if_absent(key: str, text: str) -> str:
 
 
 def read_if_set(key: str) -> str | None:
-    """Return what a key of the store holds; None where nobody has set it, or the store is gone."""
+    """Return what a key of the store holds; None where nobody has set it."""
     found = read_bytes(key)
     return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(key: str) -> bytes | None:
     """Do as `read_if_set`, for what is no text."""
-    try:
-        return store().get(key) if is_set([key]) else None
-    except RuntimeError:
-        return None
+    return store().get(key) if is_set([key]) else None
 
 
 def is_set(keys: Sequence[str]) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import socket
-from collections.abc import Iterable
 from typing import Any
 
 import attrs
+import torch.distributed as dist
 
 import hypercomm
 from hypercomm.errors import CreationError
@@ -25,8 +25,8 @@ class Card:
     Attributes:
         rank: The rank.
         host: Its host.
-        grid: The name that the grid has in this job.
-        number: How many grids of this kind came before, on this rank.
+        kind: What grids that look like this one share in their names.
+        label: The name that the grid was given, if any.
         layout: The grid's.
         backend: The grid's.
         version: Of this library.
@@ -34,8 +34,8 @@ class Card:
 
     rank: int
     host: str
-    grid: str
-    number: int
+    kind: str
+    label: str | None
     layout: RankLayout
     backend: str | None
     version: str = hypercomm.__version__
@@ -49,7 +49,6 @@ class Card:
             "strides": self.layout.strides,
             "backend": self.backend,
             "hypercomm": self.version,
-            "such grids before it": self.number,
         }
 
     def contradicts(self, other: Card) -> bool:
@@ -71,9 +70,8 @@ class Card:
         """Say how two grids differ, and on which ranks and hosts."""
         own, others = self.facts(), first.facts()
         told = [name for name in own if own[name] != others[name]]
-        for follows in ("strides", "such grids before it"):
-            if told[0] != follows and follows in told:
-                told.remove(follows)
+        if len(told) > 1 and "strides" in told:
+            told.remove("strides")  # they follow from the shape
         return (
             f"ranks mean different grids: {_who(self.rank, self.host)} has {_say(own, told)}, but "
             f"{_who(first.rank, first.host)} has {_say(others, told)} (grids {self.layout} and "
@@ -81,14 +79,13 @@ class Card:
             f"be different in the same order or each with a name=... of its own"
         )
 
-    def to_json(self) -> str:
-        """Write the card as JSON."""
-        fields = {**attrs.asdict(self, recurse=False), "layout": json.loads(self.layout.to_json())}
-        return json.dumps(fields)
+    def to_fields(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {**attrs.asdict(self, recurse=False), "layout": json.loads(self.layout.to_json())}
 
     @classmethod
     def from_fields(cls, fields: Any) -> Card:
-        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError."""
+        """Read what `to_fields` gave; raises ValueError, TypeError or KeyError."""
         values = {**fields, "layout": RankLayout.from_json(json.dumps(fields["layout"]))}
         card = cls(**values)
         for name, kinds in _KINDS.items():
@@ -101,8 +98,8 @@ class Card:
 _KINDS: dict[str, Any] = {
     "rank": int,
     "host": str,
-    "grid": str,
-    "number": int,
+    "kind": str,
+    "label": (str, type(None)),
     "backend": (str, type(None)),
     "version": str,
 }
@@ -134,33 +131,65 @@ def foreign(key: str, text: str) -> CreationError:
     )
 
 
-def read_card(key: str, text: str) -> Card:
-    """Read a card from the store.
+# ---- slots, where the first rank with a grid leaves its card ----------------------------------
+
+
+def slot_text(card: Card, *, is_void: bool = False) -> str:
+    """Return what a slot holds; it is void once ranks were found to differ about it."""
+    return json.dumps({"card": card.to_fields(), "void": is_void})
+
+
+def read_slot(key: str, text: str) -> tuple[Card, bool]:
+    """Read what `slot_text` wrote.
 
     Raises:
-        CreationError: It is none.
+        CreationError: It did not.
     """
-    fields = parse(key, text)
+    found = parse(key, text)
     try:
-        return Card.from_fields(fields)
+        card, is_void = Card.from_fields(found["card"]), found["void"]
     except (ValueError, TypeError, KeyError) as error:
         raise foreign(key, text) from error
+    if not isinstance(is_void, bool):
+        raise foreign(key, text)
+    return card, is_void
 
 
 # ---- what each rank leaves for those that will wait for it ------------------------------------
 
 
-def _key_of(rank: int) -> str:
-    return f"hypercomm/rank {rank}"
+@attrs.frozen
+class Latest:
+    """The latest grid that a rank has joined.
+
+    Attributes:
+        card: What it says of it.
+        place: Where such grids are compared.
+        slot: Its number there.
+        live: The names of all grids that the rank has.
+        refused: Why it could not join this one, if so.
+    """
+
+    card: Card
+    place: str
+    slot: int
+    live: list[str]
+    refused: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that the grid has in this job."""
+        return f"{self.card.kind}/{self.slot}"
 
 
-def leave_card(card: Card, live: Iterable[str]) -> None:
-    """Leave this rank's latest card in the store, with the names of all grids that it has."""
-    c10d.set_value(_key_of(card.rank), json.dumps([json.loads(card.to_json()), list(live)]))
+def leave_latest(latest: Latest) -> None:
+    """Leave in the store what this rank has joined."""
+    fields = {**attrs.asdict(latest, recurse=False), "card": latest.card.to_fields()}
+    c10d.set_value(_key_of(latest.card.rank), json.dumps(fields))
 
 
-def card_of(rank: int) -> tuple[Card, list[str]] | None:
-    """Return what a rank has left; None where it has no grid yet, or the store is gone.
+def latest_of(rank: int) -> Latest | None:
+    """Return what a rank has left; None where it has no grid yet.
 
     Raises:
         CreationError: The key holds what this library did not write.
@@ -171,22 +200,39 @@ def card_of(rank: int) -> tuple[Card, list[str]] | None:
         return None
     found = parse(key, text)
     try:
-        fields, live = found
-        card = Card.from_fields(fields)
+        latest = Latest(**{**found, "card": Card.from_fields(found["card"])})
     except (ValueError, TypeError, KeyError) as error:
         raise foreign(key, text) from error
-    if not isinstance(live, list) or not all(isinstance(name, str) for name in live):
+    if (
+        not isinstance(latest.place, str)
+        or not isinstance(latest.slot, int)
+        or not isinstance(latest.live, list)
+        or not all(isinstance(name, str) for name in latest.live)
+        or not isinstance(latest.refused, (str, type(None)))
+    ):
         raise foreign(key, text)
-    return card, live
+    return latest
+
+
+def _key_of(rank: int) -> str:
+    return f"{namespace()}/rank {rank}"
+
+
+def namespace() -> str:
+    """Return what all keys of a job begin with.
+
+    A job that is restarted with fewer ranks may find the keys of the one before in its store.
+    """
+    return f"hypercomm/{dist.get_world_size()}"
 
 
 def whereabouts(rank: int, layout: RankLayout) -> str:
     """Name a rank with its coordinates in a layout, and its host where that is known."""
     try:
-        left = card_of(rank)
+        left = latest_of(rank)
     except CreationError:
         left = None
-    host = left[0].host if left else host_in(c10d.read_bytes(world_address_key(rank)))
+    host = left.card.host if left else host_in(c10d.read_bytes(world_address_key(rank)))
     where = f"{format_coords(layout.coords(rank))}"
     return f"rank {rank} ({where}{f'; host {host}' if host else ''})"
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -24,6 +25,7 @@ from hypercomm.errors import (
     NotInitializedError,
 )
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.cards import whereabouts
 from hypercomm.process_groups.gloo import address_key, making
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
@@ -49,6 +51,10 @@ _POLL_S = 0.002
 _GRACE_S = 1.0
 """After a connection failed, how long to wait for the others to say that theirs did."""
 
+_EXPLAINING_S = 1.5
+_TELLING_S = 0.5
+"""How long the store may take to answer when something has failed."""
+
 _to_tell: ContextVar[list[str] | None] = ContextVar("to tell", default=None)
 
 
@@ -70,9 +76,19 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
         for leftover in _left_by(plan, strategy, before):
             c10d.destroy(leftover)
         c10d.forget_non_members()
-        give_up([plan])
-        if isinstance(error, (RuntimeError, ValueError)):
-            _explain(plan, error, time.monotonic() - begin)
+        waited_s = time.monotonic() - begin
+        try:
+            give_up([plan])
+            if isinstance(error, (RuntimeError, ValueError)):
+                answer(partial(_explain, plan, error, waited_s), _EXPLAINING_S)
+        except dist.DistNetworkError as gone:
+            if plan.meeting is None:
+                raise error from gone
+            raise CreationError(
+                f"{_what(plan, plan.meeting)} was not created: the job's store is gone, and with "
+                f"it, as a rule, rank 0, whose process serves it "
+                f"({str(gone).splitlines()[0]}); restart the job"
+            ) from error
         raise
 
 
@@ -82,10 +98,15 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
     Whoever comes later finds that in place of this rank's address, and does not connect to it.
     """
     meetings = [plan.meeting for plan in plans if dist.is_initialized() and plan.meeting]
-    with contextlib.suppress(RuntimeError):  # the store is gone
+
+    def tell() -> None:
         for own in meetings:
             c10d.set_value(address_key(own.name, own.position), GAVE_UP)
             c10d.set_value(address_key(own.name, GAVE_UP_KEY), "1")
+
+    if meetings:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            answer(tell, _TELLING_S)
 
 
 def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
@@ -108,17 +129,11 @@ def _explain(plan: GroupPlan, error: Exception, waited_s: float) -> None:
     if plan.meeting is None:
         return
     own = plan.meeting
-    try:
-        if isinstance(error, MembersMissingError):
-            missing = [own.ranks[position] for position in error.positions]
-            how = ", until others gave up" if error.others_gave_up else ""
-            raise _timed_out(plan, own, missing, f"come{how}", waited_s) from error
-        absent = _not_connected(own)
-    except (dist.DistNetworkError, ConnectionError) as gone:
-        raise CreationError(
-            f"{_what(plan, own)} was not created: the job's store is gone, and with it, as a rule, "
-            f"rank 0, whose process serves it ({str(gone).splitlines()[0]}); restart the job"
-        ) from error
+    if isinstance(error, MembersMissingError):
+        missing = [own.ranks[position] for position in error.positions]
+        how = ", until others gave up" if error.others_gave_up else ""
+        raise _timed_out(plan, own, missing, f"come{how}", waited_s) from error
+    absent = _not_connected(own)
     if absent:
         raise _timed_out(plan, own, absent, "connect", waited_s) from error
     raise CreationError(
@@ -172,17 +187,27 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
     members = [(item.group, item.meeting) for item in created if item.group is not None]
     if members and c10d.has_store():
         c10d.let_threads_finish()
-    errors = []
+    errors: list[Exception] = []
+    answers = True
     for group, meeting in members:
         if not c10d.is_registered(group):
             continue  # torch destroyed it together with WORLD
-        connected = meeting is not None and _await_connected(meeting, deadline)
+        connected = False
+        if meeting is not None and answers:
+            try:
+                connected = answer(
+                    partial(_await_connected, meeting, deadline), patience_s + _TELLING_S
+                )
+            except RuntimeError as error:
+                answers = False
+                logger.warning("destroying groups that may not be connected: %s", error)
         try:
             c10d.destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
             errors.append(error)
         if meeting is not None and connected:
-            _forget(meeting)
+            with contextlib.suppress(RuntimeError):  # the store is gone, and nothing to forget
+                answer(partial(_forget, meeting))
     if errors:
         raise errors[0]
 
@@ -211,7 +236,8 @@ def together() -> Iterator[None]:
     finally:
         _to_tell.reset(token)
         try:
-            c10d.set_keys(keys)
+            if keys:
+                answer(lambda: c10d.set_keys(keys), PATIENCE_S)
         except RuntimeError as error:  # the store is gone
             logger.warning("cannot tell that groups are connected: %s", error)
 
@@ -230,26 +256,21 @@ def _tell_connected(plan: GroupPlan) -> None:
 def _await_connected(own: OwnGroup, deadline: float) -> bool:
     """Wait until all members are connected; False if they never are."""
     keys = own.keys("connected")
-    try:
-        while not c10d.is_set(keys):
-            if time.monotonic() > deadline:
-                logger.warning("destroying a group whose members are not all connected")
-                return False
-            time.sleep(_POLL_S)
-    except RuntimeError as error:  # the store is gone
-        logger.warning("destroying a group that may not be connected: %s", error)
-        return False
+    while not c10d.is_set(keys):
+        if c10d.is_set([address_key(own.name, GAVE_UP_KEY)]):
+            return False  # some never will be
+        if time.monotonic() > deadline:
+            logger.warning("destroying a group whose members are not all connected")
+            return False
+        time.sleep(_POLL_S)
     return True
 
 
 def _forget(own: OwnGroup) -> None:
     """Leave a group that is destroyed; the last member removes what it has left in the store."""
     left = own.keys("left")
-    try:
-        c10d.set_keys([own.key("left", own.rank)])
-        if c10d.is_set(left):
-            addresses = [address_key(own.name, at) for at in range(len(own.ranks))]
-            for key in (*addresses, *own.keys("connected"), *left):
-                c10d.forget(key)
-    except RuntimeError as error:  # the store is gone
-        logger.debug("nothing to remove: %s", error)
+    c10d.set_keys([own.key("left", own.rank)])
+    if c10d.is_set(left):
+        addresses = [address_key(own.name, at) for at in range(len(own.ranks))]
+        for key in (*addresses, *own.keys("connected"), *left):
+            c10d.forget(key)

@@ -6,17 +6,22 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import attrs
 import torch.distributed as dist
 
+from hypercomm.process_groups.answers import in_time
 from hypercomm.process_groups.meeting import Meeting, Patience
 
 _LONGEST_HOST_NAME = 255
+
+_CONNECTING_MARGIN_S = 0.3
+"""How long after the timeout a creation ends: who waits for an address says so before."""
 
 
 def world_address_key(rank: int) -> str:
@@ -83,6 +88,19 @@ class LazyInit:
                 if not self._creating and lazily is not None:
                     os.environ[self._SWITCH] = self._users
                 self._changed.notify_all()
+
+
+def _connect(make: Callable[[], None], meeting: Meeting) -> None:
+    """Make a group whose members meet, or give up in time.
+
+    Once all addresses are known, gloo waits for five times the timeout for a member that does not
+    answer (seen in torch 2.13), and nothing interrupts it, not even Ctrl-C.
+    """
+    try:
+        in_time(make, meeting.left_s() + _CONNECTING_MARGIN_S)
+    except BaseException:
+        meeting.end()
+        raise
 
 
 @attrs.frozen
@@ -185,13 +203,17 @@ class GlooMaking:
                 meeting = Meeting(store, size, timeout, making.patience)
                 making.meetings.append(meeting)
                 if making.devices is None:
-                    super().__init__(meeting, rank, size, timeout=timeout)
-                    return
-                options = torchs._Options()
-                options._devices = making.devices
-                options._threads = 2 * len(making.devices)
-                options._timeout = timeout
-                super().__init__(meeting, rank, size, options)
+                    make = partial(super().__init__, meeting, rank, size, timeout=timeout)
+                else:
+                    options = torchs._Options()
+                    options._devices = making.devices
+                    options._threads = 2 * len(making.devices)
+                    options._timeout = timeout
+                    make = partial(super().__init__, meeting, rank, size, options)
+                if size > 1:
+                    _connect(make, meeting)
+                else:
+                    make()
 
         return ProcessGroupGloo
 

@@ -7,6 +7,7 @@ something to wait for, and lets other threads use the store in between.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -64,6 +65,10 @@ class Patience:
     deadline: float
 
 
+ENDLESS = Patience(lambda _ranks: None, math.inf)
+"""Only the group's own timeout ends a wait."""
+
+
 def wait_until(
     is_there: Callable[[], bool], timeout_s: float, look: Callable[[], None]
 ) -> float | None:
@@ -107,10 +112,19 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         super().__init__()
         self._store = store
         self._size = size
-        self._timeout = timeout
+        self._deadline = min(time.monotonic() + timeout.total_seconds(), patience.deadline)
         self._patience = patience
         self._found: dict[str, bytes] = {}
         self._has_looked = False
+        self._has_ended = False
+
+    def left_s(self) -> float:
+        """Return the seconds for which members are still waited for."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def end(self) -> None:
+        """Wait no more: the next look raises."""
+        self._has_ended = True
 
     def set(self, key: str, value: bytes) -> None:
         """Leave this member's address."""
@@ -144,12 +158,11 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         place, _, position = key.rpartition("/")
         each = [f"{place}/{member}" for member in range(self._size)]
         keys = each if position.isdecimal() and key in each else [key]
-        left_s = min(self._timeout.total_seconds(), self._patience.deadline - time.monotonic())
         others = [one for one in keys if one not in self._found]
         are_few = len(others) <= _FEW
         waited = wait_until(
             partial(self._peek, others) if are_few else partial(self._store.check, keys),
-            left_s,
+            self.left_s(),
             partial(self._look, place, keys, time.monotonic()),
         )
         if waited is not None:
@@ -176,6 +189,8 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         return [self._store.get(key) for key in keys]
 
     def _look(self, place: str, keys: Sequence[str], begin: float) -> None:
+        if self._has_ended:
+            raise AttemptGivenUpError("the caller was interrupted")
         self._patience.look(list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR)))
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
             if not self._has_looked:

@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import GroupOptionsError
+from hypercomm.layout.checks import is_utf8
+from hypercomm.layout.messages import shown
 from hypercomm.process_groups import c10d
 
 
@@ -44,8 +46,7 @@ class GroupOptions:
                 this torch, or the backend would ignore `pg_options`.
         """
         check_timeout(self.timeout)
-        if self.group_desc is not None and not isinstance(self.group_desc, str):
-            raise GroupOptionsError(f"group_desc must be a string, got {self.group_desc!r}")
+        check_description(self.group_desc)
         check_backend(self.backend)
 
     def resolve(self, group_desc: str) -> GroupOptions:
@@ -60,9 +61,11 @@ class GroupOptions:
             c10d.takes_options(single) for single in c10d.single_backends(backend)
         ):
             raise GroupOptionsError(
-                f"pg_options {self.pg_options!r} would be dropped: torch passes no options to "
+                f"pg_options {shown(self.pg_options)} would be dropped: torch passes no options to "
                 f"backend {backend!r}; leave pg_options out"
             )
+        if "fake" in {default, *c10d.single_backends(backend)}:
+            check_pg_options(self.pg_options)
         own = _own_timeout(self.pg_options)
         timeout = self.timeout or own or c10d.world_timeout(backend)
         if own is not None and own != timeout:
@@ -71,24 +74,60 @@ class GroupOptions:
                 f"drop; give one of them"
             )
         pg_options = _with_timeout(self.pg_options, timeout)
-        if default == "fake" != backend:
-            backend, pg_options = "fake", None  # there is nobody to connect to in a fake world
+        if default == "fake":  # there is nobody to connect to
+            backend, pg_options = "fake", _of_fake_backend(pg_options)
         lazy_init = self.lazy_init if "gloo" in c10d.single_backends(backend) else None
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Refuse what is no length of time.
+    """Refuse what is no length of time; None stands for the default.
 
     Raises:
         GroupOptionsError: Says what is.
     """
-    if timeout is not None and not isinstance(timeout, timedelta):
+    if timeout is not None:
+        check_given_timeout(timeout)
+
+
+def check_given_timeout(timeout: timedelta) -> None:
+    """Refuse what is no length of time, and None, where there is no default.
+
+    Raises:
+        GroupOptionsError: Says what is.
+    """
+    if not isinstance(timeout, timedelta):
         raise GroupOptionsError(
-            f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)"
+            f"timeout must be a datetime.timedelta, got {shown(timeout)}; "
+            f"write timedelta(seconds=...)"
         )
-    if timeout is not None and timeout <= timedelta(0):
+    if timeout <= timedelta(0):
         raise GroupOptionsError(f"timeout must be longer than 0, got {timeout}")
+
+
+def check_description(group_desc: str | None) -> None:
+    """Refuse what cannot describe a group.
+
+    Raises:
+        GroupOptionsError: With what was given.
+    """
+    if group_desc is not None and not isinstance(group_desc, str):
+        raise GroupOptionsError(f"group_desc must be a string, got {shown(group_desc)}")
+    if group_desc is not None and not is_utf8(group_desc):
+        raise GroupOptionsError(f"group_desc {group_desc!r} cannot be written as UTF-8")
+
+
+def check_pg_options(pg_options: Any) -> None:
+    """Refuse what is no options object of torch; all of those hold a timeout.
+
+    Raises:
+        GroupOptionsError: With what was given.
+    """
+    if pg_options is not None and not hasattr(pg_options, "_timeout"):
+        raise GroupOptionsError(
+            f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
+            f"got {shown(pg_options)}"
+        )
 
 
 def check_lazy_init(lazy_init: bool | None) -> None:
@@ -98,7 +137,7 @@ def check_lazy_init(lazy_init: bool | None) -> None:
         GroupOptionsError: Says which torch can.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
-        raise GroupOptionsError(f"lazy_init must be True, False or None, got {lazy_init!r}")
+        raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
     if lazy_init and not c10d.can_init_lazily():
         raise GroupOptionsError(
             "lazy_init=True: gloo in this torch connects all members when a group is created; "
@@ -130,10 +169,26 @@ def check_known(backend: str) -> None:
         GroupOptionsError: With the names that it knows.
     """
     if not isinstance(backend, str) or not backend:
-        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {backend!r}")
+        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
     known = c10d.known_backends()
     if any(single not in known for single in c10d.single_backends(backend)):
         raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
+
+
+def live_pg_options(pg_options: Any) -> Any:
+    """Return what `torch.distributed.new_group` can be given for them in the live world.
+
+    Raises:
+        GroupOptionsError: They are no options.
+    """
+    check_pg_options(pg_options)
+    return _of_fake_backend(pg_options) if c10d.default_backend() == "fake" else pg_options
+
+
+def _of_fake_backend(pg_options: Any) -> Any:
+    """Keep the fake backend's own options; those of another go with that backend."""
+    own = any(kind.__qualname__ == "FakeProcessGroup.Options" for kind in type(pg_options).__mro__)
+    return pg_options if own else None
 
 
 def _own_timeout(pg_options: Any) -> timedelta | None:

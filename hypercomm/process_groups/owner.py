@@ -25,6 +25,7 @@ from hypercomm.errors import (
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
+from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
     abort,
@@ -34,7 +35,7 @@ from hypercomm.process_groups.creation import (
     together,
 )
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
-from hypercomm.process_groups.meeting import AttemptGivenUpError, Patience
+from hypercomm.process_groups.meeting import ENDLESS, AttemptGivenUpError, Patience
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
 from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
@@ -360,9 +361,12 @@ class GroupOwner:
         """Compare all that is planned with the other ranks, and wait for them."""
         self.check_alive()
         if self._layout.size > 1 and c10d.has_store():
+            if self._is_verified:
+                self._compare_entries(["verify()"], 0)
             plan = [_describe(planned) for planned in self.planned.values()]
             timeout = timeout or c10d.world_timeout(c10d.default_backend())
-            self._agreement.meet(plan, timeout.total_seconds() if timeout else math.inf)
+            limit_s = timeout.total_seconds() if timeout else math.inf
+            answer(lambda: self._agreement.meet(plan, limit_s), limit_s + 1)
 
     # ---- what a caller should know --------------------------------------------------------------
 
@@ -441,7 +445,7 @@ class GroupOwner:
         timeout = planned.resolved.timeout
         alone = timeout is not None and not batch  # in a batch, each group has its time
         deadline = begin + timeout.total_seconds() if timeout and alone else math.inf
-        look = self._agreement.look if c10d.has_store() else _look_nowhere
+        look = self._agreement.look if c10d.has_store() else ENDLESS.look
         return GroupPlan(
             self._plan_name(key, batch),
             self._layout,
@@ -453,9 +457,11 @@ class GroupOwner:
 
     def _compare(self, plans: Sequence[PlannedGroup], batch: int) -> None:
         """Compare what this call is about to create with what other ranks create."""
-        if not c10d.has_store():
-            return
-        entries, first = [_describe(planned) for planned in plans], self._position
+        if c10d.has_store():
+            self._compare_entries([_describe(planned) for planned in plans], batch)
+
+    def _compare_entries(self, entries: Sequence[str], batch: int) -> None:
+        first = self._position
         self._position += len(entries)
         if self._is_verified:
             self._agreement.compare(f"plan {first}", entries, first)
@@ -494,7 +500,3 @@ def _describe(planned: PlannedGroup) -> str:
         f"lazy_init {options.lazy_init}, options {type(options.pg_options).__name__}, "
         f"share {planned.share!r}"
     )
-
-
-def _look_nowhere(_ranks: Sequence[int]) -> None:
-    pass

@@ -9,9 +9,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.layout.checks import as_int, positive
+from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import known_grids
+from hypercomm.process_groups.options import check_timeout
 
 
 @contextlib.contextmanager
@@ -20,18 +21,20 @@ def fake_world(
 ) -> Iterator[None]:
     """Make torch.distributed believe that this process is one rank of a large job.
 
-    A grid's groups in it are all fake, whatever backend they ask for.
+    A grid's groups in it are all fake, whatever backend they ask for, and options of that go with
+    it.
     Collectives on the fake backend return at once and move nothing: a fake world proves which
     groups a rank is a member of, never that ranks can communicate. On leaving, the fake job and
     every group in it are gone.
 
     Args:
-        world_size: The number of ranks of the job.
+        world_size: The number of ranks of the job, at most 2**24.
         rank: The rank that this process is.
         timeout: The job's timeout; default: torch's.
 
     Raises:
         LayoutError: `world_size` or `rank` is no int, or out of range.
+        GroupOptionsError: `timeout` is no length of time.
         WorldSizeError: torch.distributed is initialised already.
 
     Example:
@@ -43,7 +46,8 @@ def fake_world(
         >>> dist.is_initialized()
         False
     """
-    positive(world_size, "world_size")
+    as_world_size(world_size)
+    check_timeout(timeout)
     if not 0 <= as_int(rank, "rank") < world_size:
         raise LayoutError(f"rank must be in range({world_size}), got {rank}")
     if dist.is_initialized():

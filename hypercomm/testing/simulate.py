@@ -22,9 +22,10 @@ from hypercomm.errors import (
     RankFailedError,
     SimulationError,
 )
-from hypercomm.layout.checks import as_int, positive
+from hypercomm.launch import check_call
+from hypercomm.layout.checks import as_int, as_tuple, as_world_size
 from hypercomm.process_groups import c10d, world
-from hypercomm.process_groups.options import check_known
+from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.process_groups.other_world import OtherWorld
 from hypercomm.testing.rendezvous import Creation, Disagreement, find_disagreements
 
@@ -102,7 +103,7 @@ def simulate(
 
     Args:
         function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
-        world_size: The number of ranks of the job.
+        world_size: The number of ranks of the job, at most 2**24.
         ranks: Those to simulate; default: all. Then only members among them are compared.
         args: Arguments of the function.
         backend: The backend of WORLD, available here or not.
@@ -116,7 +117,8 @@ def simulate(
     Raises:
         RankFailedError: The function raised; names the rank, and holds the traceback.
         LayoutError: `world_size` or a rank is no int, or out of range.
-        GroupOptionsError: torch does not know the backend.
+        GroupOptionsError: torch does not know the backend, or `timeout` is no length of time.
+        LaunchError: `function` cannot be called, or `args` is no sequence.
 
     Example:
         >>> import torch.distributed as dist
@@ -133,10 +135,12 @@ def simulate(
         >>> print(simulate(program, 16, args=(7,)).disagreements[1])
         tp of ranks (4, 5, 6, 7): ranks 4, 5, 6 wait for rank 7, which waits in tp+dp
     """
-    positive(world_size, "world_size")
-    wanted = (
-        range(world_size) if ranks is None else sorted({as_int(rank, "rank") for rank in ranks})
-    )
+    as_world_size(world_size)
+    check_call(function, args)
+    check_given_timeout(timeout)
+    wanted: Sequence[int] = range(world_size)
+    if ranks is not None:
+        wanted = sorted({as_int(rank, "rank") for rank in as_tuple(ranks, "ranks")})
     outside = [rank for rank in wanted if not 0 <= rank < world_size]
     if outside:
         raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_int, as_names, as_strings
+from hypercomm.layout.messages import shown
 
 DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
 """The dims that layouts are drawn over by default: Megatron's, in its default order."""
@@ -40,13 +43,19 @@ def layouts(
 
     Raises:
         InvalidArgument: No layout can satisfy the bounds.
+        LayoutError: A bound is no int, or `dim_names` no sequence of names.
 
     Example:
         >>> from hypothesis import find
         >>> str(find(layouts(min_dims=2), lambda layout: layout.size > 2))
         'tp=1,cp=3'
     """
+    dim_names = as_strings(dim_names, "dim_names")
     max_dims = len(dim_names) if max_dims is None else max_dims
+    bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
+    bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
+    for name, bound in bounds.items():
+        as_int(bound, name)
     if len(set(dim_names)) != len(dim_names):
         raise InvalidArgument(f"a layout cannot have a dim twice, as in dim_names={dim_names}")
     if not 1 <= min_dims <= max_dims <= len(dim_names):
@@ -79,6 +88,7 @@ def dim_subsets(
         >>> find(dim_subsets(RankLayout.parse("tp=2,dp=4")), lambda dims: "dp" in dims)
         ('dp',)
     """
+    _check_layout(layout)
     return st.lists(
         st.sampled_from(layout.dim_names), min_size=min_dims, max_size=max_dims, unique=True
     ).map(tuple)
@@ -92,6 +102,7 @@ def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
         >>> find(ranks_of(RankLayout.parse("dp=8", rank_offset=3)), lambda rank: True)
         3
     """
+    _check_layout(layout)
     return st.sampled_from(layout.ranks)
 
 
@@ -103,4 +114,9 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
         >>> find(orders(), lambda order: True)
         'tp-cp-ep-dp-pp'
     """
-    return st.permutations(list(dim_names)).map("-".join)
+    return st.permutations(as_names(dim_names)).map("-".join)
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, RankLayout):
+        raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.ezpz.state import GLOBALS, TABLE, TensorParallelState, current
-from hypercomm.errors import ConfigurationError
+from hypercomm.errors import ConfigurationError, LayoutError
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.messages import shown
 
 __all__ = [
     "TensorParallelState",
@@ -203,7 +205,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Check that one number divides another.
 
     Raises:
-        ConfigurationError: It does not (an AssertionError).
+        ConfigurationError: It does not, or one is no int (an AssertionError).
 
     Example:
         >>> ensure_divisibility(7, 2)
@@ -211,6 +213,11 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
             ...
         hypercomm.errors.ConfigurationError: 7 is not divisible by 2
     """
+    try:
+        as_int(numerator, "numerator")
+        as_int(denominator, "denominator")
+    except LayoutError as error:
+        raise ConfigurationError(str(error)) from None
     if denominator == 0 or numerator % denominator != 0:
         raise ConfigurationError(f"{numerator} is not divisible by {denominator}")
 
@@ -249,7 +256,11 @@ def split_tensor_along_last_dim(
         >>> [part.tolist() for part in split_tensor_along_last_dim(torch.arange(6), 3)]
         [[0, 1], [2, 3], [4, 5]]
     """
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+        raise ConfigurationError(f"tensor must be one of at least one dim, got {shown(tensor)}")
     size = divide_and_check_no_remainder(tensor.size(-1), num_partitions)
+    if num_partitions < 1:
+        raise ConfigurationError(f"num_partitions must be at least 1, got {num_partitions}")
     parts = torch.split(tensor, size, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 

@@ -87,7 +87,7 @@ class Build:
         for row in TABLE:
             layout = self.grids[row.grid].layout
             derived = row.derive(config, layout, layout.groups(*row.dims.split("-")))
-            gloo = row.gloo and config.create_gloo_process_groups
+            gloo = row.gloo and bool(config.create_gloo_process_groups)
             for twin, suffix in [(False, ""), (True, GLOO)][: 1 + gloo]:
                 name = row.name + suffix
                 groups[name] = self._plan_all(row, derived, twin)

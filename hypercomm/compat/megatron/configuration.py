@@ -17,7 +17,8 @@ from hypercomm.errors import (
 )
 from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_ordered, positive
+from hypercomm.layout.checks import as_few, as_ordered, as_world_size, positive
+from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import parse_order
 from hypercomm.layout.sizes import misfit, nearest_divisors
 
@@ -25,6 +26,17 @@ DIMS = ("tp", "pp", "dp", "ep", "cp")
 """The dims that an order may name, in the order in which Megatron adds those that it does not."""
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
+
+_LONGEST_MINUTES = timedelta.max / timedelta(minutes=1)
+
+
+def _as_levels(value: object) -> tuple[int, ...]:
+    name = "hierarchical_context_parallel_sizes"
+    return tuple(positive(size, name) for size in as_few(() if value is None else value, name))
+
+
+def _as_keys(value: object) -> tuple[str, ...]:
+    return as_ordered(() if value is None else value, "high_priority_stream_groups")
 
 
 class Layouts(NamedTuple):
@@ -52,7 +64,9 @@ class Configuration:
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] = attrs.field(
+        default=None, converter=_as_levels
+    )
     expert_model_parallel_size: int = 1
     num_distributed_optimizer_instances: int = 1
     expert_tensor_parallel_size: int | None = None
@@ -62,7 +76,7 @@ class Configuration:
     get_embedding_ranks: RanksFunction | None = None
     get_position_embedding_ranks: RanksFunction | None = None
     create_gloo_process_groups: bool = True
-    high_priority_stream_groups: Sequence[str] | None = None
+    high_priority_stream_groups: tuple[str, ...] = attrs.field(default=None, converter=_as_keys)
     sharp_enabled_group: str | None = None
     hybrid_context_parallel: bool = False
     create_all_gather_group: bool = False
@@ -92,7 +106,7 @@ class Configuration:
         """
         self._check_sharp()
         if self.local_world_size is not None:
-            world_size = positive(self.local_world_size, "local_world_size")
+            world_size = as_world_size(self.local_world_size, "local_world_size")
         tp, pp, cp = self._sizes("tensor_model", "pipeline_model", "context")
         dp = world_size // self._product(world_size, "tensor_model", "pipeline_model", "context")
         self._check_virtual_pipeline()
@@ -132,8 +146,7 @@ class Configuration:
         return math.prod(sizes.values())
 
     def _layout(self, **sizes: int) -> RankLayout:
-        order = self.order.lower() if isinstance(self.order, str) else self.order
-        return order_layout(order, sizes, self.rank_offset)
+        return order_layout(self.order, sizes, self.rank_offset)
 
     def _check_sharp(self) -> None:
         group = self.sharp_enabled_group
@@ -141,14 +154,15 @@ class Configuration:
             raise ConfigurationError(
                 f"sharp_enabled_group={group!r} needs use_sharp=True; leave it out, or use SHARP"
             )
-        if group not in {None, "dp", "dp_replica"}:
+        if not _is_choice(group, "dp", "dp_replica"):
             raise ConfigurationError(
                 f"sharp_enabled_group must be 'dp' or 'dp_replica', got {group!r}"
             )
-        if group == "dp_replica" and not self.num_distributed_optimizer_instances > 1:
+        name = "num_distributed_optimizer_instances"
+        if group == "dp_replica" and positive(self.num_distributed_optimizer_instances, name) < 2:
             raise ConfigurationError(
-                f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances of "
-                f"at least 2, got {self.num_distributed_optimizer_instances}"
+                f"sharp_enabled_group='dp_replica' needs {name} of at least 2, "
+                f"got {self.num_distributed_optimizer_instances}"
             )
         if self.use_sharp and self.lazy:
             raise ConfigurationError(
@@ -192,15 +206,12 @@ class Configuration:
                     f"{name}={instances} does not divide the {what} size {size}; "
                     f"use {nearest_divisors(size, instances)}"
                 )
-        if self.hierarchical_context_parallel_sizes:
-            name = "hierarchical_context_parallel_sizes"
-            sizes = as_ordered(self.hierarchical_context_parallel_sizes, name)
-            levels = [positive(size, name) for size in sizes]
-            if math.prod(levels) != dense.size_of("cp"):
-                raise ConfigurationError(
-                    f"{name} {levels} multiply to {math.prod(levels)}, but context_parallel_size "
-                    f"is {dense.size_of('cp')}"
-                )
+        levels = self.hierarchical_context_parallel_sizes
+        if levels and math.prod(levels) != dense.size_of("cp"):
+            raise ConfigurationError(
+                f"hierarchical_context_parallel_sizes {list(levels)} multiply to "
+                f"{math.prod(levels)}, but context_parallel_size is {dense.size_of('cp')}"
+            )
         if self.hybrid_context_parallel:
             uneven = [size for size in hybrid_sizes(replicas) if replicas % size]
             if replicas % 2 or uneven:
@@ -212,9 +223,15 @@ class Configuration:
 
     def _check_options(self) -> None:
         minutes = self.distributed_timeout_minutes
-        if not isinstance(minutes, (int, float)) or isinstance(minutes, bool) or minutes <= 0:
+        is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
+        if not is_number or not minutes > 0:
             raise GroupOptionsError(
-                f"distributed_timeout_minutes must be a number above 0, got {minutes!r}"
+                f"distributed_timeout_minutes must be a number above 0, got {shown(minutes)}"
+            )
+        if minutes >= _LONGEST_MINUTES:
+            raise GroupOptionsError(
+                f"distributed_timeout_minutes must be below {_LONGEST_MINUTES:.3g}, "
+                f"got {shown(minutes)}"
             )
         for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
             function = getattr(self, name)
@@ -223,11 +240,15 @@ class Configuration:
                     f"{name} must be a function of the ranks of a pipeline, got {function!r}"
                 )
         backend = self.pipeline_model_parallel_comm_backend
-        if backend not in {None, "nccl", "ucc"}:
+        if not _is_choice(backend, "nccl", "ucc"):
             raise ConfigurationError(
                 f"pipeline_model_parallel_comm_backend must be None, 'nccl' or 'ucc', "
                 f"got {backend!r}"
             )
+
+
+def _is_choice(value: object, *choices: str) -> bool:
+    return value is None or (isinstance(value, str) and value in choices)
 
 
 def order_layout(order: str, sizes: Mapping[str, int], rank_offset: int) -> RankLayout:
@@ -241,6 +262,7 @@ def order_layout(order: str, sizes: Mapping[str, int], rank_offset: int) -> Rank
         >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
         'pp=4,tp=2,dp=1,ep=1,cp=1'
     """
+    order = order.lower() if isinstance(order, str) else order
     for name in parse_order(order):
         if name not in DIMS:
             raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
 import attrs
 
 from hypercomm.compat.megatron.configuration import Configuration, RanksFunction, hybrid_sizes
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.checks import as_ordered
 
 Derived = RankGroups | list[RankGroups] | dict[int, RankGroups] | None
 Derive = Callable[[Configuration, RankLayout, RankGroups], Derived]
@@ -22,7 +24,8 @@ def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
         >>> default_embedding_ranks([0, 4, 8]), default_embedding_ranks([3])
         ([0, 8], [3])
     """
-    return [pp_ranks[0], pp_ranks[-1]] if len(pp_ranks) > 1 else [pp_ranks[0]]
+    ranks = _pipeline(pp_ranks)
+    return [ranks[0], ranks[-1]] if len(ranks) > 1 else [ranks[0]]
 
 
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -32,7 +35,14 @@ def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
         >>> default_position_embedding_ranks([0, 4, 8])
         [0]
     """
-    return [pp_ranks[0]]
+    return [_pipeline(pp_ranks)[0]]
+
+
+def _pipeline(pp_ranks: Sequence[int]) -> tuple[int, ...]:
+    ranks = as_ordered(pp_ranks, "pp_ranks")
+    if not ranks:
+        raise LayoutError("pp_ranks is empty; give the ranks of a pipeline")
+    return ranks
 
 
 def _plain(_: Configuration, __: RankLayout, groups: RankGroups) -> Derived:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from hypercomm.compat.megatron.groups import NCCL_KEYS
 from hypercomm.errors import ConfigurationError, NcclConfigError
-from hypercomm.layout.checks import as_ordered, positive
+from hypercomm.layout.checks import positive
+from hypercomm.layout.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +66,17 @@ def load(path: str | os.PathLike[str] | None, high_priority: Sequence[str] | Non
         high_priority: Keys of groups.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError, IsADirectoryError: There is no such file, or it is none.
         NcclConfigError: It cannot be read, or a key or value is none of Megatron's; pyyaml, which
             the extra `nccl-config` brings, is not installed.
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise NcclConfigError(f"nccl_communicator_config_path must be a path, got {path!r}")
     config = {} if path is None else _read(Path(path))
-    for key in as_ordered(high_priority or (), "high_priority_stream_groups"):
-        if key not in NCCL_KEYS:
+    for key in () if high_priority is None else high_priority:
+        if not isinstance(key, str) or key not in NCCL_KEYS:
             raise NcclConfigError(
-                f"high_priority_stream_groups names no group {key!r}; use some of {NCCL_KEYS}"
+                f"high_priority_stream_groups names no group {shown(key)}; use some of {NCCL_KEYS}"
             )
         overwrite_nccl_comm_cfgs(config, key, ("is_high_priority_stream", True))
     return config
@@ -91,11 +92,15 @@ def _read(path: Path) -> NcclConfig:
         ) from error
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         reason = f"nccl_communicator_config_path: {error.strerror}"
         raise type(error)(error.errno, reason, str(path)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise NcclConfigError(f"{path} is not yaml: {error}") from error
+    except (OSError, ValueError) as error:
+        raise NcclConfigError(
+            f"nccl_communicator_config_path={str(path)!r} cannot be read: {error}"
+        ) from error
     for key, options in _mapping(content, f"{path}").items():
         if key not in NCCL_KEYS:
             raise NcclConfigError(f"{path} names no group {key!r}; use some of {NCCL_KEYS}")
@@ -116,9 +121,19 @@ def _check(name: str, value: object, where: str) -> None:
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise NcclConfigError(f"{what} must map names to values, got {value!r}")
+    if not isinstance(value, Mapping):
+        raise NcclConfigError(f"{what} must map names to values, got {shown(value)}")
     return value
+
+
+def _options_of(nccl_comm_cfgs: object, pg_name: object) -> Mapping[str, Any] | None:
+    """Read what an NCCL configuration has for a group."""
+    if not isinstance(pg_name, str):
+        raise NcclConfigError(f"pg_name must be the key of a group, got {shown(pg_name)}")
+    configured = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs")
+    if pg_name not in configured:
+        return None
+    return _mapping(configured[pg_name], f"nccl_comm_cfgs of group {pg_name!r}")
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -127,9 +142,10 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     Raises:
         NcclConfigError: A value is none of NCCL's, or this torch was built without NCCL.
     """
-    if pg_name not in nccl_comm_cfgs:
+    own = _options_of(nccl_comm_cfgs, pg_name)
+    if own is None:
         return None
-    config = {name: value for name, value in nccl_comm_cfgs[pg_name].items() if name in _CHECKS}
+    config = {name: value for name, value in own.items() if name in _CHECKS}
     for name, value in config.items():
         _check(name, value, f"NCCL options of group {pg_name!r}")
     if not hasattr(dist, "ProcessGroupNCCL"):
@@ -148,13 +164,20 @@ def overwrite_nccl_comm_cfgs(
 ) -> None:
     """Set one option of one group in an NCCL configuration.
 
+    Raises:
+        NcclConfigError: There is no configuration, no key of a group, or no pair.
+
     Example:
         >>> config = {}
         >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
         >>> config
         {'dp': {'max_ctas': 8}}
     """
-    key, value = key_value_pair
+    _options_of(nccl_comm_cfgs, pg_name)
+    pair = key_value_pair
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise NcclConfigError(f"key_value_pair must be ('max_ctas', 8) or alike, got {shown(pair)}")
+    key, value = pair
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -40,11 +41,18 @@ from hypercomm.compat.megatron.getters import (
 )
 from hypercomm.compat.megatron.state import GLOBALS, ParallelState, current
 from hypercomm.compat.module_state import UNKNOWN
-from hypercomm.errors import GroupMissingError, StateError
+from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
 from hypercomm.grid import Share
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_ranks
+from hypercomm.layout.messages import shown
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.options import (
+    check_description,
+    check_given_timeout,
+    check_timeout,
+    live_pg_options,
+)
 
 logger = logging.getLogger(__name__)
 _state = current.get
@@ -268,12 +276,13 @@ def get_hybrid_data_context_parallel_groups(
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
     """
-    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+    is_int = isinstance(group_size, (int, np.integer))
+    if is_int and get_data_parallel_world_size(with_context_parallel=True) == group_size:
         return _dp_cp_group(check_initialized)
     groups = _state().read("_HYBRID_DP_CP_GROUPS")
-    if group_size not in groups:
+    if not is_int or group_size not in groups:
         raise GroupMissingError(
-            f"there is no hybrid group of group_size={group_size}; there are those of "
+            f"there is no hybrid group of group_size={shown(group_size)}; there are those of "
             f"{list(groups) or 'none: initialise with hybrid_context_parallel=True'}"
         )
     return groups[group_size]  # type: ignore[no-any-return]
@@ -617,10 +626,19 @@ def create_hierarchical_groups(
         One group for each level, and its gloo twin or None; empty where `rank` is not in `ranks`.
 
     Raises:
-        LayoutError: The sizes do not multiply to the number of ranks.
+        LayoutError: The sizes do not multiply to the ranks, or a rank is not of the world.
+        GroupOptionsError: An option is none, or `pg_options` are not as many as the levels.
     """
+    ranks = _ranks_of_world(rank, ranks)
     levels = RankLayout([len(ranks)], ["rank"]).groups("rank").levels(hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    if len(options) != len(levels):
+        raise GroupOptionsError(
+            f"pg_options must be one for each of {len(levels)} levels, got {shown(pg_options)}"
+        )
+    check_timeout(timeout)
+    check_description(f"{group_desc}")
+    options = [live_pg_options(each) for each in options]
     groups, twins = [], []
     for level, places in enumerate(levels):
         for members in ([ranks[place] for place in group] for group in places):
@@ -640,7 +658,14 @@ def create_hierarchical_groups(
 def create_hybrid_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any
 ) -> dict[int, ProcessGroup]:
-    """Create groups of 2, 4, 8, ... consecutive `ranks`, and return those of `rank` by size."""
+    """Create groups of 2, 4, 8, ... consecutive `ranks`, and return those of `rank` by size.
+
+    Raises:
+        LayoutError: A rank is not of the world, or comes twice.
+        GroupOptionsError: `pg_options` are none.
+    """
+    ranks = _ranks_of_world(rank, ranks)
+    pg_options = live_pg_options(pg_options)
     groups = {}
     for size in hybrid_sizes(len(ranks)):
         for members in (ranks[start : start + size] for start in range(0, len(ranks), size)):
@@ -649,6 +674,13 @@ def create_hybrid_dp_cp_groups(
             if rank in members:
                 groups[size] = group
     return groups
+
+
+def _ranks_of_world(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Check ranks before the first group of them is created."""
+    world_size = c10d.world_group().size()
+    as_ranks([rank], "rank", world_size)
+    return as_ranks(ranks, "ranks", world_size)
 
 
 def create_all_gather_groups(
@@ -666,9 +698,12 @@ def create_all_gather_groups(
 
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
-        GroupOptionsError: They exist and were created with other options (a ValueError).
+        GroupOptionsError: An option is none, or they exist and were created with other options (a
+            ValueError).
+        NcclConfigError: `nccl_comm_cfgs` are no configuration.
     """
-    return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_comm_cfgs or {})
+    nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
+    return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
@@ -676,9 +711,11 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is no timedelta.
+        GroupOptionsError: The timeout is no timedelta, or `pg` no group of this process.
     """
-    GroupOptions(timeout=timeout).check()
+    check_given_timeout(timeout)
+    if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
+        raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
     groups = [pg] if pg is not None else _state().require("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():

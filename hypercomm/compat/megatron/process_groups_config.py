@@ -17,6 +17,8 @@ from hypercomm.compat.megatron.groups import TABLE
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.layout.checks import as_ordered, as_strings, positive
+from hypercomm.layout.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,11 @@ class ProcessGroupCollection:
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
-        wanted = list(_SOURCES) if required_pgs is None else list(required_pgs)
+        if not isinstance(state, ParallelState):
+            raise ConfigurationError(f"state must be a ParallelState, got {shown(state)}")
+        wanted = list(_SOURCES)
+        if required_pgs is not None:
+            wanted = list(as_strings(required_pgs, "required_pgs"))
         _check_fields(cls, *wanted)
         collection = cls()
         for name in wanted:
@@ -157,6 +163,9 @@ class ProcessGroupCollection:
             ...     print(ProcessGroupCollection.from_grid(grid))
             ProcessGroupCollection(tp(2), mp(2), tp_cp(2), tp_dp_cp(8), dp(4), dp_cp(4), intra_dp_cp(4))
         """  # noqa: E501
+        for name, given in [("grid", grid), ("expert", expert)]:
+            if not isinstance(given, HyperCommGrid) and (name == "grid" or given is not None):
+                raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
         collection = cls()
         for row in TABLE:
             source = grid if row.grid == "dense" else expert
@@ -192,8 +201,11 @@ class ProcessGroupCollection:
             ValueError: A group that is needed was not set, or gloo twins were asked for.
             StateError: The parallel state is needed and not initialised.
         """
-        ddp_config = getattr(model_chunks[0], "ddp_config", None)
-        instances = 1 if ddp_config is None else ddp_config.num_distributed_optimizer_instances
+        chunks = as_ordered(model_chunks, "model_chunks")
+        if not chunks:
+            raise ConfigurationError("model_chunks is empty; give the parts of a model")
+        ddp_config = getattr(chunks[0], "ddp_config", None)
+        instances = 1 if ddp_config is None else _instances_of(ddp_config)
         groups: dict[str, Group]
         if pg_collection is None:
             require = current.get().require
@@ -206,13 +218,13 @@ class ProcessGroupCollection:
                 twin = require(f"{_SOURCES[name]}_GLOO") if use_gloo_process_groups else None
                 groups[f"{name}_group_gloo"] = twin
             return groups
-        groups = _data_parallel(pg_collection, lambda: _config_of(model_chunks[0]))
+        groups = _data_parallel(pg_collection, lambda: _config_of(chunks[0]))
         groups["expt_dp_group"] = _take(pg_collection, "expt_dp")
         groups |= _instance_groups(pg_collection, groups, instances)
         groups["intra_dist_opt_group"] = None
         if instances > 1:
             _take(pg_collection, "intra_dist_opt")
-        if ddp_config is not None and ddp_config.use_distributed_optimizer:
+        if ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer"):
             groups["intra_dist_opt_group"] = _take(pg_collection, "intra_dist_opt")
         groups["mp_group"] = _take(pg_collection, "mp")
         groups["expt_tp_pp_group"] = _take(pg_collection, "tp_ep_pp")
@@ -237,7 +249,7 @@ class ProcessGroupCollection:
             ValueError: A group that is needed was not set.
             StateError: The parallel state is needed and not initialised.
         """
-        instances = ddp_config.num_distributed_optimizer_instances
+        instances = _instances_of(ddp_config)
         groups: dict[str, Group]
         if pg_collection is None:
             require = current.get().require
@@ -245,7 +257,7 @@ class ProcessGroupCollection:
             groups |= _from_state(require, "tp", "pp", "ep")
             for name, needed in [
                 ("inter_dist_opt", instances > 1),
-                ("intra_dist_opt", ddp_config.use_distributed_optimizer),
+                ("intra_dist_opt", _setting(ddp_config, "use_distributed_optimizer")),
             ]:
                 groups[f"{name}_group"] = require(_SOURCES[name]) if needed else None
             return groups
@@ -275,6 +287,18 @@ def _check_fields(kind: type[ProcessGroupCollection], *names: str) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UnknownFieldError(f"{kind.__name__} has no field {unknown[0]!r}; it has {known}")
+
+
+def _instances_of(ddp_config: Any) -> int:
+    name = "num_distributed_optimizer_instances"
+    return positive(_setting(ddp_config, name), name)
+
+
+def _setting(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration that was given."""
+    if not hasattr(config, name):
+        raise ConfigurationError(f"the configuration {shown(config)} has no {name}")
+    return getattr(config, name)
 
 
 def _size(group: Any) -> object:
@@ -373,8 +397,17 @@ class MultiModuleProcessGroupCollection:
     language_model_module_name: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.module_pgs:
-            raise ConfigurationError("module_pgs is empty; give the collection of some module")
+        if not isinstance(self.module_pgs, Mapping) or not self.module_pgs:
+            raise ConfigurationError(
+                f"module_pgs must map names of modules, one at least, to their collections, "
+                f"got {shown(self.module_pgs)}"
+            )
+        for name, collection in self.module_pgs.items():
+            if not isinstance(name, str) or not isinstance(collection, ProcessGroupCollection):
+                raise ConfigurationError(
+                    f"module_pgs must map names of modules to a ProcessGroupCollection each, "
+                    f"got {shown(name)}: {shown(collection)}"
+                )
         if self.language_model_module_name is not None:
             self.get_module_collection(self.language_model_module_name)
 
@@ -418,9 +451,9 @@ class MultiModuleProcessGroupCollection:
         return len(self.module_pgs)
 
     def __getitem__(self, module_name: str) -> ProcessGroupCollection:
-        if module_name not in self.module_pgs:
+        if not isinstance(module_name, str) or module_name not in self.module_pgs:
             known = list(self.keys())
-            raise GroupMissingError(f"there is no module {module_name!r}; there are {known}")
+            raise GroupMissingError(f"there is no module {shown(module_name)}; there are {known}")
         return self.module_pgs[module_name]
 
     def __iter__(self) -> Iterator[ProcessGroupCollection]:

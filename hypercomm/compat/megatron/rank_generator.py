@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from hypercomm.compat.megatron.configuration import order_layout
-from hypercomm.errors import ConfigurationError, UnknownDimError
+from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_int, positive
+from hypercomm.layout.checks import as_few, as_int, positive
+from hypercomm.layout.messages import shown
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -32,15 +35,19 @@ def generate_masked_orthogonal_rank_groups(
         >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
+    mask, sizes = as_few(mask, "mask"), as_few(parallel_size, "parallel_size")
+    for marked in mask:
+        if not isinstance(marked, (int, np.integer, np.bool_)):
+            raise LayoutError(f"mask must hold True and False, got {shown(mask)}")
     names = [f"d{axis}" for axis in range(len(mask))]
     # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
-    layout = RankLayout([*parallel_size, 1], [*names, "one"])
+    layout = RankLayout([*sizes, 1], [*names, "one"])
     spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
     groups = layout.groups(*spanned, "one")
     count = as_int(world_size, "world_size") // groups.group_size
     if count > len(groups):
         raise ConfigurationError(
-            f"parallel_size {list(parallel_size)} multiplies to {layout.size} ranks, which do not "
+            f"parallel_size {list(sizes)} multiplies to {layout.size} ranks, which do not "
             f"fill world_size {world_size}"
         )
     return groups.to_array()[: max(count, 0)].tolist()  # type: ignore[no-any-return]
@@ -82,7 +89,7 @@ class RankGenerator:
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
-        self._layout = order_layout(order.lower(), self.name_to_size, rank_offset)
+        self._layout = order_layout(order, self.name_to_size, rank_offset)
         self.world_size = math.prod(self.name_to_size.values())
         self.order = "-".join(self._layout.dim_names)
         self.ordered_size = list(self._layout.shape)
@@ -91,9 +98,10 @@ class RankGenerator:
         """Return for each dim of `order` whether `token` names it.
 
         Raises:
+            NotationError: `order` or `token` is no text.
             UnknownDimError: `token` names a dim that `order` does not.
         """
-        dims, wanted = order.split("-"), token.split("-")
+        dims, wanted = _split(order, "order"), _split(token, "token")
         unknown = [dim for dim in wanted if dim not in dims]
         if unknown:
             raise UnknownDimError(f"unknown dim {unknown[0]!r} in {token!r}; the order has {dims}")
@@ -104,3 +112,9 @@ class RankGenerator:
         self.get_mask(self.order, token)
         groups = self._layout.groups(*dict.fromkeys(token.split("-")))
         return groups.to_array().tolist()  # type: ignore[no-any-return]
+
+
+def _split(text: str, what: str) -> list[str]:
+    if not isinstance(text, str):
+        raise NotationError(f"{what} must be a text like 'tp-dp', got {shown(text)}")
+    return text.split("-")

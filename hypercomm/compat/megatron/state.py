@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 from hypercomm.compat.megatron import nccl
 from hypercomm.compat.megatron.build import Build, create_planned
 from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.groups import GLOO, ROWS, TABLE
+from hypercomm.compat.megatron.groups import GLOO, ROWS, TABLE, GroupRow
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.process_groups.options import check_timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -158,7 +159,8 @@ class ParallelState(ModuleState):
 
         Raises:
             NotInitializedError: The state is empty.
-            GroupOptionsError: The twins exist and were created with other options.
+            GroupOptionsError, NcclConfigError: An option is none, or the twins exist and were
+                created with other options.
         """
         if self.configuration is None:
             raise NotInitializedError(
@@ -166,22 +168,24 @@ class ParallelState(ModuleState):
                 "initialize_model_parallel() first"
             )
 
+        check_timeout(timeout)
         default = self.configuration.timeout
+        rows = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP"], ROWS["_EXPERT_DATA_PARALLEL_GROUP"]]
+        options = [nccl.get_nccl_options(row.key, nccl_config) for row in rows]
 
-        def twin(name: str) -> ProcessGroup | None:
-            row = ROWS[name]
+        def twin(row: GroupRow, pg_options: Any) -> ProcessGroup | None:
             return self.grids[row.grid].ensure_pg(
                 row.dims.split("-"),
                 name=f"{row.field}_ag",
                 timeout=timeout or default,
-                pg_options=nccl.get_nccl_options(row.key, nccl_config),
+                pg_options=pg_options,
                 group_desc=f"{row.description}_AG",
                 share="never",
             )
 
         experts = for_expert_parallelism and self.grids["expert"].layout.size_of("ep") > 1
-        dense = twin("_DATA_PARALLEL_GROUP_WITH_CP")
-        expert = twin("_EXPERT_DATA_PARALLEL_GROUP") if experts else None
+        dense = twin(rows[0], options[0])
+        expert = twin(rows[1], options[1]) if experts else None
         self.list_groups(group for group in (dense, expert) if group is not None)
         return dense, expert
 

@@ -1,0 +1,91 @@
+"""What the real ranks of test_faults.py do: one of them dies, stops or is late; the others tell."""
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from hypercomm.process_groups.meeting import Meeting
+
+WORLD_SIZE = 4
+TIMEOUT_S = 3.0
+EVERY = ["tp", "dp"]
+
+
+def registered():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def sum_over(group):
+    value = torch.tensor([10.0 ** dist.get_rank()], dtype=torch.float64)
+    dist.all_reduce(value, group=group)
+    return int(value)
+
+
+def signal_self(number):
+    os.kill(os.getpid(), number)
+
+
+def once_its_address_is_known(number):
+    """Let this rank get a signal after it has left its address, before it connects."""
+    leave = Meeting.set
+
+    def leave_and_end(self, key, value):
+        leave(self, key, value)
+        self._store.check([key])  # it has arrived
+        signal_self(number)
+
+    Meeting.set = leave_and_end
+
+
+def attempt(action):
+    """What came of an action, and how long it took."""
+    begin = time.monotonic()
+    try:
+        said = str(action())
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - begin
+
+
+def take_part(rank, port, folder, fault, victim, number):
+    """Be one rank of a job in which the victim has a fault."""
+    is_master = port == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
+    if is_master:
+        Path(folder, "port.new").write_text(str(store.port))
+        Path(folder, "port.new").rename(Path(folder, "port"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    grid, before = HyperCommGrid([2, 2], ["tp", "dp"]), registered()
+    dist.barrier()
+    if rank == victim:
+        if fault == "before":
+            signal_self(number)
+        elif fault == "during":
+            once_its_address_is_known(number)
+        elif fault == "late":
+            time.sleep(TIMEOUT_S / 2)
+        elif fault == "store":
+            time.sleep(0.5)
+            signal_self(number)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    told = [attempt(lambda: grid.create_pg(EVERY, timeout=timeout) is not None)]
+    told.append((f"{registered() - before} more, {len(grid.pgs)} in the grid", 0.0))
+    if fault == "after" and rank == victim:
+        signal_self(number)
+    if grid.pgs:
+        told.append(attempt(lambda: sum_over(grid.get_pg(EVERY))))
+    told.append(attempt(grid.destroy))
+    told.append((f"{registered() - before} more", 0.0))
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the world is broken: nobody waits for it
+
+
+def signals():
+    return {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}

@@ -1,0 +1,462 @@
+"""Bad inputs for every public function: a documented error, and nothing changed."""
+
+import inspect
+import os
+import traceback
+import types
+import warnings
+from collections import Counter
+from datetime import timedelta
+
+import attrs
+import bad_inputs
+import pytest
+from bad_inputs import LAYOUT, HangError, OwnError, Stage, draw_call, look, patience
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument, UnsatisfiedAssumption
+
+from hypercomm import HyperCommGrid, RankGroups, RankLayout, launch, testing
+from hypercomm.compat.ezpz import tp as ezpz
+from hypercomm.compat.megatron import parallel_state as mpu
+from hypercomm.compat.megatron import process_groups_config
+from hypercomm.errors import HyperCommError
+from hypercomm.layout import notation
+from hypercomm.process_groups.options import GroupOptions
+
+pytestmark = pytest.mark.slow
+
+WANTED = 20_000
+
+LAYOUTS = [
+    LAYOUT,
+    RankLayout([2, 3], ["tp", "dp"], 3),
+    RankLayout([2, 2, 2], ["tp", "pp", "dp"]).select(pp=1),
+    RankLayout([1], ["tp"]),
+]
+GROUPS = [
+    LAYOUT.groups("dp"),
+    LAYOUT.groups("tp", "dp"),
+    RankLayout([12], ["cp"]).groups("cp").levels([2, 3, 2])[1],
+    RankLayout([2, 3], ["tp", "pp"]).groups("pp").pick(lambda ranks: (ranks[0], ranks[-1])),
+]
+
+# Arguments that work, by the name of the parameter; "function.parameter" where it matters.
+GOOD = {
+    "RankLayout.from_json.text": LAYOUT.to_json,
+    "RankLayout.from_order.sizes": lambda: {"tp": 2},
+    "RankLayout.suggest.sizes": lambda: {"tp": 2, "dp": -1},
+    "RankLayout.split.sizes": lambda: {"a": 1, "b": -1},
+    "RankLayout.merge.name": lambda: "joined",
+    "RankLayout.rename.names": lambda: {"tp": "a"},
+    "RankLayout.select.coords": lambda: {"tp": 0},
+    "RankLayout.rank.coords": lambda: {"tp": 0, "cp": 0, "dp": 1},
+    "RankLayout.ranks_where.coords": lambda: {"tp": 0},
+    "RankLayout.reorder.dims": lambda: ["dp", "tp", "cp"],
+    "RankLayout.groups.dims": lambda: ["tp"],
+    "RankGroups.levels.sizes": lambda: [1, 2],
+    "RankGroups.pick.function": lambda: lambda ranks: ranks[:1],
+    "HyperCommGrid.device_mesh.dims": lambda: ["dp"],
+    "HyperCommGrid.share_with": lambda: None,
+    "parse_sizes.text": lambda: "tp=2,dp",
+    "parse_order.text": lambda: "tp-dp",
+    "parse_groups.text": lambda: "tp,dp+cp",
+    "simulate.function": lambda: int,
+    "simulate.world_size": lambda: 2,
+    "simulate.ranks": lambda: [0, 1],
+    "simulate.args": lambda: (),
+    "run_ranks.function": lambda: os.getpid,
+    "run_ranks.args": lambda: (),
+    "fake_world.rank": lambda: 3,
+    "RankGenerator.order": lambda: "tp-cp-ep-dp-pp",
+    "RankGenerator.ep": lambda: 1,
+    "RankGenerator.get_mask.order": lambda: "tp-dp",
+    "ensure_divisibility.numerator": lambda: 6,
+    "divide_and_check_no_remainder.numerator": lambda: 6,
+    "args": lambda: (),
+    "arguments": dict,
+    "backend": lambda: "gloo",
+    "by": lambda: 1,
+    "context_parallel_size": lambda: 2,
+    "cover": lambda: "any",
+    "cp": lambda: 1,
+    "creation": lambda: "local",
+    "denominator": lambda: 3,
+    "derive": lambda: lambda groups: groups.chunks(1),
+    "dim": lambda: "tp",
+    "dim_names": lambda: ["tp", "cp", "dp"],
+    "dims": lambda: ["tp"],
+    "dp": lambda: 2,
+    "expert_model_parallel_size": lambda: 2,
+    "group_desc": lambda: "described",
+    "index": lambda: 0,
+    "kwargs": dict,
+    "layout": lambda: LAYOUT,
+    "mask": lambda: [True, False, True],
+    "name": lambda: "named",
+    "nprocs": lambda: 2,
+    "numerator": lambda: 6,
+    "order": lambda: "tp-cp-ep-dp-pp",
+    "parallel_size": lambda: [2, 2, 2],
+    "periodic": lambda: True,
+    "pipeline_model_parallel_size": lambda: 2,
+    "pp": lambda: 2,
+    "rank": lambda: 5,
+    "rank_offset": lambda: 0,
+    "ranks": lambda: [0, 1, 4, 5],
+    "requests": lambda: ["tp", ["tp", "dp"]],
+    "shape": lambda: [2, 2, 2],
+    "share": lambda: "identical",
+    "size": lambda: 1,
+    "state": mpu.ParallelState,
+    "strides": lambda: [1, 2, 4],
+    "tensor_model_parallel_size": lambda: 2,
+    "tensor_parallel_size": lambda: 2,
+    "text": lambda: "tp=2,cp=2,dp=2",
+    "timeout": lambda: timedelta(minutes=1),
+    "token": lambda: "tp-dp",
+    "tp": lambda: 2,
+    "world_size": lambda: 8,
+}
+
+# What is not called, and why.
+LEFT_OUT = {
+    "RankGroups.members": "its docstring says that neither argument is checked",
+    "RankGroups.index": "collections.abc.Sequence's: a ValueError for what is not there",
+    "RankGroups.count": "collections.abc.Sequence's: it compares",
+    "notation.format_sizes": "writes what was checked",
+    "notation.format_coords": "writes what was checked",
+    "Simulation": "made by simulate, whose arguments are",
+    "create_group": "torch.distributed.new_group, whose errors are torch's",
+    "get_embedding_ranks": "a default, called with ranks of ours",
+    "GlobalMemoryBuffer": "takes no arguments; its tensors are torch's, and so are their errors",
+    "GlobalSymmetricMemoryBuffer": "hands its arguments to torch",
+}
+
+# What takes anything, or nothing at all, and so refuses nothing.
+REFUSES_NOTHING = {
+    "RankGroups.has_member",
+    "is_rank_in_embedding_group",
+    *(name for name in vars(mpu) if name.startswith("set_")),
+}
+
+# Many arguments need many calls, for each to be wrong some time.
+MANY_ARGUMENTS = {
+    "HyperCommGrid",
+    "HyperCommGrid.from_layout",
+    "HyperCommGrid.create_pg",
+    "ParallelState.create",
+    "TensorParallelState.create",
+    "ezpz.initialize_tensor_parallel",
+    "initialize_model_parallel",
+}
+
+
+@attrs.frozen
+class Target:
+    """A public function: its name, where it is called, and how it is found there."""
+
+    name: str
+    stages: tuple[str, ...]
+    find: object
+    signature: inspect.Signature
+    receivers: tuple[object, ...] = ()
+    is_compat: bool = False
+    allowed: tuple[type[Exception], ...] = ()
+
+    def __str__(self):
+        return self.name
+
+
+def signature_of(function, *, bound):
+    found = inspect.signature(function)
+    if not bound:
+        return found
+    return found.replace(parameters=list(found.parameters.values())[1:])
+
+
+def methods_of(kind, prefix, stages, receivers=(), find=None, extra=()):
+    """The public functions of a class, and some that are named."""
+    for name in sorted({*(name for name in dir(kind) if not name.startswith("_")), *extra}):
+        static = inspect.getattr_static(kind, name)
+        if not callable(getattr(kind, name)) or f"{prefix}.{name}" in LEFT_OUT:
+            continue
+        of_class = isinstance(static, classmethod | staticmethod)
+        function = getattr(kind, name)
+        signature = signature_of(function, bound=not of_class)
+        if of_class:
+            yield Target(f"{prefix}.{name}", stages, lambda _, f=function: f, signature)
+        else:
+            finder = find or (lambda receiver, n=name: getattr(receiver, n))
+            if find is not None:
+                finder = lambda _, n=name: getattr(find(), n)  # noqa: E731
+            yield Target(f"{prefix}.{name}", stages, finder, signature, receivers)
+
+
+def functions_of(module, stages):
+    """The public functions and classes of ours that a module has."""
+    for name, value in sorted(vars(module).items()):
+        ours = (getattr(value, "__module__", "") or "").startswith(
+            module.__name__.rpartition(".")[0]
+        )
+        if name.startswith("_") or not ours or name in LEFT_OUT:
+            continue
+        helper = getattr(value, "__module__", "").endswith((".getters", ".configuration"))
+        if isinstance(value, types.FunctionType) and not helper:
+            yield Target(name, stages, lambda _, f=value: f, inspect.signature(value))
+
+
+STAGE = Stage()
+
+
+class WrongError(AssertionError):
+    """A call raised what is not documented."""
+
+
+class ChangedError(AssertionError):
+    """A call that was refused changed something."""
+
+
+def is_misfit(error):
+    """Tell whether a call did not fit the signature: raised at the call itself."""
+    own = error.__traceback__
+    return isinstance(error, TypeError) and own is not None and own.tb_next is None
+
+
+def is_callers(error):
+    """Tell whether a function that the call was given raised this itself."""
+    if isinstance(error, HangError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code.co_filename == bad_inputs.__file__
+
+
+def hash_of(receiver):
+    try:
+        return hash(receiver)
+    except TypeError:
+        return None
+
+
+def differences(before, after):
+    """Name what is no longer as it was."""
+    names = [name for name in before[0] if before[0][name] != after[0][name]]
+    return names + ["the receiver"] * (before[1:] != after[1:])
+
+
+EMPTY = ("nothing",)
+NO_FILE = (FileNotFoundError, IsADirectoryError)  # the operating system's, as Megatron raises them
+IN_GRID = ("grid", "grid", "grid", "grid", "outside", "destroyed")
+
+
+def constructor(kind, stages):
+    return Target(kind.__name__, stages, lambda _: kind, inspect.signature(kind))
+
+
+def creator(name, kind, like, stages):
+    allowed = NO_FILE if kind is mpu.ParallelState else ()
+    return Target(name, stages, lambda _: kind.create, inspect.signature(like), allowed=allowed)
+
+
+def _check_options(**options):
+    GroupOptions(**options).check()
+
+
+def targets():
+    yield from own_targets()
+    for target in compat_targets():
+        yield attrs.evolve(target, is_compat=True)
+
+
+def own_targets():
+    yield constructor(RankLayout, EMPTY)
+    yield from methods_of(RankLayout, "RankLayout", EMPTY, tuple(LAYOUTS))
+    yield from methods_of(RankGroups, "RankGroups", EMPTY, tuple(GROUPS))
+    yield Target(
+        "RankGroups.__getitem__",
+        EMPTY,
+        lambda receiver: receiver.__getitem__,
+        signature_of(RankGroups.__getitem__, bound=True),
+        tuple(GROUPS),
+        allowed=(IndexError,),  # a sequence's
+    )
+    for target in functions_of(notation, EMPTY):
+        if target.name.startswith("parse"):
+            yield target
+    yield constructor(HyperCommGrid, ("world", "nothing"))
+    yield from methods_of(
+        HyperCommGrid,
+        "HyperCommGrid",
+        IN_GRID,
+        find=lambda: STAGE.grid,
+        extra=("_gen_rank_enum", "_order_dims"),
+    )
+    yield Target(
+        "GroupOptions.check", EMPTY, lambda _: _check_options, inspect.signature(GroupOptions)
+    )
+    for name in testing.__all__:
+        function = getattr(testing, name)
+        if name not in LEFT_OUT:
+            allowed = (InvalidArgument,) if name in testing._STRATEGIES else ()
+            signature = inspect.signature(function)
+            yield Target(name, EMPTY, lambda _, f=function: f, signature, allowed=allowed)
+
+
+def compat_targets():
+    for target in functions_of(mpu, ("mpu", "world")):
+        if target.name == "initialize_model_parallel":
+            stages = ("world", "world", "world", "mpu", "nothing")
+            yield attrs.evolve(target, stages=stages, allowed=NO_FILE)
+        else:
+            yield target
+    yield constructor(mpu.RankGenerator, EMPTY)
+    generator = mpu.RankGenerator(2, 1, 2, 2, 1, "tp-cp-ep-dp-pp")
+    yield from methods_of(mpu.RankGenerator, "RankGenerator", EMPTY, (generator,))
+    yield creator(
+        "ParallelState.create",
+        mpu.ParallelState,
+        mpu.initialize_model_parallel,
+        ("world", "world", "nothing"),
+    )
+    collection = process_groups_config.ProcessGroupCollection
+    yield constructor(collection, EMPTY)
+    yield from methods_of(collection, "ProcessGroupCollection", ("mpu", "world"))
+    multi = process_groups_config.MultiModuleProcessGroupCollection
+    yield constructor(multi, EMPTY)
+    yield from methods_of(multi, multi.__name__, EMPTY, (multi({"a": collection()}),))
+    for target in functions_of(ezpz, ("ezpz", "world")):
+        starts = target.name == "initialize_tensor_parallel"
+        stages = ("world", "world", "world", "ezpz", "nothing") if starts else target.stages
+        yield attrs.evolve(target, name=f"ezpz.{target.name}", stages=stages)
+    yield creator(
+        "TensorParallelState.create",
+        ezpz.TensorParallelState,
+        ezpz.initialize_tensor_parallel,
+        ("world", "world", "nothing"),
+    )
+
+
+TARGETS = list(targets())
+
+
+def good_for(target):
+    """Find arguments that work, the most specific first."""
+    owner, _, _ = target.name.partition(".")
+
+    def good(parameter):
+        for key in (f"{target.name}.{parameter}", f"{owner}.{parameter}", parameter):
+            if key in GOOD:
+                return GOOD[key]
+        return None
+
+    return good
+
+
+class ReachedError(Exception):
+    """`run_ranks` was about to start processes: it takes these arguments."""
+
+
+def _reached(_job):
+    raise ReachedError
+
+
+def outcome(target, data):
+    """Make one drawn call: "refused", "accepted" or "own"; anything else is an error."""
+    STAGE.enter(data.draw(st.sampled_from(target.stages)))
+    receiver = data.draw(st.sampled_from(target.receivers)) if target.receivers else None
+    function = target.find(receiver)
+    call = draw_call(data, target.name, target.signature, good_for(target))
+    result, wrong = "accepted", None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = STAGE.seen(), repr(receiver), hash_of(receiver)
+        try:
+            with patience():
+                made = function(*call.args, **call.kwargs)
+                look(data.draw(made) if isinstance(made, st.SearchStrategy) else made)
+        except (HyperCommError, *target.allowed):
+            result = "refused"
+        except (OwnError, ReachedError):
+            result = "own"
+        except UnsatisfiedAssumption:
+            raise
+        except (Exception, HangError) as error:  # noqa: BLE001 - the question is which
+            result = "own"
+            wrong = None if is_misfit(error) or is_callers(error) else error
+        after = STAGE.seen(), repr(receiver), hash_of(receiver)
+        changed = differences(before, after) if result != "accepted" else []
+    if wrong is not None or changed or (result == "accepted" and target.stages != EMPTY):
+        STAGE.leave()
+    of = "" if receiver is None else f" of {receiver!r}"
+    left = f" and changed {changed}" if changed else ""
+    if wrong is not None:
+        raise WrongError(f"{call!r}{of} raised {type(wrong).__name__}: {wrong}{left}") from wrong
+    if changed:
+        raise ChangedError(f"{call!r}{of} was refused{left}")
+    return result
+
+
+COUNTS = {}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    """Let `run_ranks` stop before it starts processes, and have no world before or after."""
+    for variable in ("WORLD_SIZE", "RANK", "HYPERCOMM_VERIFY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch, "_started", _reached)
+    yield
+    STAGE.leave()
+
+
+def examples_of(target):
+    if target.name in MANY_ARGUMENTS:
+        return 800
+    return 130 if target.is_compat else 450
+
+
+# A call with bad arguments raises a documented error of ours, and leaves everything as it was.
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_bad_calls_are_refused(target):
+    counts = COUNTS[target.name] = Counter()
+
+    @settings(
+        max_examples=examples_of(target),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def call(data):
+        kind = "wrong"
+        try:
+            kind = outcome(target, data)
+        except ChangedError:
+            kind = "changed"
+            raise
+        finally:
+            counts[kind] += 1
+
+    call()
+
+
+# Every public function refuses something, but for those listed, and there were calls enough.
+def test_enough_calls_were_refused():
+    if len(COUNTS) < len(TARGETS):
+        pytest.skip("counts the calls of all other tests of this file")
+    totals = sum(COUNTS.values(), Counter())
+    refusing = [name for name, counts in COUNTS.items() if counts["refused"]]
+    print(
+        f"\nbad inputs: {totals['refused']:,} calls of {len(refusing)} public functions refused, "
+        f"{totals['wrong']} wrong errors, {totals['changed']} changed states; "
+        f"{totals['accepted']:,} calls worked"
+    )
+    silent = {
+        target.name
+        for target in TARGETS
+        if target.signature.parameters and not COUNTS[target.name]["refused"]
+    }
+    assert silent == REFUSES_NOTHING
+    assert totals["refused"] >= WANTED
