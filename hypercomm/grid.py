@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from hypercomm import device_mesh
 from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_rank, positive
+from hypercomm.layout.checks import as_rank, is_utf8, positive
+from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.agreement import Agreement
@@ -500,6 +501,7 @@ class HyperCommGrid:
             RankOutsideError: The calling rank is not in the grid.
             OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            GroupOptionsError: `device_type` is no string.
 
         Example:
             Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
@@ -512,6 +514,10 @@ class HyperCommGrid:
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
         self._owner.check_alive()
+        if device_type is not None and not isinstance(device_type, str):
+            raise GroupOptionsError(
+                f"device_type must be a name such as 'cuda', got {shown(device_type)}"
+            )
         spans = device_mesh.read_dims(self.layout, dims)
         rank = world.rank()
         self.layout.coords(rank)  # refuses a rank outside
@@ -707,8 +713,8 @@ def _factors(layout: RankLayout) -> str:
 
 
 def _check_name(name: str | None) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise GroupOptionsError(f"name must be a non-empty string, got {name!r}")
+    if name is not None and (not isinstance(name, str) or not name or not is_utf8(name)):
+        raise GroupOptionsError(f"name must be a non-empty string of text, got {shown(name)}")
 
 
 def _as_arguments(

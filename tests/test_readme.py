@@ -43,6 +43,7 @@ def test_commands():
     commands = [line.split("#")[0].strip() for line in README.read_text().splitlines()[:12]]
     assert "pip install '.[cli]' && hypercomm check tp=2,cp=2,dp=2" in commands
     assert "pip install '.[cli,test]' && pytest" in commands
+    assert "pip install '.[test,cli]' && pytest -m slow -s" in commands
     ci = (ROOT / ".ci" / "run").read_text()
     assert "README.md" in ci
     assert "pytest" not in ci.replace("README", "")

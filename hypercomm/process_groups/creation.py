@@ -96,6 +96,9 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
     """Say in the store that this rank waits no more for the members of its groups.
 
     Whoever comes later finds that in place of this rank's address, and does not connect to it.
+
+    Raises:
+        DistNetworkError: The store is gone, or does not answer.
     """
     meetings = [plan.meeting for plan in plans if dist.is_initialized() and plan.meeting]
 
@@ -105,8 +108,7 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
             c10d.set_value(address_key(own.name, GAVE_UP_KEY), "1")
 
     if meetings:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            answer(tell, _TELLING_S)
+        answer(tell, _TELLING_S)
 
 
 def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -305,11 +306,12 @@ class GroupOwner:
                 for key in keys[: len(mine)]:
                     self.planned.pop(key, None)
                     self.created.pop(key, None)
-            give_up(
-                self._group_plan(key, batch, planned)
-                for key, planned in zip(keys, mine, strict=False)
-                if planned.created is None and planned.twin is None and c10d.is_live()
-            )
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                give_up(
+                    self._group_plan(key, batch, planned)
+                    for key, planned in zip(keys, mine, strict=False)
+                    if planned.created is None and planned.twin is None and c10d.is_live()
+                )
             destroy(dict.fromkeys(reversed(created)), BATCH_PATIENCE_S)
             raise
 

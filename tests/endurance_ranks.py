@@ -1,0 +1,54 @@
+"""What the real ranks of test_endurance.py do."""
+
+import gc
+import threading
+from itertools import chain, combinations
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+
+NAMES = ["tp", "cp", "dp"]
+EVERY = [list(dims) for dims in chain(*(combinations(NAMES, number) for number in (1, 2, 3)))]
+KIB_OF_A_PAGE = 4
+
+
+def standing():
+    """What a process has: process groups, threads, files and memory in KiB."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * KIB_OF_A_PAGE
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "python threads": threading.active_count(),
+        "resident": resident,
+    }
+
+
+def cycles(warm_up, count):
+    """Create all groups, use the last one, and destroy; what there is after some, and at the end.
+
+    Every other cycle creates them one by one; barriers only where something is measured.
+    """
+    failures, after = [], None
+    for cycle in range(warm_up + count):
+        try:
+            with HyperCommGrid([2, 2, 2], NAMES) as grid:
+                if cycle % 2:
+                    groups = grid.create_pgs(EVERY)
+                else:
+                    groups = [grid.create_pg(dims) for dims in EVERY]
+                value = torch.ones(1)
+                dist.all_reduce(value, group=groups[-1])
+                if value.item() != dist.get_world_size():
+                    failures.append(f"cycle {cycle}: {value.item()}")
+        except Exception as error:  # noqa: BLE001 - counted
+            failures.append(f"cycle {cycle}: {type(error).__name__}: {error}")
+        if cycle == warm_up - 1:
+            dist.barrier()
+            after = standing()
+    dist.barrier()
+    return failures, after, standing()
