@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -17,6 +18,8 @@ KIB_OF_A_PAGE = 4
 
 def standing():
     """What a process has: process groups, threads, files and memory in KiB."""
+    dist.barrier()
+    time.sleep(0.5)  # gloo's threads close what they have
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * KIB_OF_A_PAGE
     return {
@@ -48,7 +51,5 @@ def cycles(warm_up, count):
         except Exception as error:  # noqa: BLE001 - counted
             failures.append(f"cycle {cycle}: {type(error).__name__}: {error}")
         if cycle == warm_up - 1:
-            dist.barrier()
             after = standing()
-    dist.barrier()
     return failures, after, standing()
