@@ -71,7 +71,9 @@ class HyperCommGrid:
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank, where the grid does not begin at rank 0.
         backend: Backend of the groups; default: that of WORLD.
-        name: Tells this grid apart from others of its shape; every rank must give the same one.
+        name: Tells this grid apart from others; every rank must give the same one. Ranks come to
+            grids of one name that overlap in the same order; grids that they come to in different
+            orders, in threads for example, need different names.
         cover: "exact" refuses a grid that leaves ranks of the world out.
         creation: How groups are created. "local": each rank creates only its own; "split": each
             rank splits WORLD once, where WORLD is bound to a device; "enumerate": every rank
@@ -345,9 +347,14 @@ class HyperCommGrid:
             GroupExistsError: A group for this key was created before (a KeyError).
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: An option is wrong, or would be dropped.
-            CreationError: The grid's way of creating groups cannot work here.
+            GroupCreationTimeout: Members did not come in time; names them. All may try again.
+            GridMismatchError: Another rank means another grid; names both.
+            PlanMismatchError: With `verify`, another rank creates something else here.
+            CreationError: The grid's way of creating groups cannot work here, members could not
+                connect, or the job's store is gone.
             NotInitializedError: torch.distributed is not initialised.
             GridDestroyedError: The grid was destroyed.
+            ForkedError: The grid belongs to the process that forked this one.
         """
         return self._owner.create(
             self._request(dims, name, backend, timeout, pg_options, group_desc, share, derive)
@@ -454,10 +461,10 @@ class HyperCommGrid:
             ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
             2 4 ['tp', 'cp+dp']
         """
-        batch = self._owner.begin_batch()
+        self._owner.check_alive()
         defaults = {"backend": backend, "timeout": timeout, "share": share}
         arguments = [{**defaults, **given} for given in _as_arguments(requests)]
-        return self._owner.create_all([self._request(**each) for each in arguments], batch)
+        return self._owner.create_all([self._request(**each) for each in arguments])
 
     def explain(
         self, dims: str | Iterable[str], *, name: str | None = None, backend: str | None = None

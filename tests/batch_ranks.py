@@ -106,15 +106,16 @@ def foreign_value():
     grid = HyperCommGrid([2], ["dp"])
     name = grid.create_pg("dp").group_name.rpartition("/dp/")[0]
     said = []
-    for number, value in enumerate(
-        ["{", "[]", '{"rank": "x", "plan": []}', '{"rank": 0}'], start=1
-    ):
-        store.set(f"{name}/batch {number}", value)
+    for value in ["{", "[]", '{"rank": "x", "plan": []}', '{"rank": 0}']:
+        store.set(f"{name}/batch 1", value)
         dist.barrier()
         try:
             grid.create_pgs([{"dims": "dp", "name": "twin"}])
         except RuntimeError as error:
             said.append(str(error))
+        dist.barrier()
+    store.delete_key(f"{name}/batch 1")
+    dist.barrier()
     with grid:
         (twin,) = grid.create_pgs([{"dims": "dp", "name": "twin"}])
         return said, sum_over(twin)

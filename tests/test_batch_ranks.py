@@ -79,8 +79,8 @@ def test_members_that_differ_far_inside():
 def test_a_foreign_value():
     for said, total in run_ranks(batch_ranks.foreign_value, 2):
         assert len(said) == 4
-        for number, words in enumerate(said, start=1):
-            assert f"/batch {number}' holds" in words
+        for words in said:
+            assert "/batch 1' holds" in words
             assert "hypercomm did not write" in words
         assert total == 11
 

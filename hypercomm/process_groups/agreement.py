@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from itertools import count, zip_longest
 from typing import NoReturn
 
@@ -34,15 +36,18 @@ from hypercomm.process_groups.cards import (
     foreign,
     latest_of,
     leave_latest,
+    name_ranks,
     namespace,
     parse,
     read_slot,
     slot_text,
     this_host,
-    whereabouts,
 )
 from hypercomm.process_groups.meeting import wait_until
 from hypercomm.process_groups.world import process_wide
+
+_ASTRAY_S = 2.0
+"""How long a rank may have business with a grid that it is outside of, before it is asked about."""
 
 _MOST_ASKED = 8
 """Of how many missing ranks a waiting one reads the cards, each time that it looks."""
@@ -59,6 +64,7 @@ class KnownGrids:
         self.numbers: dict[str, int] = defaultdict(int)
         self.passed: dict[tuple[str, str], set[int]] = defaultdict(set)
         self.live: weakref.WeakSet[Agreement] = weakref.WeakSet()
+        self.lock = threading.RLock()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -102,6 +108,7 @@ class Agreement:
         self._joined: _Joined | None = None
         self._heard: set[str] = set()
         self._rounds = 0
+        self._told: str | None = None
 
     @property
     def name(self) -> str:
@@ -124,7 +131,9 @@ class Agreement:
         """
         job = c10d.world_group()
         if self._joined is None or self._joined.job() is not job:
-            self._joined = self._join_job(weakref.ref(job))
+            with known_grids.lock:
+                if self._joined is None or self._joined.job() is not job:
+                    self._joined = self._join_job(weakref.ref(job))
         return self._joined
 
     def _join_job(self, job: weakref.ref[ProcessGroup]) -> _Joined:
@@ -194,7 +203,14 @@ class Agreement:
                     f"{theirs or 'nothing more'}; every rank must make the same calls, in one order"
                 )
                 _tell("plan", words, self.name)
+                self._told = f"{self.name}/differs"
                 raise PlanMismatchError(words)
+
+    def retract(self) -> None:
+        """Take back the word that this rank has left about its plan: it has another one now."""
+        key, self._told = self._told, None
+        if key is not None:
+            answer(lambda: c10d.forget(key))
 
     def meet(self, plan: Sequence[str], timeout_s: float) -> None:
         """Compare all that was created so far, and wait until every rank of the grid has.
@@ -203,8 +219,7 @@ class Agreement:
             PlanMismatchError: The plans of two ranks differ.
             GroupCreationTimeout: A rank did not call this in time.
         """
-        self._rounds += 1
-        place = f"verify {self._rounds}"
+        place = f"verify {self._rounds + 1}"
         self.compare(place, plan)
         rank, leader = dist.get_rank(), self._layout.rank_offset
         here = [f"{self.name}/{place}/here/{member}" for member in self._layout.ranks]
@@ -214,24 +229,28 @@ class Agreement:
         waited = wait_until(lambda: c10d.is_set(wanted), timeout_s, self.look)
         if waited is not None:
             missing = [
-                whereabouts(member, self._layout)
+                member
                 for member, key in zip(self._layout.ranks, here, strict=True)
                 if not c10d.is_set([key])
-            ]
+            ] or [leader]  # it came, and waits no more
             raise GroupCreationTimeout(
                 f"verify() of the grid {self._layout} waited {waited:.1f} s for "
-                f"{', '.join(missing[:_MOST_ASKED])}; every rank of the grid must call it"
+                f"{name_ranks(missing, self._layout)}; every rank of the grid must call it",
+                missing=tuple(missing),
+                waited=timedelta(seconds=waited),
             )
         if rank == leader:
             c10d.set_keys([done])
+        self._rounds += 1
 
     # ---- word of a difference -------------------------------------------------------------------
 
-    def look(self, missing: Sequence[int] = ()) -> None:
+    def look(self, missing: Sequence[int] = (), waited_s: float = 0.0) -> None:
         """Raise if another rank has left word that it differs, or if a missing one does.
 
         Args:
             missing: Ranks of the grid that are waited for.
+            waited_s: How long that has been.
 
         Raises:
             GridMismatchError, PlanMismatchError: Each word once.
@@ -249,9 +268,9 @@ class Agreement:
                 raise PlanMismatchError(told["words"])
             self._leave(joined, told["words"])
         for rank in missing[:_MOST_ASKED]:
-            self._compare_with(rank, joined)
+            self._compare_with(rank, joined, waited_s)
 
-    def _compare_with(self, rank: int, joined: _Joined) -> None:
+    def _compare_with(self, rank: int, joined: _Joined, waited_s: float) -> None:
         """Compare with the latest grid of a missing rank, which may be in no slot that is ours."""
         latest = latest_of(rank)
         if latest is None or joined.name in latest.live or latest.card.label != self._label:
@@ -259,7 +278,8 @@ class Agreement:
         if latest.refused is not None and latest.card.kind == joined.card.kind:
             self._leave(joined, latest.refused)
         passed = known_grids.passed[c10d.store_identity(), latest.place]
-        if latest.slot not in passed and latest.card.contradicts(joined.card):
+        astray = latest.card.has_gone_astray(joined.card) and waited_s > _ASTRAY_S
+        if latest.slot not in passed and (astray or latest.card.contradicts(joined.card)):
             words = latest.card.difference(joined.card)
             _void(f"{latest.place}/{latest.slot}", latest.card, words, latest.name)
             passed.add(latest.slot)

@@ -50,7 +50,10 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
         raise LateError(f"not done within {limit_s:.1f} s")
     thread.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # the error holds this frame
     return results[0]
 
 

@@ -360,6 +360,11 @@ def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | Non
         return None, None
 
 
+def kept() -> set[ProcessGroup]:
+    """Return the process groups that were created under names of our own."""
+    return set(_kept)
+
+
 def registered_as(name: str) -> set[ProcessGroup]:
     """Return the process group that torch has registered under a name, if there is one."""
     return {group for group, known in _private()._world.pg_names.items() if known == name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -52,15 +53,16 @@ class Card:
         }
 
     def contradicts(self, other: Card) -> bool:
-        """Tell whether one of two ranks, which have different grids, waits for the other in vain.
+        """Tell whether two ranks with different grids wait for each other in vain.
 
         Ranks may have different grids: those beside each other, or an extra one for some of them.
-        But if each expects the other in its own grid, they will not meet; nor if one does, and
-        the other's grid is the same moved elsewhere, or leaves the other rank itself out.
+        But where each expects the other in its own grid, they will not meet.
         """
-        expects = [(one, two) for one, two in ((self, other), (other, self)) if two.is_in(one)]
-        moved = _at_0(self.layout) == _at_0(other.layout)
-        return len(expects) == 2 or any(moved or not two.is_in(two) for _, two in expects)
+        return self.is_in(other) and other.is_in(self)
+
+    def has_gone_astray(self, other: Card) -> bool:
+        """Tell whether this rank is outside its own grid, which is another's, moved elsewhere."""
+        return not self.is_in(self) and _at_0(self.layout) == _at_0(other.layout)
 
     def is_in(self, other: Card) -> bool:
         """Tell whether this rank is in another's grid."""
@@ -94,6 +96,8 @@ class Card:
                 raise TypeError(name)
         return card
 
+
+_MOST_NAMED = 8
 
 _KINDS: dict[str, Any] = {
     "rank": int,
@@ -235,6 +239,15 @@ def whereabouts(rank: int, layout: RankLayout) -> str:
     host = left.card.host if left else host_in(c10d.read_bytes(world_address_key(rank)))
     where = f"{format_coords(layout.coords(rank))}"
     return f"rank {rank} ({where}{f'; host {host}' if host else ''})"
+
+
+def name_ranks(ranks: Sequence[int], layout: RankLayout) -> str:
+    """Name ranks with their coordinates, the first ones with their hosts."""
+    named = [whereabouts(rank, layout) for rank in ranks[:_MOST_NAMED]]
+    rest = [f"rank {rank}" for rank in ranks[_MOST_NAMED:]]
+    return ", ".join(named + rest[:_MOST_NAMED]) + (
+        f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else ""
+    )
 
 
 def _who(rank: int, host: str) -> str:

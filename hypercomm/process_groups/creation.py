@@ -26,7 +26,7 @@ from hypercomm.errors import (
 )
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.answers import answer
-from hypercomm.process_groups.cards import whereabouts
+from hypercomm.process_groups.cards import name_ranks
 from hypercomm.process_groups.gloo import address_key, making
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
 from hypercomm.process_groups.meeting import (
@@ -74,7 +74,8 @@ def create(plan: GroupPlan, strategy: str) -> CreatedGroup:
         return CreatedGroup(group, plan.meeting)
     except BaseException as error:
         for leftover in _left_by(plan, strategy, before):
-            c10d.destroy(leftover)
+            with contextlib.suppress(Exception):  # the error at hand tells more
+                c10d.destroy(leftover)
         c10d.forget_non_members()
         waited_s = time.monotonic() - begin
         try:
@@ -114,8 +115,9 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
 def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
     """What a creation that failed has registered; other threads may have registered theirs."""
     if strategy == "local":
-        return c10d.registered_as(plan.own.name) if plan.own and c10d.is_live() else set()
-    return c10d.registered() - before  # torch has named it
+        named = c10d.registered_as(plan.own.name) if plan.own and c10d.is_live() else set()
+        return named - before
+    return c10d.registered() - before - c10d.kept()  # torch has named it
 
 
 def _explain(plan: GroupPlan, error: Exception, waited_s: float) -> None:
@@ -147,7 +149,7 @@ def _explain(plan: GroupPlan, error: Exception, waited_s: float) -> None:
 def _timed_out(
     plan: GroupPlan, own: OwnGroup, missing: Sequence[int], what: str, waited_s: float
 ) -> GroupCreationTimeout:
-    named = ", ".join(whereabouts(rank, plan.layout) for rank in missing)
+    named = name_ranks(missing, plan.layout)
     return GroupCreationTimeout(
         f"{_what(plan, own)} was not created: {named} did not {what}; rank {own.rank} waited "
         f"{waited_s:.1f} s (timeout {plan.options.timeout}); every rank of the grid must "
@@ -209,7 +211,7 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
             errors.append(error)
         if meeting is not None and connected:
             with contextlib.suppress(RuntimeError):  # the store is gone, and nothing to forget
-                answer(partial(_forget, meeting))
+                answer(partial(_forget, meeting), patience_s)
     if errors:
         raise errors[0]
 
@@ -219,9 +221,15 @@ def abort(created: Iterable[CreatedGroup]) -> None:
 
     Nobody is waited for.
     """
+    errors: list[Exception] = []
     for item in created:
         if item.group is not None and c10d.is_registered(item.group):
-            c10d.abort(item.group)
+            try:
+                c10d.abort(item.group)
+            except Exception as error:  # noqa: BLE001 - the other groups must go too
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

@@ -51,9 +51,9 @@ class GroupPlan:
     def own_patience(self) -> Patience:
         """The patience with members of the caller's group, by their positions."""
 
-        def look(positions: Sequence[int]) -> None:
+        def look(positions: Sequence[int], waited_s: float) -> None:
             if self.own is not None:
-                self.patience.look([self.own.ranks[position] for position in positions])
+                self.patience.look([self.own.ranks[position] for position in positions], waited_s)
 
         return Patience(look, self.patience.deadline)
 

@@ -56,16 +56,16 @@ class Patience:
     """How long ranks are waited for.
 
     Attributes:
-        look: Called, once a wait takes long, with some that are missing; raises if they will not
-            come.
+        look: Called, once a wait takes long, with some that are missing, and the seconds that
+            passed; raises if they will not come.
         deadline: When every wait ends, by `time.monotonic`, if not earlier.
     """
 
-    look: Callable[[Sequence[int]], None]
+    look: Callable[[Sequence[int], float], None]
     deadline: float
 
 
-ENDLESS = Patience(lambda _ranks: None, math.inf)
+ENDLESS = Patience(lambda _ranks, _waited_s: None, math.inf)
 """Only the group's own timeout ends a wait."""
 
 
@@ -170,7 +170,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         if not are_few or self._has_looked:  # what was found long ago may hold no more
             self._found.update(zip(keys, self._read(keys), strict=True))
         if GAVE_UP in self._found.values():
-            self._patience.look([])  # there may be a reason
+            self._patience.look([], 0.0)  # there may be a reason
             raise AttemptGivenUpError("members of the group gave up before all had come")
 
     def _peek(self, keys: Sequence[str]) -> bool:
@@ -191,7 +191,8 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
     def _look(self, place: str, keys: Sequence[str], begin: float) -> None:
         if self._has_ended:
             raise AttemptGivenUpError("the caller was interrupted")
-        self._patience.look(list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR)))
+        missing = list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR))
+        self._patience.look(missing, time.monotonic() - begin)
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
             if not self._has_looked:
                 raise AttemptGivenUpError("members of the group gave up before this one came")

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,11 +18,13 @@ import attrs
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
+    CreationError,
     ForkedError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
+    PlanMismatchError,
 )
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
@@ -140,12 +143,15 @@ class GroupOwner:
         self._creation = creation
         self._share_with = share_with
         self._failures: dict[GroupKey, int] = {}
-        self._batches = 0
+        self._batch = 1
+        self._batch_failures = 0
+        self._batching = threading.Lock()
         self._position = 0
+        self._mismatches: Counter[str] = Counter()
 
     # ---- one group ------------------------------------------------------------------------------
 
-    def plan(self, request: GroupRequest, batch: int = 0) -> PlannedGroup:
+    def plan(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
         """Check everything, and file what is to be created, alone or with others of a batch."""
         key = request.key
         if key in self.planned:
@@ -164,11 +170,11 @@ class GroupOwner:
         if c10d.is_live():
             _ = self._agreement.name  # compares the grid while all ranks are at the same place
         if self._is_verified and not batch:
-            self._compare([planned], batch)
+            self._compare([_describe(planned)])
         self.planned[key] = planned
         return planned
 
-    def _draft(self, request: GroupRequest, batch: int = 0) -> PlannedGroup:
+    def _draft(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
         """Check everything, and change nothing."""
         given, groups = request.given, self._groups(request)
         given.check()
@@ -191,27 +197,32 @@ class GroupOwner:
 
     def create(self, request: GroupRequest) -> ProcessGroup | None:
         """Plan and create a group, or leave everything as it was."""
-        begin = time.monotonic()
+        begin, key = time.monotonic(), request.key
         while True:
             with self._lock:
                 planned = self.plan(request)
             try:
-                return planned.attempt(begin).group
+                group = planned.attempt(begin).group
             except BaseException as error:
                 with self._lock:
-                    self.planned.pop(request.key, None)
+                    if self.planned.get(key) is planned and planned.created is None:
+                        del self.planned[key]
+                    self._uncount(1, error)
                 if not isinstance(error, AttemptGivenUpError):
                     raise
+            else:
+                self._agreement.retract()
+                return group
 
     def ensure(self, request: GroupRequest) -> ProcessGroup | None:
         """Create a group on the first call, and return it afterwards, if it is the same."""
         key, given = request.key, request.given
-        try:
-            if key not in self.planned:
+        while (first := self.planned.get(key)) is None:
+            try:
                 return self.create(request)
-        except GroupExistsError:
-            logger.debug("another thread creates %s", key)
-        first, groups = self.planned[key], self._groups(request)
+            except GroupExistsError:
+                logger.debug("another thread creates %s", key)
+        groups = self._groups(request)
         if given != first.given and first.choice is _ADOPTED:
             raise GroupOptionsError(
                 f"the process group over {key.as_call()} is that of a DeviceMesh, and cannot be "
@@ -261,23 +272,36 @@ class GroupOwner:
 
     # ---- several groups -------------------------------------------------------------------------
 
-    def begin_batch(self) -> int:
-        """Return the number of a call for several groups; all ranks count all of their calls."""
-        self.check_alive()
-        with self._lock:
-            self._batches += 1
-            return self._batches
-
-    def create_all(self, requests: Sequence[GroupRequest], batch: int) -> list[ProcessGroup | None]:
+    def create_all(self, requests: Sequence[GroupRequest]) -> list[ProcessGroup | None]:
         """Create several groups in the order given, all or none."""
-        while True:
-            try:
-                return self._create_batch(requests, batch)
-            except AttemptGivenUpError:  # this rank came too late
-                batch = self.begin_batch()
+        if not self._batching.acquire(blocking=False):
+            raise CreationError(
+                "another thread calls create_pgs() of this grid; ranks tell such calls apart by "
+                "their order, so let one thread make them, or use create_pg, which has no order"
+            )
+        try:
+            while True:
+                try:
+                    groups = self._create_batch(requests, self._batch_name)
+                except BaseException as error:
+                    self._batch_failures += 1
+                    if not isinstance(error, AttemptGivenUpError):  # this rank came too late
+                        raise
+                else:
+                    self._batch, self._batch_failures = self._batch + 1, 0
+                    self._agreement.retract()
+                    return groups
+        finally:
+            self._batching.release()
+
+    @property
+    def _batch_name(self) -> str:
+        """What all ranks know the next batch by: only one that has succeeded is counted."""
+        failures = self._batch_failures
+        return f"batch {self._batch}" + (f" try {failures + 1}" if failures else "")
 
     def _create_batch(
-        self, requests: Sequence[GroupRequest], batch: int
+        self, requests: Sequence[GroupRequest], batch: str
     ) -> list[ProcessGroup | None]:
         keys = [request.key for request in requests]
         for position, key in enumerate(keys):
@@ -288,16 +312,24 @@ class GroupOwner:
                     f"own, name=..."
                 )
         mine: list[PlannedGroup] = []
+        plans: list[tuple[PlannedGroup, GroupPlan]] = []
+        counted = 0
         waiting = [planned for planned in self._shareable() if planned.created is None]
         try:
             with self._lock:
                 for request in requests:
                     mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-                self._compare(mine, batch)
+                self._compare([_describe(planned) for planned in mine])
+                counted = len(mine)
+            if c10d.is_live():
+                plans = [
+                    (planned, self._group_plan(key, batch, planned))
+                    for key, planned in zip(keys, mine, strict=True)
+                ]
             begin = time.monotonic()
             with together():
                 return [planned.attempt(begin).group for planned in mine]
-        except BaseException:
+        except BaseException as error:
             tried = [planned for planned in (*waiting, *mine) if planned.twin is None]
             created = [planned.created for planned in tried if planned.created is not None]
             with self._lock:
@@ -306,11 +338,12 @@ class GroupOwner:
                 for key in keys[: len(mine)]:
                     self.planned.pop(key, None)
                     self.created.pop(key, None)
+                self._uncount(counted, error)
             with contextlib.suppress(RuntimeError):  # the store is gone
                 give_up(
-                    self._group_plan(key, batch, planned)
-                    for key, planned in zip(keys, mine, strict=False)
-                    if planned.created is None and planned.twin is None and c10d.is_live()
+                    plan
+                    for planned, plan in plans
+                    if planned.created is None and planned.twin is None
                 )
             destroy(dict.fromkeys(reversed(created)), BATCH_PATIENCE_S)
             raise
@@ -363,12 +396,18 @@ class GroupOwner:
         """Compare all that is planned with the other ranks, and wait for them."""
         self.check_alive()
         if self._layout.size > 1 and c10d.has_store():
-            if self._is_verified:
-                self._compare_entries(["verify()"], 0)
-            plan = [_describe(planned) for planned in self.planned.values()]
+            with self._lock:
+                if self._is_verified:
+                    self._compare(["verify()"])
+                plan = [_describe(planned) for planned in self.planned.values()]
             timeout = timeout or c10d.world_timeout(c10d.default_backend())
             limit_s = timeout.total_seconds() if timeout else math.inf
-            answer(lambda: self._agreement.meet(plan, limit_s), limit_s + 1)
+            try:
+                answer(lambda: self._agreement.meet(plan, limit_s), limit_s + 1)
+            except BaseException as error:
+                self._uncount(1, error)
+                raise
+            self._agreement.retract()
 
     # ---- what a caller should know --------------------------------------------------------------
 
@@ -420,7 +459,7 @@ class GroupOwner:
             raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
         return derived
 
-    def _make(self, key: GroupKey, batch: int, planned: PlannedGroup, begin: float) -> CreatedGroup:
+    def _make(self, key: GroupKey, batch: str, planned: PlannedGroup, begin: float) -> CreatedGroup:
         self.check_alive()
         if planned.twin is not None:
             created = planned.twin.attempt(begin)
@@ -435,6 +474,7 @@ class GroupOwner:
         with self._lock:
             if not self.is_destroyed:
                 self.created[key] = created
+                self.planned.setdefault(key, planned)  # another thread's attempt may have failed
                 return created
         if planned.twin is None:
             destroy([created])
@@ -442,7 +482,7 @@ class GroupOwner:
         return created
 
     def _group_plan(
-        self, key: GroupKey, batch: int, planned: PlannedGroup, begin: float = 0.0
+        self, key: GroupKey, batch: str, planned: PlannedGroup, begin: float = 0.0
     ) -> GroupPlan:
         timeout = planned.resolved.timeout
         alone = timeout is not None and not batch  # in a batch, each group has its time
@@ -457,29 +497,42 @@ class GroupOwner:
             Patience(look, deadline),
         )
 
-    def _compare(self, plans: Sequence[PlannedGroup], batch: int) -> None:
+    # ---- what the ranks compare -----------------------------------------------------------------
+
+    def _compare(self, entries: Sequence[str]) -> None:
         """Compare what this call is about to create with what other ranks create."""
-        if c10d.has_store():
-            self._compare_entries([_describe(planned) for planned in plans], batch)
-
-    def _compare_entries(self, entries: Sequence[str], batch: int) -> None:
-        first = self._position
+        if not c10d.has_store():
+            return
+        place, tries = self._place, self._mismatches[self._place]
+        name = f"{place} try {tries + 1}" if tries else place
+        try:
+            self._agreement.compare(name, entries, self._position if self._is_verified else 0)
+        except PlanMismatchError:
+            self._mismatches[place] += 1
+            raise
         self._position += len(entries)
-        if self._is_verified:
-            self._agreement.compare(f"plan {first}", entries, first)
-        else:
-            self._agreement.compare(f"batch {batch}", entries)
 
-    def _plan_name(self, key: GroupKey, batch: int) -> str:
+    @property
+    def _place(self) -> str:
+        return f"plan {self._position}" if self._is_verified else f"batch {self._batch}"
+
+    def _uncount(self, entries: int, error: BaseException) -> None:
+        """Take back that some entries were counted: a call that fails is made again."""
+        if self._is_verified:
+            self._position -= entries
+        if entries and isinstance(error, PlanMismatchError):  # another rank's: it left word
+            self._mismatches[self._place] += 1
+
+    def _plan_name(self, key: GroupKey, batch: str) -> str:
         """The name that all ranks know the groups of a key by.
 
         A creation that failed is tried again under another name, because the store still holds
-        what the failed one left: each batch has a number, a group of its own counts failures.
+        what the failed one left: batches and groups count their failures.
         """
         if not c10d.is_live():
             return str(key)
         if batch:  # no dim name holds a space, so that no key looks like this
-            return f"{self._agreement.name}/batch {batch}/{key}"
+            return f"{self._agreement.name}/{batch}/{key}"
         failures, name = self._failures.get(key, 0), self._agreement.name
         return f"{name}/try {failures + 1}/{key}" if failures else f"{name}/{key}"
 
