@@ -64,6 +64,7 @@ class KnownGrids:
         self.numbers: dict[str, int] = defaultdict(int)
         self.passed: dict[tuple[str, str], set[int]] = defaultdict(set)
         self.live: weakref.WeakSet[Agreement] = weakref.WeakSet()
+        self.heard: set[str] = set()
         self.lock = threading.RLock()
 
     @contextlib.contextmanager
@@ -167,6 +168,7 @@ class Agreement:
                 passed.add(slot)
                 words = card.difference(first)
                 _void(key, first, words, f"{first.kind}/{slot}")
+                known_grids.heard.add(words)
                 leave_latest(Latest(card, place, slot, _live(), words))
                 raise GridMismatchError(words)
         return slot
@@ -276,7 +278,9 @@ class Agreement:
         if latest is None or joined.name in latest.live or latest.card.label != self._label:
             return  # it may come yet
         if latest.refused is not None and latest.card.kind == joined.card.kind:
-            self._leave(joined, latest.refused)
+            if latest.refused not in known_grids.heard:
+                self._leave(joined, latest.refused)
+            return  # it will try again, as this rank does
         passed = known_grids.passed[c10d.store_identity(), latest.place]
         astray = latest.card.has_gone_astray(joined.card) and waited_s > _ASTRAY_S
         if latest.slot not in passed and (astray or latest.card.contradicts(joined.card)):
@@ -290,6 +294,8 @@ class Agreement:
         _void(f"{joined.place}/{joined.slot}", joined.card, words, joined.name)
         self._joined = None
         known_grids.live.discard(self)
+        known_grids.heard.add(words)
+        leave_latest(Latest(joined.card, joined.place, joined.slot, _live(), words))
         raise GridMismatchError(words)
 
 

@@ -6,6 +6,8 @@ whatever its timeout says (seen in torch 2.13). So it is asked in a thread, and 
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,12 +22,44 @@ USUAL_S = 60.0
 _in_thread = threading.local()
 
 
+class Workers:
+    """Threads that wait for something to do: on a busy machine a new one is slow to begin.
+
+    As many stay as were ever busy at once; the child of a fork begins without.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        os.register_at_fork(after_in_child=self._idle.clear)
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Do something that raises nothing, in a thread."""
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(
+                target=self._work, args=(inbox,), name="hypercomm", daemon=True
+            ).start()
+        inbox.put(action)
+
+    def _work(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+        _in_thread.is_set = True
+        while True:
+            inbox.get()()
+            self._idle.append(inbox)
+
+
+workers = Workers()
+"""Of this process."""
+
+
 class LateError(RuntimeError):
     """Something was not done in time."""
 
 
 def in_time(action: Callable[[], T], limit_s: float) -> T:
-    """Do something in a thread of its own, wait for it for so long, and return what it does.
+    """Do something in another thread, wait for it for so long, and return what it does.
 
     A thread that is late goes on, and ends when what it waits for does.
 
@@ -37,18 +71,15 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
     done = threading.Event()
 
     def run() -> None:
-        _in_thread.is_set = True
         try:
             results.append(action())
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             errors.append(error)
         done.set()
 
-    thread = threading.Thread(target=run, name="hypercomm", daemon=True)
-    thread.start()
+    workers.start(run)
     if not done.wait(min(limit_s, threading.TIMEOUT_MAX)):
         raise LateError(f"not done within {limit_s:.1f} s")
-    thread.join()
     if errors:
         try:
             raise errors[0]
