@@ -33,6 +33,7 @@ from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.cards import (
     Card,
     Latest,
+    Mismatch,
     foreign,
     latest_of,
     leave_latest,
@@ -158,19 +159,19 @@ class Agreement:
         for slot in slots:
             key = f"{place}/{slot}"
             found = c10d.set_if_absent(key, mine)
-            first, is_void = (card, False) if found == mine else read_slot(key, found)
-            if first.facts() == card.facts():
+            first, void = (card, None) if found == mine else read_slot(key, found)
+            is_same = first.facts() == card.facts()
+            if is_same and void is None:
                 passed.add(slot)
-                if not is_void:
-                    leave_latest(Latest(card, place, slot, [*_live(), f"{card.kind}/{slot}"]))
-                    break
-            elif first.contradicts(card):
+                leave_latest(Latest(card, place, slot, [*_live(), f"{card.kind}/{slot}"]))
+                break
+            if is_same or first.contradicts(card):
                 passed.add(slot)
-                words = card.difference(first)
-                _void(key, first, words, f"{first.kind}/{slot}")
-                known_grids.heard.add(words)
-                leave_latest(Latest(card, place, slot, _live(), words))
-                raise GridMismatchError(words)
+                mismatch = void or Mismatch(key, card.difference(first))
+                if void is None:
+                    _void(key, first, mismatch, f"{first.kind}/{slot}")
+                if mismatch.slot not in known_grids.heard:
+                    _refuse(card, place, slot, mismatch)
         return slot
 
     # ---- the plan -------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class Agreement:
             self._heard.add(text)
             if told["kind"] == "plan":
                 raise PlanMismatchError(told["words"])
-            self._leave(joined, told["words"])
+            self._leave(joined, Mismatch(told["slot"], told["words"]))
         for rank in missing[:_MOST_ASKED]:
             self._compare_with(rank, joined, waited_s)
 
@@ -278,35 +279,41 @@ class Agreement:
         if latest is None or joined.name in latest.live or latest.card.label != self._label:
             return  # it may come yet
         if latest.refused is not None and latest.card.kind == joined.card.kind:
-            if latest.refused not in known_grids.heard:
+            if latest.refused.slot not in known_grids.heard:
                 self._leave(joined, latest.refused)
             return  # it will try again, as this rank does
         passed = known_grids.passed[c10d.store_identity(), latest.place]
         astray = latest.card.has_gone_astray(joined.card) and waited_s > _ASTRAY_S
         if latest.slot not in passed and (astray or latest.card.contradicts(joined.card)):
-            words = latest.card.difference(joined.card)
-            _void(f"{latest.place}/{latest.slot}", latest.card, words, latest.name)
+            key = f"{latest.place}/{latest.slot}"
+            mismatch = Mismatch(key, latest.card.difference(joined.card))
+            _void(key, latest.card, mismatch, latest.name)
             passed.add(latest.slot)
-            self._leave(joined, words)
+            self._leave(joined, mismatch)
 
-    def _leave(self, joined: _Joined, words: str) -> NoReturn:
+    def _leave(self, joined: _Joined, mismatch: Mismatch) -> NoReturn:
         """Raise what ranks differ in; the grid is compared anew when it is used again."""
-        _void(f"{joined.place}/{joined.slot}", joined.card, words, joined.name)
+        _void(f"{joined.place}/{joined.slot}", joined.card, mismatch, joined.name)
         self._joined = None
         known_grids.live.discard(self)
-        known_grids.heard.add(words)
-        leave_latest(Latest(joined.card, joined.place, joined.slot, _live(), words))
-        raise GridMismatchError(words)
+        _refuse(joined.card, joined.place, joined.slot, mismatch)
 
 
-def _void(key: str, first: Card, words: str, name: str) -> None:
+def _refuse(card: Card, place: str, slot: int, mismatch: Mismatch) -> NoReturn:
+    """Raise what ranks differ in, and let those know that will wait for this one."""
+    known_grids.heard.add(mismatch.slot)
+    leave_latest(Latest(card, place, slot, _live(), mismatch))
+    raise GridMismatchError(mismatch.words)
+
+
+def _void(key: str, first: Card, mismatch: Mismatch, name: str) -> None:
     """Let nobody join a grid any more that ranks differ about; who has joined it will hear."""
-    c10d.set_value(key, slot_text(first, is_void=True))
-    _tell("grid", words, name)
+    c10d.set_value(key, slot_text(first, mismatch))
+    _tell("grid", mismatch.words, name, mismatch.slot)
 
 
-def _tell(kind: str, words: str, grid: str) -> None:
-    c10d.set_value(f"{grid}/differs", json.dumps({"kind": kind, "words": words}))
+def _tell(kind: str, words: str, grid: str, slot: str = "") -> None:
+    c10d.set_value(f"{grid}/differs", json.dumps({"kind": kind, "words": words, "slot": slot}))
 
 
 def _live() -> list[str]:
@@ -328,4 +335,5 @@ def _is_word(value: object) -> bool:
         isinstance(value, dict)
         and value.get("kind") in ("grid", "plan")
         and isinstance(value.get("words"), str)
+        and isinstance(value.get("slot"), str)
     )

@@ -138,12 +138,36 @@ def foreign(key: str, text: str) -> CreationError:
 # ---- slots, where the first rank with a grid leaves its card ----------------------------------
 
 
-def slot_text(card: Card, *, is_void: bool = False) -> str:
+@attrs.frozen
+class Mismatch:
+    """What ranks were found to differ about.
+
+    Attributes:
+        slot: The key of the slot whose grid another rank's contradicts: the same for all that
+            find it.
+        words: What they differ in.
+    """
+
+    slot: str
+    words: str
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> Mismatch | None:
+        """Read what attrs.asdict gave, or null; raises TypeError."""
+        if fields is None:
+            return None
+        mismatch = cls(**fields)
+        if not isinstance(mismatch.slot, str) or not isinstance(mismatch.words, str):
+            raise TypeError("slot, words")
+        return mismatch
+
+
+def slot_text(card: Card, void: Mismatch | None = None) -> str:
     """Return what a slot holds; it is void once ranks were found to differ about it."""
-    return json.dumps({"card": card.to_fields(), "void": is_void})
+    return json.dumps({"card": card.to_fields(), "void": void and attrs.asdict(void)})
 
 
-def read_slot(key: str, text: str) -> tuple[Card, bool]:
+def read_slot(key: str, text: str) -> tuple[Card, Mismatch | None]:
     """Read what `slot_text` wrote.
 
     Raises:
@@ -151,12 +175,9 @@ def read_slot(key: str, text: str) -> tuple[Card, bool]:
     """
     found = parse(key, text)
     try:
-        card, is_void = Card.from_fields(found["card"]), found["void"]
+        return Card.from_fields(found["card"]), Mismatch.from_fields(found["void"])
     except (ValueError, TypeError, KeyError) as error:
         raise foreign(key, text) from error
-    if not isinstance(is_void, bool):
-        raise foreign(key, text)
-    return card, is_void
 
 
 # ---- what each rank leaves for those that will wait for it ------------------------------------
@@ -178,7 +199,7 @@ class Latest:
     place: str
     slot: int
     live: list[str]
-    refused: str | None = None
+    refused: Mismatch | None = None
 
     @property
     def name(self) -> str:
@@ -188,7 +209,7 @@ class Latest:
 
 def leave_latest(latest: Latest) -> None:
     """Leave in the store what this rank has joined."""
-    fields = {**attrs.asdict(latest, recurse=False), "card": latest.card.to_fields()}
+    fields = {**attrs.asdict(latest), "card": latest.card.to_fields()}
     c10d.set_value(_key_of(latest.card.rank), json.dumps(fields))
 
 
@@ -204,7 +225,8 @@ def latest_of(rank: int) -> Latest | None:
         return None
     found = parse(key, text)
     try:
-        latest = Latest(**{**found, "card": Card.from_fields(found["card"])})
+        card, refused = Card.from_fields(found["card"]), Mismatch.from_fields(found["refused"])
+        latest = Latest(**{**found, "card": card, "refused": refused})
     except (ValueError, TypeError, KeyError) as error:
         raise foreign(key, text) from error
     if (
@@ -212,7 +234,6 @@ def latest_of(rank: int) -> Latest | None:
         or not isinstance(latest.slot, int)
         or not isinstance(latest.live, list)
         or not all(isinstance(name, str) for name in latest.live)
-        or not isinstance(latest.refused, (str, type(None)))
     ):
         raise foreign(key, text)
     return latest
