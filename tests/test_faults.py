@@ -59,6 +59,15 @@ def run_job(folder, fault, victim, number, store_in=None):
     return told, {rank: process.exitcode for rank, process in ranks.items()}
 
 
+def run_to_the_end(folder, fault, victim, number, store_in=None):
+    """Run a job whose victim ends by SIGKILL, and all others by themselves; what those told."""
+    told, codes = run_job(folder, fault, victim, number, store_in)
+    show(fault, number, told)
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert set(codes.values()) == {0}
+    return told
+
+
 def show(fault, number, told):
     """Print the figure: how long each survivor waited for its answer."""
     waits = ", ".join(f"rank {rank} {answers[0][1]:.2f} s" for rank, answers in told.items())
@@ -70,10 +79,7 @@ def show(fault, number, told):
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_never_comes(tmp_path, number, victim):
-    told, codes = run_job(tmp_path, "before", victim, number)
-    show("before", number, told)
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
+    told = run_to_the_end(tmp_path, "before", victim, number)
     for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
         (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
         assert said.startswith("GroupCreationTimeout: the process group over tp+dp of ranks "), said
@@ -88,10 +94,7 @@ def test_a_rank_that_never_comes(tmp_path, number, victim):
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_does_not_connect(tmp_path, number, victim):
-    told, codes = run_job(tmp_path, "during", victim, number)
-    show("during", number, told)
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
+    told = run_to_the_end(tmp_path, "during", victim, number)
     for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
         (said, waited), (left, _), *used, (destroyed, took), (after, _) = told[rank]
         assert waited < LIMIT_S
@@ -111,10 +114,7 @@ def test_a_rank_that_does_not_connect(tmp_path, number, victim):
 # an error within the timeout, and destroying the grid neither hangs nor leaves anything.
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_afterwards(tmp_path, number):
-    told, codes = run_job(tmp_path, "after", 2, number)
-    show("after", number, told)
-    assert codes.pop(2) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
+    told = run_to_the_end(tmp_path, "after", 2, number)
     for rank in (0, 1, 3):
         (said, _), (left, _), (second, waited), (destroyed, took), (after, _) = told[rank]
         assert (said, left) == ("True", "1 more, 1 in the grid")
@@ -126,10 +126,7 @@ def test_a_rank_that_dies_afterwards(tmp_path, number):
 
 # Rank 0, whose process serves the store, is killed while the others wait for it: they say so.
 def test_the_store_dies(tmp_path):
-    told, codes = run_job(tmp_path, "store", 0, signal.SIGKILL, store_in=0)
-    show("store", signal.SIGKILL, told)
-    assert codes.pop(0) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
+    told = run_to_the_end(tmp_path, "store", 0, signal.SIGKILL, store_in=0)
     for rank in (1, 2, 3):
         (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
         assert said.startswith("CreationError: the process group over tp+dp of ranks "), said

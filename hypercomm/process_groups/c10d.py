@@ -319,13 +319,13 @@ def set_value(key: str, value: str | bytes) -> None:
     store().set(key, value)
 
 
-def set_keys(keys: Sequence[str], value: str = "1") -> None:
+def set_keys(keys: Sequence[str]) -> None:
     """Set keys in the store, in one message where it can; waits for no answer."""
     if len(keys) > 1 and store().has_extended_api():
-        store().multi_set(list(keys), [value] * len(keys))
+        store().multi_set(list(keys), ["1"] * len(keys))
         return
     for key in keys:
-        store().set(key, value)
+        set_value(key, "1")
 
 
 def forget(key: str) -> None:

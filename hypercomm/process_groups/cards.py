@@ -258,7 +258,7 @@ def whereabouts(rank: int, layout: RankLayout) -> str:
     except CreationError:
         left = None
     host = left.card.host if left else host_in(c10d.read_bytes(world_address_key(rank)))
-    where = f"{format_coords(layout.coords(rank))}"
+    where = format_coords(layout.coords(rank))
     return f"rank {rank} ({where}{f'; host {host}' if host else ''})"
 
 
