@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from hypercomm import device_mesh
 from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_rank, is_utf8, positive
+from hypercomm.layout.checks import as_ordered, as_rank, is_utf8, positive
 from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d, world
@@ -728,12 +728,7 @@ def _as_arguments(
     requests: Iterable[str | Iterable[str] | GroupArguments],
 ) -> Iterator[Mapping[str, Any]]:
     """The arguments of `create_pg` that each request of `create_pgs` stands for."""
-    if isinstance(requests, (str, Mapping)) or not isinstance(requests, Iterable):
-        raise GroupOptionsError(
-            f"create_pgs() takes a list with the dims of each group, got {requests!r}; write "
-            f"create_pgs(['tp', ['dp', 'cp']])"
-        )
-    for request in requests:
+    for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
         if not isinstance(request, Mapping):
             yield {"dims": request}
             continue

@@ -4,6 +4,7 @@ A call is drawn around one that works: most arguments are right, one or two are 
 """
 
 import contextlib
+import inspect
 import math
 import os
 import signal
@@ -211,7 +212,7 @@ def has_truth(value):
 
 def is_own_function(value):
     """Tell whether a value is no function, or one of this file: others raise what they like."""
-    return not callable(value) or getattr(value, "__module__", "") == __name__
+    return not callable(value) or (inspect.isfunction(value) and value.__module__ == __name__)
 
 
 def _copied(value):

@@ -16,10 +16,25 @@ EVERY = [list(dims) for dims in chain(*(combinations(NAMES, number) for number i
 KIB_OF_A_PAGE = 4
 
 
+STEADY_S = 3.0
+SETTLED_WITHIN_S = 60.0
+
+
+def settle():
+    """Wait until nothing has been closed for a while: gloo's own threads close what they have."""
+    begin = since = time.monotonic()
+    before = None
+    while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):
+        now = [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
+        if now != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.1)
+
+
 def standing():
     """What a process has: process groups, threads, files and memory in KiB."""
     dist.barrier()
-    time.sleep(0.5)  # gloo's threads close what they have
+    settle()
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * KIB_OF_A_PAGE
     return {

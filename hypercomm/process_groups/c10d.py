@@ -103,6 +103,13 @@ def single_backends(backend: str) -> tuple[str, ...]:
     return tuple(part.rpartition(":")[2].strip() for part in backend.lower().split(","))
 
 
+def devices_of(backend: str) -> tuple[str, ...] | None:
+    """List the devices in a backend string such as "cpu:gloo,cuda:nccl"; None for "gloo"."""
+    if not {":", ","} & set(backend):
+        return None
+    return tuple(part.rpartition(":")[0].strip() for part in backend.lower().split(","))
+
+
 def known_backends() -> list[str]:
     """List the backends that the installed torch knows by name, plugins included."""
     return [str(name) for name in dist.Backend.backend_list if name != "undefined"]

@@ -173,6 +173,11 @@ def check_known(backend: str) -> None:
     known = c10d.known_backends()
     if any(single not in known for single in c10d.single_backends(backend)):
         raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
+    devices = c10d.devices_of(backend)
+    if devices is not None and ("" in devices or len(set(devices)) < len(devices)):
+        raise GroupOptionsError(
+            f"backend {backend!r} must name each device once; write it as 'cpu:gloo,cuda:nccl'"
+        )
 
 
 def live_pg_options(pg_options: Any) -> Any:
