@@ -15,6 +15,7 @@ from hypercomm.errors import (
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
+    LayoutError,
     UnknownDimError,
 )
 from hypercomm.process_groups import c10d
