@@ -53,10 +53,8 @@ def create_use_destroy(cycle):
     close only with the last reference.
     """
     with HyperCommGrid([2, 2, 2], NAMES) as grid:
-        if cycle % 2:
-            groups = grid.create_pgs(EVERY)
-        else:
-            groups = [grid.create_pg(dims) for dims in EVERY]
+        one_by_one = cycle % 2 == 0
+        groups = [grid.create_pg(dims) for dims in EVERY] if one_by_one else grid.create_pgs(EVERY)
         value = torch.ones(1)
         dist.all_reduce(value, group=groups[-1])
         return value.item()
