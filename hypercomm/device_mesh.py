@@ -47,11 +47,11 @@ def read_dims(layout: RankLayout, dims: Sequence[str | Iterable[str]]) -> MeshDi
     )
     layout.order_dims([name for names in read for name in names])  # refuses what is used twice
     for names in read:
-        ascending = tuple(reversed(layout.order_dims(names)))
-        if names != ascending:
+        ordered = tuple(reversed(layout.order_dims(names)))
+        if names != ordered:
             raise OrderError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
-                f"has its ranks in ascending order; write {ascending}"
+                f"has its ranks in the layout's order; write {ordered}"
             )
     labels = [mesh_dim_name(names) for names in read]
     if len(set(labels)) < len(labels):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,3 +57,36 @@ def element(axes: Sequence[Axis], index: int) -> int:
         index, digit = divmod(index, size)
         offset += digit * stride
     return offset
+
+
+def axes_of(offsets: NDArray[np.int64]) -> list[Axis] | None:
+    """Find the nested axes whose `lattice` these offsets are; None if there are none.
+
+    >>> axes_of(np.array([0, 1, 4, 5, 8, 9])), axes_of(np.array([0, 1, 5])), axes_of(np.array([1]))
+    ([Axis(size=2, stride=1), Axis(size=3, stride=4)], None, None)
+    """
+    axes: list[Axis] = []
+    rest = offsets
+    while len(rest) > 1:
+        stride = int(rest[1])
+        astray = np.flatnonzero(rest != stride * np.arange(len(rest)))
+        size = int(astray[0]) if len(astray) else len(rest)  # how far the first step is repeated
+        if size < 2 or len(rest) % size:
+            return None
+        axes.append(Axis(size, stride))
+        rest = rest[::size]
+    return axes if are_nested(axes) and np.array_equal(lattice(axes), offsets) else None
+
+
+def are_nested(axes: Iterable[Axis]) -> bool:
+    """Tell whether each stride is at least the extent of the axes before it; size 1 takes no step.
+
+    >>> are_nested([Axis(2, 1), Axis(1, 0), Axis(3, 2)]), are_nested([Axis(2, 1), Axis(3, 1)])
+    (True, False)
+    """
+    extent = 1
+    for size, stride in axes:
+        if size > 1 and stride < extent:
+            return False
+        extent = size * stride if size > 1 else extent
+    return True

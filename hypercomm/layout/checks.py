@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from itertools import islice
@@ -15,6 +16,9 @@ from hypercomm.layout.notation import SEPARATORS
 
 LARGEST_WORLD = 2**24
 """The most ranks that a world has; what makes one would take minutes, and more memory, for more."""
+
+LARGEST_RANK = 2**31 - 1
+"""torch numbers ranks with a C int."""
 
 _MOST_DIMS = 64
 """The most dims that a layout has: as many as an array of numpy."""
@@ -101,6 +105,25 @@ def as_ranks(value: object, what: str, world_size: int) -> tuple[int, ...]:
     return ranks
 
 
+def as_rank_list(value: object) -> tuple[int, ...]:
+    """Read the ranks of a layout, each once, in the order of its numbering.
+
+    >>> as_rank_list(range(4, 0, -2))
+    (4, 2)
+    """
+    ranks = tuple(as_int(rank, "every rank in ranks") for rank in as_ordered(value, "ranks"))
+    for rank in ranks:
+        if not 0 <= rank <= LARGEST_RANK:
+            raise LayoutError(
+                f"every rank in ranks must be in range({LARGEST_RANK + 1}), as torch numbers them, "
+                f"got {rank}"
+            )
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank, times in Counter(ranks).items() if times > 1)
+        raise LayoutError(f"rank {twice} comes twice in ranks {shown(ranks)}")
+    return ranks
+
+
 def as_few(value: object, what: str) -> tuple[Any, ...]:
     """Read what has one item for each dim of a layout."""
     items = as_ordered(value, what)
@@ -121,23 +144,23 @@ def as_strides(value: Iterable[int]) -> tuple[int, ...]:
     return tuple(positive(stride, f"every stride in {shown(strides)}") for stride in strides)
 
 
-def as_names(value: Iterable[str]) -> tuple[str, ...]:
-    """Read dim names."""
-    names = as_few(value, "dim_names")
+def as_names(value: Iterable[str], what: str = "dim name") -> tuple[str, ...]:
+    """Read names, of dims if nothing else is said."""
+    names = as_few(value, f"{what.replace(' ', '_')}s")
     for position, name in enumerate(names):
         if not isinstance(name, str) or not name:
             raise LayoutError(
-                f"every dim name must be a non-empty string, got {shown(name)} in {shown(names)}"
+                f"every {what} must be a non-empty string, got {shown(name)} in {shown(names)}"
             )
         if any(char in SEPARATORS or char.isspace() for char in name):
             raise LayoutError(
-                f"dim name {name!r} must hold no white space and none of "
+                f"{what} {name!r} must hold no white space and none of "
                 f"{SEPARATORS!r}, which the text forms use"
             )
         if not is_utf8(name):
-            raise LayoutError(f"dim name {name!r} cannot be written as UTF-8")
+            raise LayoutError(f"{what} {name!r} cannot be written as UTF-8")
         if name in names[:position]:
-            raise LayoutError(f"dim name {name!r} comes twice in {names}")
+            raise LayoutError(f"{what} {name!r} comes twice in {names}")
     return names
 
 

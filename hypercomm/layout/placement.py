@@ -26,5 +26,7 @@ def hosts_touched(groups: RankGroups, ranks_per_host: int) -> tuple[int, int]:
     """
     positive(ranks_per_host, "ranks_per_host")
     hosts = groups.to_array() // ranks_per_host
+    if not groups.is_sorted:
+        hosts.sort(axis=1)
     counts = 1 + np.count_nonzero(np.diff(hosts, axis=1), axis=1)
     return int(counts.min()), int(counts.max())

@@ -27,10 +27,12 @@ _SHOWN = 5
 
 
 class RankGroups(ABC, Sequence[tuple[int, ...]]):
-    """Disjoint groups of ranks, all of one size, each a tuple in ascending rank order.
+    """Disjoint groups of ranks, all of one size, each a tuple.
 
-    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. Groups are
-    ordered like the ranks: the first dim that tells groups apart varies fastest.
+    Members are ascending, unless the layout lists its ranks in another order (`is_sorted` tells);
+    then they are in the layout's. It is a sequence of tuples: `len(groups)`, `groups[i]`, `for
+    group in groups`. Groups are ordered like the ranks: the first dim that tells groups apart
+    varies fastest.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -63,6 +65,18 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
     @abstractmethod
     def to_array(self) -> NDArray[np.int64]:
         """Enumerate all groups as an array of shape (number of groups, group size)."""
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the members of every group ascend; at once, unless the layout lists its ranks.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> listed = RankLayout([2, 2], ["tp", "dp"], ranks=[3, 1, 7, 5])
+            >>> listed.groups("tp").is_sorted, listed.groups("dp").is_sorted
+            (False, True)
+        """
+        return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
     def of(self, rank: int) -> tuple[int, ...]:
         """Return the group that `rank` is a member of, in O(dims + size of the answer).
@@ -138,7 +152,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         )
 
     def pick(self, function: Callable[[tuple[int, ...]], Sequence[int]]) -> RankGroups:
-        """Keep of every group the ranks that `function` names, each once, in ascending order.
+        """Keep of every group the ranks that `function` names, each once, in the group's order.
 
         `function` sees one group at a time, and must keep equally many ranks of each. Megatron's
         embedding groups are the first and last stage of every pipeline.
@@ -197,6 +211,11 @@ class StridedGroups(RankGroups):
     @property
     def group_size(self) -> int:
         return math.prod(size for size, _ in self.inner)
+
+    @property
+    def is_sorted(self) -> bool:
+        """Always: `inner` axes are nested."""
+        return True
 
     def __len__(self) -> int:
         return math.prod(size for size, _ in self.outer)
@@ -262,6 +281,11 @@ class SlicedGroups(RankGroups):
         return self.size
 
     @property
+    def is_sorted(self) -> bool:
+        """Whether the members of every group ascend: where the parent's do, and perhaps beyond."""
+        return self.parent.is_sorted or super().is_sorted
+
+    @property
     def _per_parent(self) -> int:
         return self.parent.group_size // self.size
 
@@ -303,6 +327,11 @@ class PickedGroups(RankGroups):
     def group_size(self) -> int:
         return len(self._pick(0))
 
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the members of every group ascend: where the parent's do, and perhaps beyond."""
+        return self.parent.is_sorted or super().is_sorted
+
     def __len__(self) -> int:
         return len(self.parent)
 
@@ -326,11 +355,12 @@ class PickedGroups(RankGroups):
     def _pick(self, index: int) -> tuple[int, ...]:
         group = self.parent[index]
         chosen = as_tuple(self.function(group), "what pick() keeps")
-        picked = tuple(sorted({as_int(rank, "what pick() keeps") for rank in chosen}))
-        if not picked or not set(picked) <= set(group):
+        named = {as_int(rank, "what pick() keeps") for rank in chosen}
+        picked = tuple(rank for rank in group if rank in named)
+        if not picked or len(picked) < len(named):
             raise LayoutError(
                 f"pick() must name at least one rank, all from group {index} {group}; "
-                f"the function returned {picked}"
+                f"the function returned {tuple(sorted(named))}"
             )
         if index and len(picked) != self.group_size:
             raise LayoutError(

@@ -9,45 +9,29 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import LayoutError, OrderError, RankOutsideError, UnknownDimError
+from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import notation
-from hypercomm.layout.axes import Axis, coalesce, lattice
-from hypercomm.layout.checks import (
-    as_int,
-    as_names,
-    as_offset,
-    as_ordered,
-    as_rank,
-    as_sizes,
-    as_strides,
-    as_tuple,
-    positive,
-)
+from hypercomm.layout.axes import coalesce, lattice
+from hypercomm.layout.checks import LARGEST_RANK, as_names, as_ordered, as_sizes, positive
+from hypercomm.layout.listing import listed_groups
 from hypercomm.layout.messages import shown
+from hypercomm.layout.numbering import Numbering, dense_strides
 from hypercomm.layout.rank_groups import RankGroups, StridedGroups
 from hypercomm.layout.sizes import as_choices, as_size, close_sizes, completions
 
 
-def _dense_strides(layout: RankLayout) -> tuple[int, ...]:
-    return tuple(math.prod(layout.shape[:axis]) for axis in range(len(layout.shape)))
-
-
-_LARGEST_RANK = 2**31 - 1
-"""torch numbers ranks with a C int."""
-
-
-@attrs.frozen
-class RankLayout:
+@attrs.frozen(repr=False)
+class RankLayout(Numbering):
     """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
 
-    A layout is a value: frozen, hashable, equal when sizes, names, offset and strides are, and
-    picklable. It needs no torch and no cluster.
+    A layout is a value: frozen, hashable, picklable, and equal to those with the same sizes, names
+    and numbering. It needs no torch and no cluster.
 
     Args:
         shape: Size of each dim, in ranks; the first dim varies fastest. At most 64 dims.
@@ -55,10 +39,13 @@ class RankLayout:
         rank_offset: The smallest rank.
         strides: Ranks between neighbours along each dim, in the order of `shape`. Default: as
             dense as can be. Each must be at least the extent of the dims before it.
+        ranks: In place of offset and strides: the rank at each position, the first dim varying
+            fastest, where some hosts are left out or the ranks are in an order of their own.
 
     Raises:
         LayoutError: The lengths differ or are 0, a size is not a positive int, a name is empty,
-            doubled or no string, or the offset is negative.
+            doubled or no string, the offset is negative, or `ranks` does not hold one rank for
+            each position, each once, or is given beside an offset or strides.
 
     Example:
         Rank = tp * 1 + cp * 2 + dp * 6, so coordinates (1, 2, 3) make 1 + 4 + 18 = 23.
@@ -72,48 +59,13 @@ class RankLayout:
         {'tp': 1, 'cp': 2, 'dp': 3}
         >>> layout.groups("cp")[0]
         (0, 2, 4)
+
+        Position 2 in a list, at coordinates (0, 1), is its third rank.
+
+        >>> listed = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
+        >>> listed.rank(tp=0, dp=1), listed.coords(8), list(listed.groups("dp"))
+        (0, {'tp': 1, 'dp': 0}, [(9, 0), (8, 1)])
     """
-
-    shape: tuple[int, ...] = attrs.field(converter=as_sizes)
-    dim_names: tuple[str, ...] = attrs.field(converter=as_names)
-    rank_offset: int = attrs.field(default=0, converter=as_offset)
-    strides: tuple[int, ...] = attrs.field(
-        kw_only=True, default=attrs.Factory(_dense_strides, takes_self=True), converter=as_strides
-    )
-
-    def __attrs_post_init__(self) -> None:
-        if not self.shape and not self.dim_names:
-            raise LayoutError("a layout needs at least one dim, but shape and dim_names are empty")
-        if len(self.shape) != len(self.dim_names):
-            raise LayoutError(
-                f"shape {self.shape} has {len(self.shape)} sizes, but dim_names "
-                f"{self.dim_names} has {len(self.dim_names)} names; give one name for each size"
-            )
-        if len(self.strides) != len(self.shape):
-            raise LayoutError(f"strides {self.strides} need one stride for each of {self.shape}")
-        object.__setattr__(self, "strides", self._canonical_strides())
-        if self.last_rank > _LARGEST_RANK:
-            raise LayoutError(
-                f"{self} at rank_offset {self.rank_offset} needs ranks up to {self.last_rank}; "
-                f"torch numbers them up to {_LARGEST_RANK}"
-            )
-
-    def _canonical_strides(self) -> tuple[int, ...]:
-        """Check that the dims are nested; a dim of size 1 steps nowhere, and gets the dense stride.
-
-        So layouts with the same ranks are equal.
-        """
-        strides = []
-        extent = 1
-        for name, size, stride in zip(self.dim_names, self.shape, self.strides, strict=True):
-            if size > 1 and stride < extent:
-                raise LayoutError(
-                    f"the stride of dim {name!r} must be at least {extent}, the extent of the "
-                    f"dims before it, got {stride}"
-                )
-            strides.append(stride if size > 1 else extent)
-            extent = size * strides[-1]
-        return tuple(strides)
 
     # ---- other ways to make one -------------------------------------------------------------
 
@@ -196,8 +148,8 @@ class RankLayout:
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
         total = positive(world_size, "world_size")
-        if total > _LARGEST_RANK:
-            raise LayoutError(f"world_size must be at most {_LARGEST_RANK}, got {total}")
+        if total > LARGEST_RANK:
+            raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {total}")
         if not sizes:
             raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
         names = as_names(tuple(sizes))
@@ -217,7 +169,7 @@ class RankLayout:
             fields = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
-        known = {"shape", "dim_names", "rank_offset", "strides"}
+        known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
         if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
             raise LayoutError(
                 f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
@@ -232,107 +184,17 @@ class RankLayout:
             >>> RankLayout([2, 4], ["tp", "dp"]).to_json()
             '{"shape": [2, 4], "dim_names": ["tp", "dp"], "rank_offset": 0}'
         """
-        fields = attrs.asdict(self)
-        if self.strides == _dense_strides(self):
-            del fields["strides"]
-        return json.dumps(fields)
+        fields = {"shape": self.shape, "dim_names": self.dim_names}
+        if self._listing is not None:
+            return json.dumps({**fields, "ranks": self.ranks})
+        dense = self.strides == dense_strides(self)
+        gaps = {} if dense else {"strides": self.strides}
+        return json.dumps({**fields, "rank_offset": self.rank_offset, **gaps})
 
-    def __str__(self) -> str:
-        return notation.format_sizes(self.dim_names, self.shape)
-
-    # ---- one rank ---------------------------------------------------------------------------
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.shape)
-
-    @property
-    def last_rank(self) -> int:
-        """The largest rank."""
-        steps = zip(self.shape, self.strides, strict=True)
-        return self.rank_offset + sum((size - 1) * stride for size, stride in steps)
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """All ranks, ascending."""
-        if self.strides == _dense_strides(self):
-            return range(self.rank_offset, self.rank_offset + self.size)
-        return tuple((self.rank_offset + lattice(self._axes(self.dim_names))).tolist())
-
-    def __contains__(self, rank: object) -> bool:
-        try:
-            self._index(rank)
-        except RankOutsideError:
-            return False
-        return True
-
-    def size_of(self, dim: str, default: int | None = None) -> int:
-        """Return the size of a dim, or `default` if there is no such dim and one is given.
-
-        Raises:
-            UnknownDimError: There is no such dim, and no default.
-
-        Example:
-            >>> layout = RankLayout.parse("tp=2,dp=4")
-            >>> layout.size_of("dp"), layout.size_of("cp", default=1)
-            (4, 1)
-        """
-        if default is not None and isinstance(dim, str) and dim not in self.dim_names:
-            return default
-        return self.shape[self._axis_of(dim)]
-
-    def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank, by dim name; the inverse of `rank(**coords)`.
-
-        Raises:
-            RankOutsideError: The layout does not hold `rank`.
-        """
-        return dict(zip(self.dim_names, self._index(rank), strict=True))
-
-    def rank(self, /, **coords: int) -> int:
-        """Return the rank at these coordinates, one for each dim; the inverse of `coords(rank)`.
-
-        Raises:
-            UnknownDimError: A coordinate is for no dim of the layout.
-            LayoutError: A dim has no coordinate, or one that is not in range(size).
-        """
-        missing = [name for name in self.dim_names if name not in coords]
-        if missing:
-            raise LayoutError(f"rank() needs a coordinate for every dim; {missing} have none")
-        return self._origin(coords)
-
-    def shift(self, rank: int, dim: str, by: int, periodic: bool = True) -> int | None:
-        """Return the rank that is `by` steps away along a dim, as MPI's Cart_shift does.
-
-        Args:
-            rank: The rank to start from.
-            dim: The dim to walk along.
-            by: Steps: 1 for the next pipeline stage, -1 for the previous one.
-            periodic: Whether the dim wraps around.
-
-        Returns:
-            The rank, or None when the walk leaves a dim that is not periodic.
-
-        Raises:
-            UnknownDimError, RankOutsideError: The layout has no such dim or rank.
-
-        Example:
-            >>> layout = RankLayout.parse("tp=2,pp=3")
-            >>> layout.shift(4, "pp", 1), layout.shift(4, "pp", 1, periodic=False)
-            (0, None)
-        """
-        axis = self._axis_of(dim)
-        here = self._index(rank)[axis]
-        there = here + as_int(by, "by")
-        if periodic:
-            there %= self.shape[axis]
-        elif not 0 <= there < self.shape[axis]:
-            return None
-        return as_rank(rank) + (there - here) * self.strides[axis]
+    # ---- several ranks, groups ----------------------------------------------------------------
 
     def ranks_where(self, /, **coords: int) -> tuple[int, ...]:
-        """Return all ranks with these coordinates, ascending.
+        """Return all ranks with these coordinates, in the order of `ranks`.
 
         Raises:
             UnknownDimError, LayoutError: As for `rank`.
@@ -342,32 +204,15 @@ class RankLayout:
             (4, 6)
         """
         free = [name for name in self.dim_names if name not in coords]
-        return tuple((self._origin(coords) + lattice(self._axes(free))).tolist())
-
-    # ---- groups -----------------------------------------------------------------------------
-
-    def order_dims(self, dims: str | Iterable[str]) -> tuple[str, ...]:
-        """Return dims in the layout's order, after checking them.
-
-        Args:
-            dims: One name, or any iterable of names, in any order.
-
-        Raises:
-            UnknownDimError: A name is not one of the layout's.
-            LayoutError: There are none, or one comes twice.
-
-        Example:
-            >>> RankLayout.parse("tp=2,cp=2,dp=2").order_dims(["dp", "tp"])
-            ('tp', 'dp')
-        """
-        wanted = self._check_dims(dims)
-        return tuple(name for name in self.dim_names if name in wanted)
+        places = self._place_at(coords) + lattice(self._axes(free))
+        return tuple(self._ranks_at(places).tolist())
 
     def groups(self, /, *dims: str) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
 
-        Members are in ascending rank order, whatever the order of `dims`; groups are ordered by
-        the coordinates along the other dims, the first of those fastest.
+        Members are in the layout's order, whatever the order of `dims`: ascending, unless its
+        ranks are listed in another. Groups are ordered by the coordinates along the other dims,
+        the first of those fastest.
 
         Raises:
             UnknownDimError, LayoutError: As for `order_dims`.
@@ -383,7 +228,7 @@ class RankLayout:
         """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
 
         This is the order rule of Megatron's `_gen_rank_enum`. Naming dims in reversed layout
-        order gives ascending ranks, the same as `groups(*dims).to_array()`.
+        order gives the ranks in the layout's, the same as `groups(*dims).to_array()`.
 
         Returns:
             An array of shape (number of groups, group size).
@@ -395,8 +240,8 @@ class RankLayout:
         """
         inner = self._check_dims(dims if isinstance(dims, str) else as_ordered(dims, "dims"))
         outer = [name for name in self.dim_names if name not in inner]
-        bases = self.rank_offset + lattice(self._axes(outer))
-        return bases[:, None] + lattice(self._axes(reversed(inner)))[None, :]
+        bases = lattice(self._axes(outer))
+        return self._ranks_at(bases[:, None] + lattice(self._axes(reversed(inner)))[None, :])
 
     # ---- other layouts from this one --------------------------------------------------------
 
@@ -479,9 +324,10 @@ class RankLayout:
         wanted = self._check_dims(dims)
         if len(wanted) != len(self.dim_names):
             raise LayoutError(f"reorder() needs every dim of {self.dim_names}, got {wanted}")
-        if self.strides != _dense_strides(self):
+        if self.strides != dense_strides(self):
             raise LayoutError(f"a layout with gaps (strides {self.strides}) cannot be reordered")
-        return RankLayout([self.size_of(name) for name in wanted], wanted, self.rank_offset)
+        shape = [self.size_of(name) for name in wanted]
+        return RankLayout(shape, wanted, self.rank_offset, ranks=self._listing)
 
     def select(self, /, **coords: int) -> RankLayout:
         """Return the layout of the ranks with these coordinates, over the other dims.
@@ -497,73 +343,18 @@ class RankLayout:
             >>> str(stage), stage.ranks
             ('tp=2,dp=2', (2, 3, 6, 7))
         """
-        kept = [axis for axis, name in enumerate(self.dim_names) if name not in coords]
-        origin = self._origin(coords)
+        kept = [name for name in self.dim_names if name not in coords]
+        place = self._place_at(coords)
         if not kept:
-            raise LayoutError(f"select() of every dim leaves none; the rank there is {origin}")
-        return RankLayout(
-            [self.shape[axis] for axis in kept],
-            [self.dim_names[axis] for axis in kept],
-            origin,
-            strides=[self.strides[axis] for axis in kept],
-        )
+            rank = self._rank_at(place)
+            raise LayoutError(f"select() of every dim leaves none; the rank there is {rank}")
+        axes = self._axes(kept)
+        shape, strides = zip(*axes, strict=True)
+        if self._listing is not None:
+            return RankLayout(shape, kept, ranks=self._ranks_at(place + lattice(axes)).tolist())
+        return RankLayout(shape, kept, self.rank_offset + place, strides=strides)
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _axes(self, names: Iterable[str]) -> list[Axis]:
-        axes = (self.dim_names.index(name) for name in names)
-        return [Axis(self.shape[axis], self.strides[axis]) for axis in axes]
-
-    def _axis_of(self, dim: str) -> int:
-        if not isinstance(dim, str) or dim not in self.dim_names:
-            raise UnknownDimError(
-                f"unknown dim {shown(dim)}; this layout has dims {self.dim_names}"
-            )
-        return self.dim_names.index(dim)
-
-    def _check_dims(self, dims: str | Iterable[str]) -> tuple[str, ...]:
-        wanted = (dims,) if isinstance(dims, str) else as_tuple(dims, "dims")
-        if not wanted:
-            raise LayoutError(f"dims is empty; name at least one of {self.dim_names}")
-        for position, name in enumerate(wanted):
-            self._axis_of(name)
-            if name in wanted[:position]:
-                raise LayoutError(f"dim {name!r} comes twice in dims {wanted}")
-        return wanted
-
-    def _index(self, rank: object) -> list[int]:
-        """The coordinates of a rank, in the order of the dims."""
-        rest = as_rank(rank) - self.rank_offset
-        reversed_index = []
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            coordinate, rest = divmod(rest, stride)
-            if not 0 <= coordinate < size:
-                raise self._outside(rank)
-            reversed_index.append(coordinate)
-        if rest:
-            raise self._outside(rank)
-        return reversed_index[::-1]
-
-    def _outside(self, rank: object) -> RankOutsideError:
-        dense = self.strides == _dense_strides(self)
-        gaps = "" if dense else f", with gaps (strides {self.strides})"
-        return RankOutsideError(
-            f"rank {shown(rank)} is not in layout {self}, which holds ranks "
-            f"{self.rank_offset}..{self.last_rank}{gaps}"
-        )
-
-    def _origin(self, coords: Mapping[str, int]) -> int:
-        """The smallest rank with these coordinates."""
-        rank = self.rank_offset
-        for name, coordinate in coords.items():
-            axis = self._axis_of(name)
-            if not 0 <= as_int(coordinate, f"the coordinate of dim {name!r}") < self.shape[axis]:
-                raise LayoutError(
-                    f"the coordinate of dim {name!r} must be in range({self.shape[axis]}), "
-                    f"got {shown(coordinate)}"
-                )
-            rank += int(coordinate) * self.strides[axis]
-        return rank
 
     def _with_dims(
         self,
@@ -574,10 +365,10 @@ class RankLayout:
         strides: Sequence[int],
     ) -> RankLayout:
         """This layout with dims first..last-1 replaced."""
-        return RankLayout(
-            (*self.shape[:first], *shape, *self.shape[last:]),
-            (*self.dim_names[:first], *names, *self.dim_names[last:]),
-            self.rank_offset,
+        return attrs.evolve(
+            self,
+            shape=(*self.shape[:first], *shape, *self.shape[last:]),
+            dim_names=(*self.dim_names[:first], *names, *self.dim_names[last:]),
             strides=(*self.strides[:first], *strides, *self.strides[last:]),
         )
 
@@ -586,4 +377,7 @@ class RankLayout:
 def _groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
     """The groups over dims in layout order: values, made once however often they are asked for."""
     outer = [name for name in layout.dim_names if name not in inner]
-    return StridedGroups(layout.rank_offset, layout._axes(outer), layout._axes(inner))
+    axes = layout._axes(outer), layout._axes(inner)
+    if layout._listing is not None:
+        return listed_groups(StridedGroups(0, *axes), layout._listing)
+    return StridedGroups(layout.rank_offset, *axes)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import hypercomm
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.gloo import host_in, world_address_key
@@ -48,6 +49,7 @@ class Card:
             "shape": self.layout.shape,
             "rank_offset": self.layout.rank_offset,
             "strides": self.layout.strides,
+            "ranks": _listed(self.layout),
             "backend": self.backend,
             "hypercomm": self.version,
         }
@@ -62,7 +64,7 @@ class Card:
 
     def has_gone_astray(self, other: Card) -> bool:
         """Tell whether this rank is outside its own grid, which is another's, moved elsewhere."""
-        return not self.is_in(self) and _at_0(self.layout) == _at_0(other.layout)
+        return not self.is_in(self) and _form(self.layout) == _form(other.layout)
 
     def is_in(self, other: Card) -> bool:
         """Tell whether this rank is in another's grid."""
@@ -276,8 +278,18 @@ def _who(rank: int, host: str) -> str:
 
 
 def _say(facts: dict[str, object], names: list[str]) -> str:
-    return ", ".join(f"{name} {facts[name]}" for name in names)
+    told = {name: facts[name] for name in names}
+    return ", ".join(
+        f"{name} {value if isinstance(value, str) else shown(value)}"
+        for name, value in told.items()
+    )
 
 
-def _at_0(layout: RankLayout) -> RankLayout:
-    return attrs.evolve(layout, rank_offset=0)
+def _form(layout: RankLayout) -> tuple[object, ...]:
+    """What stays the same when a layout is moved."""
+    return layout.shape, layout.dim_names, layout.strides, _listed(layout)
+
+
+def _listed(layout: RankLayout) -> object:
+    """The ranks of a layout that lists them."""
+    return json.loads(layout.to_json()).get("ranks")

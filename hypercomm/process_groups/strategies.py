@@ -3,12 +3,15 @@
 local      each rank creates its own group, under a name that all members derive alike
 split      each rank splits WORLD's communicator once, where WORLD is bound to a device
 enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
+
+Members are in the order of the groups, which a layout that lists its ranks may not sort.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container
+from inspect import signature
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -27,12 +30,13 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(creation: str, backend: str | None) -> Choice:
+def choose(creation: str, backend: str | None, groups: RankGroups | None = None) -> Choice:
     """Decide how groups of `backend` (None: that of WORLD) are created in this world.
 
     Args:
         creation: "auto", or the name of a strategy.
         backend: The backend asked for.
+        groups: What is created; default: groups whose members ascend.
 
     Raises:
         CreationError: The strategy asked for cannot work here; says why, and which would.
@@ -41,43 +45,60 @@ def choose(creation: str, backend: str | None) -> Choice:
         return Choice("enumerate", "torch.distributed is not initialised")
     backend = (backend or c10d.default_backend()).lower()
     if creation == "auto":
-        return _auto(backend)
-    obstacle = STRATEGIES[creation][0](backend)
+        return _auto(backend, groups)
+    obstacle = STRATEGIES[creation][0](backend, groups)
     if obstacle is None:
         return Choice(creation, "asked for by name")
-    usable = [name for name, (why_not, *_) in STRATEGIES.items() if why_not(backend) is None]
+    usable = [
+        name for name, (why_not, *_) in STRATEGIES.items() if why_not(backend, groups) is None
+    ]
     raise CreationError(
-        f"creation={creation!r} cannot create groups of backend {backend!r} here: "
-        f"{obstacle}; use one of {['auto', *usable]}"
+        f"creation={creation!r} cannot create groups of backend {backend!r} here: {obstacle}; "
+        + (f"use one of {['auto', *usable]}" if usable else _SORT_THEM)
     )
 
 
-def alternatives(strategy: str, backend: str | None) -> dict[str, str]:
+def alternatives(
+    strategy: str, backend: str | None, groups: RankGroups | None = None
+) -> dict[str, str]:
     """Say of each other way of creating groups what speaks against it."""
     if not c10d.is_live():
         return {}
     backend = (backend or c10d.default_backend()).lower()
     return {
-        name: why_not(backend) or f"it would work too: {cost}"
+        name: why_not(backend, groups) or f"it would work too: {cost}"
         for name, (why_not, cost, _) in STRATEGIES.items()
         if name != strategy
     }
 
 
-def _auto(backend: str) -> Choice:
-    not_split = _why_not_split(backend)
+def _auto(backend: str, groups: RankGroups | None) -> Choice:
+    not_split = _why_not_split(backend, groups)
     if not_split is None:
         return Choice("split", f"WORLD is bound to a device, and {STRATEGIES['split'][1]}")
-    not_local = _why_not_local(backend)
+    not_local = _why_not_local(backend, groups)
     if not_local is None:
         return Choice("local", STRATEGIES["local"][1])
-    return Choice("enumerate", f"{not_local}, and {not_split}")
+    not_enumerate = _why_not_enumerate(backend, groups)
+    if not_enumerate is None:
+        return Choice("enumerate", f"{not_local}, and {not_split}")
+    raise CreationError(
+        f"nothing can create groups of backend {backend!r} here: {not_split}; {not_local}; "
+        f"{not_enumerate}; {_SORT_THEM}"
+    )
+
+
+def _is_sorted(groups: RankGroups | None) -> bool:
+    return groups is None or groups.is_sorted
+
+
+_SORT_THEM = "use a layout whose ranks ascend along each dim"
 
 
 # ---- local ----------------------------------------------------------------------------------
 
 
-def _why_not_local(backend: str) -> str | None:
+def _why_not_local(backend: str, _groups: RankGroups | None) -> str | None:
     lacks = c10d.missing()
     if lacks:
         return f"this torch lacks {', '.join(lacks)}"
@@ -107,7 +128,7 @@ def _create_local(plan: GroupPlan) -> ProcessGroup | None:
 # ---- split ----------------------------------------------------------------------------------
 
 
-def _why_not_split(backend: str) -> str | None:
+def _why_not_split(backend: str, groups: RankGroups | None) -> str | None:
     device = c10d.split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
@@ -120,6 +141,8 @@ def _why_not_split(backend: str) -> str | None:
         == c10d.single_backends(c10d.default_backend())
     ):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
+    if not _is_sorted(groups):
+        return f"torch.distributed.split_group sorts the ranks of each group, unlike {groups!r}"
     return None
 
 
@@ -163,20 +186,42 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
 # ---- enumerate ------------------------------------------------------------------------------
 
 
+def _why_not_enumerate(_backend: str, groups: RankGroups | None) -> str | None:
+    if _is_sorted(groups) or "sort_ranks" in signature(dist.new_group).parameters:
+        return None
+    return f"new_group of this torch sorts the ranks of each group, unlike {groups!r}"
+
+
 def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
-    group: ProcessGroup | None
     options = plan.options
     with c10d.connecting(options.backend or "", options.lazy_init, plan.own_patience):
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            plan.groups.to_array().tolist(), backend=options.backend, **options.given()
-        )
+        group = _enumerate(plan)
     if dist.is_initialized():
         c10d.forget_non_members()
     return group
 
 
+def _enumerate(plan: GroupPlan) -> ProcessGroup | None:
+    """Create all groups in order, and return the caller's."""
+    ranks = plan.groups.to_array().tolist()
+    options = {"backend": plan.options.backend, **plan.options.given()}
+    group: ProcessGroup | None
+    if plan.groups.is_sorted:
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            ranks, **options
+        )
+        return group
+    groups = [dist.new_group(members, sort_ranks=False, **options) for members in ranks]
+    return None if plan.own is None else groups[plan.groups.index_of(plan.own.rank)]
+
+
 STRATEGIES: dict[
-    str, tuple[Callable[[str], str | None], str, Callable[[GroupPlan], ProcessGroup | None]]
+    str,
+    tuple[
+        Callable[[str, RankGroups | None], str | None],
+        str,
+        Callable[[GroupPlan], ProcessGroup | None],
+    ],
 ] = {
     "local": (
         _why_not_local,
@@ -189,9 +234,9 @@ STRATEGIES: dict[
         _create_split,
     ),
     "enumerate": (
-        lambda _backend: None,
+        _why_not_enumerate,
         "every rank walks every group of the world",
         _create_enumerate,
     ),
 }
-"""By name: what keeps it from working for a backend (None: nothing), its cost, and the strategy."""
+"""By name: what keeps it from working for a backend and groups (None: nothing), cost, strategy."""

@@ -28,6 +28,7 @@ def layouts(
     max_ranks: int = 512,
     max_offset: int = 16,
     dim_names: Sequence[str] = DIM_NAMES,
+    listed: bool = False,
 ) -> RankLayout:
     """Draw a `RankLayout`; shrinks towards few dims, small sizes and offset 0.
 
@@ -38,8 +39,9 @@ def layouts(
         min_size: Least size of a dim.
         max_size: Largest size of a dim.
         max_ranks: Largest number of ranks.
-        max_offset: Largest `rank_offset`.
+        max_offset: Largest `rank_offset`, or number of ranks that a list leaves out.
         dim_names: Names to draw from, in any order.
+        listed: Whether ranks come in any order, some of them left out.
 
     Raises:
         InvalidArgument: No layout can satisfy the bounds.
@@ -75,7 +77,13 @@ def layouts(
         reserve = min_size ** (count - position - 1)
         room = max_ranks // (math.prod(shape) * reserve)
         shape.append(draw(st.integers(min_size, min(max_size, room))))
-    return RankLayout(shape, names, draw(st.integers(0, max_offset)))
+    offset = draw(st.integers(0, max_offset))
+    if not listed:
+        return RankLayout(shape, names, offset)
+    size = math.prod(shape)
+    spare = draw(st.integers(0, min(max_offset - offset, size)))
+    order = draw(st.permutations(range(size + spare)))
+    return RankLayout(shape, names, ranks=[offset + rank for rank in order[:size]])
 
 
 def dim_subsets(
