@@ -12,7 +12,7 @@ from hypercomm.layout.notation import parse_groups
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hypercomm")
 def cli() -> None:
-    """Plan grids of ranks, and check that their process groups work."""
+    """Plan and compare grids of ranks, and check that their process groups work."""
 
 
 _layout = click.argument("layout", metavar="SIZES")
@@ -56,6 +56,37 @@ def plan(
     dims = None if wanted is None else parse_groups(wanted)
     report = command.report(parsed, dims, gpus_per_node, rank)
     command.show(report, as_json=as_json)
+
+
+@cli.command(short_help="Show which groups a change of layout keeps, ends and makes.")
+@click.argument("before", metavar="BEFORE")
+@click.argument("after", metavar="AFTER")
+@click.option(
+    "--world-size",
+    type=int,
+    help="Infer a size that is -1 from this. Default: from the ranks of the other layout.",
+)
+@click.option("--before-offset", default=0, help="The smallest rank before.")
+@click.option("--after-offset", default=0, help="The smallest rank after.")
+@_as_json
+def diff(
+    before: str,
+    after: str,
+    world_size: int | None,
+    before_offset: int,
+    after_offset: int,
+    as_json: bool,
+) -> None:
+    """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
+
+    For every combination of dims: which dims make the same groups afterwards, and which groups are
+    kept, gone or new. Nothing is started, and torch is not loaded.
+    """
+    from hypercomm.cli import diff as command
+    from hypercomm.layout.difference import difference
+
+    layouts = command.read(before, after, world_size, before_offset, after_offset)
+    command.show(difference(*layouts), as_json=as_json)
 
 
 @cli.command(short_help="Create every group on real processes and communicate over it.")

@@ -1,0 +1,259 @@
+"""What changes between two layouts, against sets of frozensets made by walking over coordinates."""
+
+import itertools
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypercomm import RankLayout
+from hypercomm.errors import LayoutError
+from hypercomm.layout.difference import MOST_DIMS, GroupsChange, LayoutDifference, difference
+from hypercomm.testing import layouts
+
+
+def coordinates_of(layout):
+    """Rank -> coordinates, counted up like an odometer whose first wheel is the fastest."""
+    found = {}
+    for index in itertools.product(*(range(size) for size in reversed(layout.shape))):
+        coords = dict(zip(layout.dim_names, reversed(index), strict=True))
+        steps = zip(layout.dim_names, layout.strides, strict=True)
+        found[layout.rank_offset + sum(coords[dim] * stride for dim, stride in steps)] = coords
+    return found
+
+
+def groups_by_dims(layout):
+    """Groups of two ranks or more, as sets; of combinations that make the same, the smallest."""
+    coords = coordinates_of(layout)
+    found = {}
+    for count in range(1, len(layout.dim_names) + 1):
+        for dims in itertools.combinations(layout.dim_names, count):
+            groups = {}
+            for rank, at in coords.items():
+                others = tuple(at[dim] for dim in layout.dim_names if dim not in dims)
+                groups.setdefault(others, set()).add(rank)
+            sets = frozenset(frozenset(group) for group in groups.values())
+            if sets not in found.values() and max(map(len, sets)) > 1:
+                found[dims] = sets
+    return found
+
+
+@st.composite
+def gappy_layouts(draw):
+    """Layouts with and without gaps between their ranks."""
+    layout = draw(layouts(max_ranks=64, max_offset=4))
+    dims = [dim for dim in layout.dim_names if draw(st.booleans())][:-1]
+    return layout.select(**{dim: draw(st.integers(0, layout.size_of(dim) - 1)) for dim in dims})
+
+
+@st.composite
+def neighbours(draw):
+    """Two layouts that are likely to share groups: of another order, offset or size of one dim."""
+    before = draw(layouts(max_ranks=64, max_offset=4))
+    names = draw(st.permutations(before.dim_names))
+    shape = [before.size_of(dim) for dim in names]
+    shape[-1] = draw(st.sampled_from([shape[-1], 1, 2, 4]))
+    names[0] = draw(st.sampled_from([names[0], "new"]))
+    offset = before.rank_offset + draw(st.sampled_from([0, 0, 1, 2, 4]))
+    return before, RankLayout(shape, names, offset)
+
+
+PAIRS = st.one_of(neighbours(), st.tuples(gappy_layouts(), gappy_layouts()))
+
+
+# Every combination of dims of both layouts is in exactly one change, and its numbers are what the
+# sets of ranks say: how many groups there are, how large, and how many are in both.
+@given(PAIRS)
+@settings(deadline=None)
+def test_changes(pair):
+    before, after = map(groups_by_dims, pair)
+    changes = difference(*pair)
+    assert [change.before for change in changes.changes if change.before] == list(before)
+    assert {change.after for change in changes.changes if change.after} == set(after)
+    assert sum(change.after != () for change in changes.changes) == len(after)
+    for change in changes.changes:
+        ours = before.get(change.before, frozenset())
+        theirs = after.get(change.after, frozenset())
+        assert (change.groups_before, change.groups_after) == (len(ours), len(theirs))
+        assert {len(group) for group in ours | theirs} == {change.size}
+        assert change.kept == len(ours & theirs)
+        if change.result == "kept":
+            assert ours == theirs
+        elif change.result == "partly":
+            assert ours & theirs
+            assert ours != theirs
+        elif change.result == "gone":
+            assert not any(ours & others for others in after.values())
+        else:
+            assert change.result == "new"
+            assert not any(theirs & others for others in before.values())
+
+
+# The totals are those of the unions of all sets: no group is counted twice.
+@given(PAIRS)
+@settings(deadline=None)
+def test_totals(pair):
+    before, after = (set().union(*groups_by_dims(layout).values()) for layout in pair)
+    changes = difference(*pair)
+    assert (changes.groups_before, changes.groups_after) == (len(before), len(after))
+    assert changes.groups_kept == len(before & after)
+    assert changes.groups_gone == len(before - after)
+    assert changes.groups_new == len(after - before)
+
+
+# A rank changes coordinates when some dim's index does, and a dim that is not there has index 0.
+@given(PAIRS)
+@settings(deadline=None)
+def test_ranks(pair):
+    before, after = map(coordinates_of, pair)
+    dims = {*pair[0].dim_names, *pair[1].dim_names}
+    moved = [
+        rank
+        for rank in before.keys() & after.keys()
+        if any(before[rank].get(dim, 0) != after[rank].get(dim, 0) for dim in dims)
+    ]
+    changes = difference(*pair)
+    assert changes.ranks_moved == len(moved)
+    assert changes.ranks_shared == len(before.keys() & after.keys())
+    assert changes.ranks_gone == len(before.keys() - after.keys())
+    assert changes.ranks_new == len(after.keys() - before.keys())
+
+
+# From a layout to itself, or to one with other names, everything is kept.
+@given(gappy_layouts())
+@settings(deadline=None)
+def test_nothing_changes(layout):
+    renamed = layout.rename(**{dim: f"{dim}_" for dim in layout.dim_names})
+    for after in (layout, renamed):
+        changes = difference(layout, after)
+        assert changes.kept == changes.changes
+        assert changes.groups_gone == changes.groups_new == 0
+    assert difference(layout, layout).ranks_moved == 0
+
+
+# On the way back, what was gone is new, and what was new is gone.
+@given(PAIRS)
+@settings(deadline=None)
+def test_the_way_back(pair):
+    there, back = difference(*pair), difference(*reversed(pair))
+    assert {change.before for change in there.gone} == {change.after for change in back.new}
+    assert {change.after for change in there.new} == {change.before for change in back.gone}
+    both = {(change.after, change.before, change.kept) for change in there.kept + there.partly}
+    assert both == {
+        (change.before, change.after, change.kept) for change in back.kept + back.partly
+    }
+    assert there.ranks_moved == back.ranks_moved
+
+
+# Worked by hand: 8 ranks whose cp becomes a part of tp. The former tp+cp is the new tp.
+def test_by_hand():
+    changes = difference(RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2"))
+    assert {(change.before, change.after) for change in changes.kept} == {
+        (("dp",), ("dp",)),
+        (("tp", "cp"), ("tp",)),
+        (("tp", "cp", "dp"), ("tp", "dp")),
+    }
+    assert [change.before for change in changes.gone] == [
+        ("tp",),
+        ("cp",),
+        ("tp", "dp"),
+        ("cp", "dp"),
+    ]
+    assert changes.partly == changes.new == ()
+    # Kept: 4 of dp, 2 of tp+cp and all 8. Ranks 2, 3, 6 and 7 had cp=1 and get another tp.
+    assert (changes.groups_before, changes.groups_kept, changes.ranks_moved) == (19, 7, 4)
+
+
+# Worked by hand: one replica more. All four pairs stay, and there are four more of them.
+def test_growth_by_hand():
+    changes = difference(RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=8"))
+    (tp,) = changes.partly
+    assert tp == GroupsChange(("tp",), ("tp",), 4, 8, 2, kept=4)
+    assert (changes.ranks_moved, changes.ranks_gone, changes.ranks_new) == (0, 0, 8)
+
+
+# What str() prints, as a user sees it.
+def test_table():
+    before, after = RankLayout.parse("tp=2,cp=1,dp=3"), RankLayout.parse("tp=2,dp=3", rank_offset=2)
+    assert str(difference(before, after)).splitlines() == [
+        "before  after  groups x size  result",
+        "tp      tp     3 x 2          partly: 2 of 3 kept",
+        "dp      -      2 x 3          gone",
+        "tp+dp   -      1 x 6          gone",
+        "-       dp     2 x 3          new",
+        "-       tp+dp  1 x 6          new",
+        (
+            "tp=2,cp=1,dp=3 to tp=2,dp=3 from rank 2: 2 of 6 groups are kept, 4 gone, 4 new; "
+            "4 of 4 shared ranks change coordinates, 2 are gone, 2 are new"
+        ),
+    ]
+
+
+# One rank has no groups at all, and a difference is a value.
+def test_one_rank():
+    changes = difference(RankLayout.parse("tp=1,dp=1"), RankLayout.parse("pp=1", rank_offset=7))
+    assert changes.changes == ()
+    assert (changes.ranks_gone, changes.ranks_new, changes.ranks_shared) == (1, 1, 0)
+    again = difference(RankLayout.parse("tp=1,dp=1"), RankLayout.parse("pp=1", rank_offset=7))
+    assert isinstance(changes, LayoutDifference)
+    assert changes == again
+    assert hash(changes) == hash(again)
+
+
+LAYOUT = RankLayout.parse("tp=2,dp=2")
+BINARY = RankLayout([2] * (MOST_DIMS + 1), [f"d{index}" for index in range(MOST_DIMS + 1)])
+LARGE = RankLayout([2**25], ["dp"])
+
+
+# What cannot be compared is named, with the argument that it is.
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("tp=2", LAYOUT, "before must be a RankLayout, got 'tp=2'"),
+        (LAYOUT, None, "after must be a RankLayout, got None"),
+        (LAYOUT, LAYOUT.groups("tp"), "after must be a RankLayout, got <2 groups"),
+        (BINARY, LAYOUT, "before has 13 dims larger than 1"),
+        (LAYOUT, BINARY, r"up to 12 are compared: merge\(\) those"),
+        (LAYOUT, LARGE, "after has 33,554,432 ranks; layouts of up to 16,777,216 are compared"),
+    ],
+)
+def test_mistakes(before, after, message):
+    with pytest.raises(LayoutError, match=message):
+        difference(before, after)
+
+
+# As many dims as are compared, among more that have size 1.
+def test_most_dims():
+    sizes = [2, 1] * MOST_DIMS
+    layout = RankLayout(sizes, [f"d{index}" for index in range(len(sizes))])
+    changes = difference(layout, layout)
+    assert len(changes.kept) == 2**MOST_DIMS - 1
+    assert changes.groups_kept == 3**MOST_DIMS - 2**MOST_DIMS
+
+
+# A large cluster is compared in less than a second of a processor's time.
+def test_is_fast():
+    before = RankLayout.parse("tp=8,cp=2,ep=4,dp=32,pp=8")
+    after = RankLayout.parse("tp=4,cp=4,ep=4,dp=32,pp=8", rank_offset=64)
+    begin = time.process_time()
+    changes = difference(before, after)
+    assert time.process_time() - begin < 1
+    assert changes.ranks_shared == 16_384 - 64
+
+
+# No torch is needed.
+def test_needs_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hypercomm import RankLayout\n"
+        "from hypercomm.layout.difference import difference\n"
+        "layout = RankLayout.parse('tp=2,dp=2')\n"
+        "print(len(difference(layout, layout).kept))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"
