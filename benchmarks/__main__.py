@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import large_worlds
+import mappings
 import megatron_state
 import real_ranks
 from chart import draw
@@ -55,6 +56,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
             *(megatron_state.real_ranks(count, runs, 5) for count in nprocs if 8 <= count <= 16),
         ),
         "getters": lambda: megatron_state.getters(runs),
+        "mapping": lambda: mappings.mapping(runs, 16_384),
     }
 
 
@@ -74,6 +76,7 @@ def quick() -> Tables:
             megatron_state.large_worlds(1024, 1, None), megatron_state.real_ranks(8, 1, 1)
         ),
         "getters": lambda: megatron_state.getters(1),
+        "mapping": lambda: mappings.mapping(1, 1024),
     }
 
 

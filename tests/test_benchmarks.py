@@ -46,6 +46,8 @@ def test_everything_runs(tmp_path):
         "initialize_model_parallel, fake backend, 1,024 ranks",
         "initialize_model_parallel, 8 gloo processes",
         "get_tensor_model_parallel_rank",
+        "all messages, 1,024 ranks to 1,024",
+        "messages of one rank, 1,024 ranks to 1,024",
     ):
         assert what in measured
     assert {row["who"] for row in rows} >= {

@@ -1,0 +1,357 @@
+"""What real ranks run in the tests of mappings, and numpy's view of who holds what."""
+
+import math
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid, RankLayout, RankMapping
+from hypercomm.errors import HyperCommError
+
+HIDDEN, INNER, BATCH, SEQUENCE = 3, 8, 8, 4
+
+
+# ---- the independent source ---------------------------------------------------------------------
+
+
+@attrs.frozen
+class Case:
+    """Two numberings of ranks, and what is to move between them; no code of ours in here.
+
+    `source` and `target` are (shape, dim names, ranks in numbering order).
+    """
+
+    source: tuple
+    target: tuple
+    along: str
+    batch_axis: int
+    shards: dict
+    pipeline: str | None
+    units: tuple
+
+    def mapping(self):
+        return RankMapping(
+            layout_of(self.source),
+            layout_of(self.target),
+            self.along,
+            batch_axis=self.batch_axis,
+            shards=self.shards,
+            pipeline=self.pipeline,
+        )
+
+    def dims_of_axis(self):
+        """Which dims cut each of three tensor axes, outermost first."""
+        dims = {0: [], 1: [], 2: []}
+        for dim, axis in [(self.along, self.batch_axis), *self.shards.items()]:
+            dims[axis % 3].append(dim)
+        return dims
+
+    def shape(self):
+        """A tensor's shape that both sides can cut."""
+        sides = [dict(zip(side[1], side[0], strict=True)) for side in (self.source, self.target)]
+        return tuple(
+            math.lcm(*(math.prod(side.get(dim, 1) for dim in dims) for side in sides)) * units
+            for dims, units in zip(self.dims_of_axis().values(), self.units, strict=True)
+        )
+
+    def held(self, side, stage):
+        """For each rank of a stage, the indices that it holds along each axis."""
+        shape, names, ranks = side
+        held = {}
+        for position, rank in enumerate(ranks):
+            index = np.unravel_index(position, shape, order="F")  # the first dim varies fastest
+            coords = {name: int(i) for name, i in zip(names, index, strict=True)}
+            sizes = dict(zip(names, shape, strict=True))
+            if self.pipeline in names and coords[self.pipeline] != stage % sizes[self.pipeline]:
+                continue
+            axes = []
+            for length, dims in zip(self.shape(), self.dims_of_axis().values(), strict=True):
+                indices = np.arange(length)
+                for dim in dims:
+                    indices = np.split(indices, sizes.get(dim, 1))[coords.get(dim, 0)]
+                axes.append(indices)
+            held[rank] = axes
+        return held
+
+
+def layout_of(side):
+    shape, names, ranks = side
+    first = ranks[0]
+    if list(ranks) == list(range(first, first + len(ranks))):
+        return RankLayout(shape, names, first)
+    return RankLayout(shape, names, ranks=ranks)
+
+
+# ---- any pair of layouts ------------------------------------------------------------------------
+
+
+def global_indices(axes):
+    """The numbers of a tensor's elements that lie at these indices of its three axes."""
+    (_, second, third), (rows, columns, depths) = axes[1], axes[0]
+    return torch.from_numpy(
+        rows[:, None, None] * second * third + columns[None, :, None] * third + depths
+    )
+
+
+def deliver(case, held, wanted, mapping, *, leaders):
+    """Transfer the numbers of the elements; the greatest difference from what is wanted here."""
+    rank, shape = dist.get_rank(), case.shape()
+    mine, due = (
+        None if rank not in side else global_indices((side[rank], shape)) for side in (held, wanted)
+    )
+    groups = {}
+    for target in mapping.target_ranks:  # every rank makes every group, in one order
+        siblings = mapping.broadcast_siblings(target)
+        if leaders and len(siblings) > 1 and siblings not in groups:
+            groups[siblings] = dist.new_group(list(siblings))
+    group = groups.get(mapping.broadcast_siblings(rank)) if due is not None else None
+    given = mine if mine is not None else None if due is None else torch.full_like(due, -1)
+    got = mapping.transfer(given, group, leaders=leaders)
+    for made in groups.values():
+        if rank in dist.get_process_group_ranks(made):
+            dist.destroy_process_group(made)
+    if due is None:
+        return got is None
+    return torch.equal(got, due) and (mine is not None or got is given)
+
+
+def deliveries(cases, modes):
+    """Whether each case arrives, there and back, in each mode."""
+    seen = []
+    for case in cases:
+        mapping = case.mapping()
+        held, wanted = case.held(case.source, -1), case.held(case.target, 0)
+        for leaders in modes:
+            there = deliver(case, held, wanted, mapping, leaders=leaders)
+            back = deliver(case, wanted, held, mapping.inverse(), leaders=leaders)
+            seen.append((there, back))
+    return seen
+
+
+# ---- two models and the bridge between them -----------------------------------------------------
+
+
+def weights(name, stage):
+    """The two matrices of a stage of a module, unsplit."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) + stage)
+    shapes = (HIDDEN, INNER), (INNER, HIDDEN)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    ]
+
+
+def data(which):
+    """The input or the target of all, unsplit: (batch, sequence, hidden)."""
+    generator = torch.Generator().manual_seed(which)
+    return torch.randn((BATCH, SEQUENCE, HIDDEN), generator=generator, dtype=torch.float64)
+
+
+def unsplit(encoder_stages, llm_stages):
+    """The loss, and the gradient of each weight, in one process by autograd."""
+    made, hidden = {}, data(0)
+    for name, stages in (("encoder", encoder_stages), ("llm", llm_stages)):
+        for stage in range(stages):
+            first, second = made[name, stage] = weights(name, stage)
+            hidden = hidden + torch.tanh(hidden @ first) @ second
+    loss = ((hidden - data(1)) ** 2).sum() / 2
+    loss.backward()
+    return loss.item(), {key: [w.grad for w in pair] for key, pair in made.items()}
+
+
+def total(tensor, group):
+    """The sum over a group, or the tensor where there is none."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class Module:
+    """One stage of a module on this rank: x + tanh(x A) B, with A and B split over tp."""
+
+    def __init__(self, name, layout):
+        self.layout, self.rank = layout, dist.get_rank()
+        self.grid = HyperCommGrid(layout.shape, layout.dim_names, layout.rank_offset, name=name)
+        self.tp = self.grid.create_pg("tp") if "tp" in layout.dim_names else None
+        copies = [dim for dim in ("dp", "cp") if dim in layout.dim_names]
+        self.copies = self.grid.create_pg(copies)
+        self.here = self.rank in layout
+        if not self.here:
+            return
+        self.coords = layout.coords(self.rank)
+        self.stage = self.coords.get("pp", 0)
+        self.is_first, self.is_last = self.stage == 0, self.stage == layout.size_of("pp", 1) - 1
+        at, of = self.coords.get("tp", 0), layout.size_of("tp", 1)
+        first, second = weights(name, self.stage)
+        self.first = first.detach().chunk(of, 1)[at].clone().requires_grad_()
+        self.second = second.detach().chunk(of, 0)[at].clone().requires_grad_()
+
+    def shard(self, tensor):
+        """This rank's part of an unsplit tensor, by numpy's splits."""
+        for axis, dim in enumerate(("dp", "cp")):
+            parts = tensor.chunk(self.layout.size_of(dim, 1), axis)
+            tensor = parts[self.coords.get(dim, 0)]
+        return tensor.contiguous()
+
+    def empty(self):
+        return torch.full_like(self.shard(data(0)), float("nan"))
+
+    def neighbour(self, by):
+        return self.layout.shift(self.rank, "pp", by)
+
+    def forward(self, hidden):
+        """Through all stages: what the last one makes, None on the others."""
+        if not self.is_first:
+            hidden = self.empty()
+            dist.recv(hidden, self.neighbour(-1))
+        self.hidden = hidden.detach().requires_grad_()
+        self.partial = torch.tanh(self.hidden @ self.first) @ self.second
+        made = self.hidden.detach() + total(self.partial.detach().clone(), self.tp)
+        if self.is_last:
+            return made
+        dist.send(made, self.neighbour(1))
+        return None
+
+    def backward(self, gradient):
+        """Back through all stages: the gradient of what came in, None but on the first."""
+        if not self.is_last:
+            gradient = self.empty()
+            dist.recv(gradient, self.neighbour(1))
+        self.partial.backward(gradient)
+        gradient = gradient + total(self.hidden.grad, self.tp)
+        for weight in (self.first, self.second):
+            total(weight.grad, self.copies)
+        if self.is_first:
+            return gradient
+        dist.send(gradient, self.neighbour(-1))
+        return None
+
+
+def bridged(encoder_layout, llm_layout, *, leaders):
+    """One step of both modules: this rank's part of the loss, and of the weights' gradients."""
+    encoder, llm = Module("encoder", encoder_layout), Module("llm", llm_layout)
+    mapping = RankMapping(encoder_layout, llm_layout)
+    rank = dist.get_rank()
+
+    def cross(way, made, module):
+        """Carry what this rank has made over the bridge to a module's stage."""
+        is_target = rank in way.target_ranks
+        given = made if made is not None else module.empty() if is_target else None
+        group = module.tp if leaders and is_target else None
+        return way.transfer(given, group, leaders=leaders)
+
+    output = encoder.forward(encoder.shard(data(0))) if encoder.here else None
+    hidden = cross(mapping, output, llm)
+    made = llm.forward(hidden) if llm.here else None
+    loss, gradient = None, None
+    if made is not None:
+        difference = made - llm.shard(data(1))
+        loss, gradient = (difference**2).sum().item() / 2, difference
+    gradient = llm.backward(gradient) if llm.here else None
+    gradient = cross(mapping.inverse(), gradient, encoder)
+    if encoder.here:
+        encoder.backward(gradient)
+    if loss is not None and llm.coords.get("tp", 0):
+        loss = None  # counted once
+    found = {
+        (name, module.stage, module.coords.get("tp", 0)): (module.first.grad, module.second.grad)
+        for name, module in (("encoder", encoder), ("llm", llm))
+        if module.here
+    }
+    llm.grid.destroy()
+    encoder.grid.destroy()
+    return loss, found
+
+
+def bridges(pairs):
+    """All pairs of layouts (text and offset of each), without and with leaders."""
+    layouts = [
+        tuple(RankLayout.parse(text, rank_offset=offset) for text, offset in pair) for pair in pairs
+    ]
+    return [bridged(*pair, leaders=leaders) for pair in layouts for leaders in (False, True)]
+
+
+# ---- what tensors may be ------------------------------------------------------------------------
+
+
+def odd_tensors():
+    """Two ranks to two others, and one in neither: tensors of every kind arrive."""
+    rank, seen = dist.get_rank(), {}
+    mapping = RankMapping(
+        RankLayout.parse("dp=2"), RankLayout([2], ["tp"], 2), batch_axis=-1, pipeline=None
+    )
+
+    def move(whole, buffer=None):
+        mine = whole.chunk(2, -1)[rank % 2] if rank < 2 else None
+        given = torch.zeros_like(whole) if buffer is None else buffer
+        got = mapping.transfer(mine if rank < 2 else given)
+        return got is None if rank < 2 or rank > 3 else torch.equal(got, whole) and got is given
+
+    whole = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4)
+    seen["whole"] = move(whole)
+    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.complex64):
+        seen[str(dtype)] = move((whole % 7 - 3).to(dtype))
+    seen["conjugated"] = move(torch.complex(whole, whole + 1).conj())
+    strided = torch.zeros(4, 2, 3, dtype=torch.float64).permute(2, 1, 0)
+    seen["strided"] = move(whole, strided)
+    seen["into conjugated"] = move(
+        torch.complex(whole, whole), torch.zeros(3, 2, 4, dtype=torch.complex128).conj()
+    )
+    seen["part of another"] = move(whole, torch.zeros(3, 2, 9, dtype=torch.float64)[..., 2:6])
+    seen["empty"] = move(torch.zeros(3, 0, 4))
+    seen["no rows"] = move(torch.zeros(3, 2, 0))
+    seen["a vector"] = move(torch.arange(6))
+    seen["with a gradient"] = move(whole.clone().requires_grad_(), whole * 0)
+    seen["into a leaf"] = move(whole, torch.zeros_like(whole).requires_grad_())
+    seen["expanded"] = move(torch.ones(3, 1, 1).expand(3, 2, 4))
+    if rank == 4:
+        seen["junk where it does not matter"] = mapping.transfer(3, "x", out=[]) is None
+    return seen
+
+
+def refusals():
+    """What each rank hears about wrong arguments; nothing was sent, so a right call still works."""
+    rank, words = dist.get_rank(), {}
+    apart = RankMapping(RankLayout.parse("dp=2"), RankLayout([2], ["tp"], 2))
+    both = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
+    lone = dist.new_group([0, 1])
+    pair = lone if rank < 2 else None
+    right = torch.arange(4.0).reshape(2, 2) if rank < 2 else torch.zeros(4, 2)
+
+    def refused(name, call):
+        try:
+            call()
+        except HyperCommError as error:
+            words[name] = f"{type(error).__name__}: {error}"
+
+    refused("no tensor", lambda: apart.transfer([1.0]))
+    refused("nothing", lambda: apart.transfer(None))
+    refused("no axis", lambda: apart.transfer(torch.tensor(1.0)))
+    refused("meta", lambda: apart.transfer(torch.zeros(2, 2, device="meta")))
+    refused("sparse", lambda: apart.transfer(torch.zeros(2, 2).to_sparse()))
+    if rank > 1:  # what receivers alone can get wrong
+        refused("length", lambda: apart.transfer(torch.zeros(3, 2)))
+        refused("expanded", lambda: apart.transfer(torch.zeros(1).expand(2)))
+        refused("no groups", lambda: apart.transfer(right, leaders=True))
+    refused("out", lambda: apart.transfer(right, out=torch.zeros(2, 2)))
+    refused("leaders", lambda: apart.transfer(right, leaders=3))
+    refused("groups", lambda: apart.transfer(right, 3))
+    refused(
+        "a group in vain", lambda: both.transfer(right, pair or dist.group.WORLD, leaders=False)
+    )
+    refused("wrong group", lambda: both.transfer(torch.zeros(2, 2), dist.group.WORLD))
+    mine = torch.full((2, 2), float(rank))
+    refused("out's shape", lambda: both.transfer(mine, out=torch.zeros(2, 2)))
+    refused("out's type", lambda: both.transfer(mine, out=torch.zeros(4, 2, dtype=torch.int64)))
+    shared = torch.zeros(6, 2)
+    refused("out's memory", lambda: both.transfer(shared[:2], out=shared[1:5]))
+    large = RankMapping(RankLayout.parse("dp=2"), RankLayout([8], ["dp"]))
+    refused("too large", lambda: large.transfer(mine))
+    arena = torch.zeros(6, 2)
+    arena[:2] = rank
+    got = both.transfer(arena[:2], out=arena[2:])
+    if rank < 2:
+        dist.destroy_process_group(lone)
+    return words, apart.transfer(right), got
