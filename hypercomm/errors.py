@@ -34,6 +34,8 @@ __all__ = [
     "StateError",
     "UnknownDimError",
     "UnknownFieldError",
+    "UnknownGridError",
+    "UnknownViewError",
     "WorldSizeError",
 ]
 
@@ -55,6 +57,10 @@ class NotationError(LayoutError):
 
 class UnknownDimError(LayoutError, KeyError):
     """A dim is not one of the layout's: use one of the names listed."""
+
+
+class UnknownViewError(LayoutError, KeyError):
+    """A view is not one of the grid's: use one of the names listed, or register it."""
 
 
 class OrderError(LayoutError, RuntimeError):
@@ -79,6 +85,10 @@ class GroupExistsError(HyperCommError, KeyError):
 
 class GroupMissingError(HyperCommError, KeyError):
     """No process group was created for this key: create it first."""
+
+
+class UnknownGridError(HyperCommError, KeyError, ValueError):
+    """A grid is not one of the set's: use one of the names listed."""
 
 
 class GroupOptionsError(HyperCommError, ValueError):

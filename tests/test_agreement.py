@@ -121,7 +121,7 @@ FOREIGN = ["", "{", "[]", "null", '{"rank": 0}', "[[1], 2]", "\x00", "9" * 5000,
         "hypercomm/2/grids.planted from 0/0",
         "{kind}/differs",
         "{kind}/plan 0",
-        "{kind}/verify 1",
+        "{kind}/meeting 1",
         "hypercomm/2/rank 1",
     ],
 )

@@ -155,6 +155,26 @@ def test_grids_share():
         assert not {tensor, data} & registered()
 
 
+# The grid that has a shared group last destroys it, whichever that is; one that was destroyed serves
+# nobody any more.
+def test_the_last_grid_destroys():
+    with fake_world(8, rank=3):
+        lender = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")
+        tensor, data = lender.create_pg("tp"), lender.create_pg("dp")
+        grid = HyperCommGrid([2, 4], ["a", "b"], share="identical", share_with=lender)
+        assert grid.create_pg("a") is tensor
+        waiting = grid.plan_pg("b")
+        lender.destroy_pg("tp")
+        assert tensor in registered()
+        lender.destroy()
+        assert tensor in registered()
+        assert data not in registered()
+        assert waiting.create() not in {data, None}
+        assert waiting.create() in registered()
+        grid.destroy()
+        assert tensor not in registered()
+
+
 # Groups made of groups are shared where the caller's ranks are the same: the two ends of two stages
 # are the pipeline.
 def test_derived_groups_are_shared():

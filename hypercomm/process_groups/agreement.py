@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import count, zip_longest
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from hypercomm.errors import (
     PlanMismatchError,
 )
 from hypercomm.layout import RankLayout
+from hypercomm.layout.views import View
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.cards import (
@@ -94,6 +96,14 @@ class _Joined:
     slot: int = 0
 
 
+@attrs.frozen
+class _End:
+    """How a meeting ended: ranks were missing, or something is wrong; else all is well."""
+
+    missing: tuple[int, ...] = ()
+    words: str | None = None
+
+
 class Agreement:
     """What the ranks of one grid have told each other.
 
@@ -111,6 +121,7 @@ class Agreement:
         self._heard: set[str] = set()
         self._rounds = 0
         self._told: str | None = None
+        self._same_views: set[tuple[str, View]] = set()
 
     @property
     def name(self) -> str:
@@ -188,26 +199,69 @@ class Agreement:
             PlanMismatchError: The plans differ; names the first entry that does.
             CreationError: The key holds what this library did not write.
         """
+        words = self._difference(place, plan, first_position)
+        if words is not None:
+            self._differ(place, words)
+
+    def _difference(self, place: str, plan: Sequence[str], first_position: int = 0) -> str | None:
+        """Say where a plan differs from that of the rank that came first, if it does."""
         key, rank = f"{self.name}/{place}", dist.get_rank()
         mine = json.dumps({"rank": rank, "host": this_host(), "plan": list(plan)})
-        found = answer(lambda: c10d.set_if_absent(key, mine))
-        if found == mine:
-            return
-        first = parse(key, found)
-        if not _is_plan(first):
-            raise foreign(key, found)
+        first = self._first(key, mine)
+        if first is None:
+            return None
         pairs = zip_longest(plan, first["plan"])
         for position, (own, theirs) in enumerate(pairs, start=first_position):
             if own != theirs:
-                words = (
+                return (
                     f"ranks differ in what they create at position {position}: rank {rank} "
                     f"(host {this_host()}) creates {own or 'nothing more'}, but rank "
                     f"{first['rank']} (host {first['host']}), which came first, creates "
                     f"{theirs or 'nothing more'}; every rank must make the same calls, in one order"
                 )
-                _tell("plan", words, self.name)
-                self._told = f"{self.name}/differs"
-                raise PlanMismatchError(words)
+        return None
+
+    def compare_view(self, view: View) -> None:
+        """Compare a view with that of the rank that came first to it; asked once for each view.
+
+        Raises:
+            PlanMismatchError: The ranks have registered different views under this name.
+            CreationError: The key holds what this library did not write.
+        """
+        if (self.name, view) in self._same_views or not c10d.has_store():
+            return
+        place, rank = f"view {view.name}", dist.get_rank()
+        key = f"{self.name}/{place}"
+        mine = json.dumps({"rank": rank, "host": this_host(), "plan": [str(view)]})
+        first = self._first(key, mine)
+        if first is not None and first["plan"] != [str(view)]:
+            self._differ(
+                place,
+                f"ranks differ in view {view.name!r}: rank {rank} (host {this_host()}) has "
+                f"registered {view}, but rank {first['rank']} (host {first['host']}), which came "
+                f"first, has {', '.join(first['plan'])}; every rank must register the same view",
+            )
+        self._same_views.add((self.name, view))
+
+    def _first(self, key: str, mine: str) -> dict[str, Any] | None:
+        """Leave what this rank has to say, or return what the rank said that came first."""
+        found = answer(lambda: c10d.set_if_absent(key, mine))
+        if found == mine:
+            return None
+        first = parse(key, found)
+        if not _is_plan(first):
+            raise foreign(key, found)
+        return first  # type: ignore[no-any-return]
+
+    def _differ(self, place: str, words: str) -> NoReturn:
+        self.tell(place, words)
+        raise PlanMismatchError(words)
+
+    def tell(self, place: str, words: str) -> None:
+        """Leave word for the ranks that wait at a place, where they will raise it."""
+        self._heard.add(place)
+        _tell("plan", words, self.name, place)
+        self._told = f"{self.name}/differs"
 
     def retract(self) -> None:
         """Take back the word that this rank has left about its plan: it has another one now."""
@@ -215,36 +269,88 @@ class Agreement:
         if key is not None:
             answer(lambda: c10d.forget(key))
 
-    def meet(self, plan: Sequence[str], timeout_s: float) -> None:
-        """Compare all that was created so far, and wait until every rank of the grid has.
+    # ---- a meeting ------------------------------------------------------------------------------
+
+    def meet(self, plan: Sequence[str], timeout_s: float, call: str = "verify()") -> None:
+        """Compare a plan, such as all that was created so far, and wait until every rank has.
+
+        A meeting ends for all of its ranks alike, by the first word that one of them leaves about
+        that. One that fails is over: who comes too late for it goes on to the next, where it meets
+        those that try again.
+
+        Args:
+            plan: An entry for each group, or whatever else must be the same.
+            timeout_s: How long to wait.
+            call: What every rank of the grid must call for it, for the error.
 
         Raises:
-            PlanMismatchError: The plans of two ranks differ.
+            PlanMismatchError: The plans of two ranks differ, or a rank has declined.
             GroupCreationTimeout: A rank did not call this in time.
         """
-        place = f"verify {self._rounds + 1}"
-        self.compare(place, plan)
+        begin = time.monotonic()
+        while True:
+            self._rounds += 1
+            place = f"meeting {self._rounds}"
+            mine = f"{self.name}/{place}/here/{dist.get_rank()}"
+            try:
+                end = self._meet(place, mine, plan, begin + timeout_s)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    c10d.forget(mine)  # so that nobody finds all ranks here
+                raise
+            if end.words is not None:
+                self._heard.add(place)
+                raise PlanMismatchError(end.words)
+            if not end.missing:
+                return
+            if dist.get_rank() not in end.missing:
+                waited_s = time.monotonic() - begin
+                raise GroupCreationTimeout(
+                    f"{call} of the grid {self._layout} waited {waited_s:.1f} s for "
+                    f"{name_ranks(end.missing, self._layout)}; every rank of the grid must call it",
+                    missing=end.missing,
+                    waited=timedelta(seconds=waited_s),
+                )
+
+    def decline(self, words: str) -> None:
+        """Let the next meeting end by an error on all ranks, as this one cannot come to it."""
+        self._rounds += 1
+        self._end(f"meeting {self._rounds}", _End(words=words))
+
+    def _meet(self, place: str, mine: str, plan: Sequence[str], deadline: float) -> _End:
+        """Hold one meeting, and return how it ended."""
+        words = self._difference(place, plan)
+        if words is not None:
+            end = self._end(place, _End(words=words))
+            if end.words == words:
+                self.tell(place, words)  # also those that wait elsewhere
+            return end
         rank, leader = dist.get_rank(), self._layout.rank_offset
         here = [f"{self.name}/{place}/here/{member}" for member in self._layout.ranks]
-        done = f"{self.name}/{place}/done"
-        c10d.set_keys([f"{self.name}/{place}/here/{rank}"])
-        wanted = here if rank == leader else [done]  # so that no rank but one asks for all
-        waited = wait_until(lambda: c10d.is_set(wanted), timeout_s, self.look)
-        if waited is not None:
-            missing = [
-                member
-                for member, key in zip(self._layout.ranks, here, strict=True)
-                if not c10d.is_set([key])
-            ] or [leader]  # it came, and waits no more
-            raise GroupCreationTimeout(
-                f"verify() of the grid {self._layout} waited {waited:.1f} s for "
-                f"{name_ranks(missing, self._layout)}; every rank of the grid must call it",
-                missing=tuple(missing),
-                waited=timedelta(seconds=waited),
-            )
-        if rank == leader:
-            c10d.set_keys([done])
-        self._rounds += 1
+        done = [f"{self.name}/{place}/end"]
+        c10d.set_keys([mine])
+
+        def is_over() -> bool:  # no rank but one asks for all
+            return (rank == leader and c10d.is_set(here)) or c10d.is_set(done)
+
+        if wait_until(is_over, deadline - time.monotonic(), self.look) is None:
+            return self._end(place, _End()) if rank == leader else self._end(place)
+        missing = [
+            member
+            for member, key in zip(self._layout.ranks, here, strict=True)
+            if not c10d.is_set([key])
+        ]
+        return self._end(place, _End(missing=tuple(missing or [leader])))  # it came, and left
+
+    def _end(self, place: str, end: _End | None = None) -> _End:
+        """Say how a meeting ends, and return how it does: as the first rank to say so has said."""
+        key = f"{self.name}/{place}/end"
+        text = json.dumps(attrs.asdict(end)) if end else ""
+        found = answer(lambda: c10d.set_if_absent(key, text))
+        value = parse(key, found)
+        if not _is_end(value):
+            raise foreign(key, found)
+        return _End(tuple(value["missing"]), value["words"])
 
     # ---- word of a difference -------------------------------------------------------------------
 
@@ -262,11 +368,11 @@ class Agreement:
         joined = self._join()
         key = f"{joined.name}/differs"
         text = c10d.read_if_set(key)
-        if text is not None and text not in self._heard:
-            told = parse(key, text)
-            if not _is_word(told):
-                raise foreign(key, text)
-            self._heard.add(text)
+        told = None if text is None else parse(key, text)
+        if text is not None and not _is_word(told):
+            raise foreign(key, text)
+        if told is not None and (about := _about(told)) not in self._heard:
+            self._heard.add(about)
             if told["kind"] == "plan":
                 raise PlanMismatchError(told["words"])
             self._leave(joined, Mismatch(told["slot"], told["words"]))
@@ -328,6 +434,20 @@ def _is_plan(value: object) -> bool:
         and isinstance(value.get("plan"), list)
         and all(isinstance(entry, str) for entry in value["plan"])
     )
+
+
+def _is_end(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("missing"), list)
+        and all(isinstance(rank, int) for rank in value["missing"])
+        and isinstance(value.get("words"), (str, type(None)))
+    )
+
+
+def _about(told: dict[str, str]) -> str:
+    """What a word is about: the place of a plan, or all that is said of a grid."""
+    return told["slot"] if told["kind"] == "plan" else f"{told['slot']} {told['words']}"
 
 
 def _is_word(value: object) -> bool:

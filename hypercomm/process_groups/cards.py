@@ -74,6 +74,9 @@ class Card:
         """Say how two grids differ, and on which ranks and hosts."""
         own, others = self.facts(), first.facts()
         told = [name for name in own if own[name] != others[name]]
+        if "ranks" in told and self.layout.size == first.layout.size:
+            told = [name for name in told if name not in {"rank_offset", "strides"}]
+            own["ranks"], others["ranks"] = _first_difference(self.layout, first.layout)
         if len(told) > 1 and "strides" in told:
             told.remove("strides")  # they follow from the shape
         return (
@@ -100,6 +103,7 @@ class Card:
 
 
 _MOST_NAMED = 8
+_MOST_LISTED = 64
 
 _KINDS: dict[str, Any] = {
     "rank": int,
@@ -212,6 +216,8 @@ class Latest:
 def leave_latest(latest: Latest) -> None:
     """Leave in the store what this rank has joined."""
     fields = {**attrs.asdict(latest), "card": latest.card.to_fields()}
+    if latest.refused is None and "ranks" in fields["card"]["layout"]:
+        fields["card"]["layout"] = None  # the slot has the same list: one for all ranks
     c10d.set_value(_key_of(latest.card.rank), json.dumps(fields))
 
 
@@ -227,6 +233,10 @@ def latest_of(rank: int) -> Latest | None:
         return None
     found = parse(key, text)
     try:
+        if found["card"]["layout"] is None:
+            slot = f"{found['place']}/{found['slot']}"
+            first, _ = read_slot(slot, c10d.read_if_set(slot) or "null")
+            found["card"]["layout"] = first.to_fields()["layout"]
         card, refused = Card.from_fields(found["card"]), Mismatch.from_fields(found["refused"])
         latest = Latest(**{**found, "card": card, "refused": refused})
     except (ValueError, TypeError, KeyError) as error:
@@ -288,6 +298,15 @@ def _say(facts: dict[str, object], names: list[str]) -> str:
 def _form(layout: RankLayout) -> tuple[object, ...]:
     """What stays the same when a layout is moved."""
     return layout.shape, layout.dim_names, layout.strides, _listed(layout)
+
+
+def _first_difference(one: RankLayout, other: RankLayout) -> tuple[str, str]:
+    """Say which ranks two layouts have, or where long lists of them begin to differ."""
+    if one.size <= _MOST_LISTED:
+        return str(list(one.ranks)), str(list(other.ranks))
+    pairs = enumerate(zip(one.ranks, other.ranks, strict=True))
+    position, (mine, theirs) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    return f"with {mine} at position {position}", f"with {theirs} at position {position}"
 
 
 def _listed(layout: RankLayout) -> object:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import attrs
 import torch.distributed as dist
@@ -96,4 +97,16 @@ class CreatedGroup:
     meeting: OwnGroup | None = None
     """The group whose members say in the store that they are connected, if they must be."""
     owned: bool = True
-    """Whether the grid created it, and destroys it."""
+    """Whether a grid created it; the last one that has it destroys it."""
+    holders: WeakSet[Holder] = attrs.field(factory=WeakSet, init=False, repr=False)
+    """What may have it under a key."""
+
+    def is_held(self) -> bool:
+        """Tell whether some grid still has it under a key."""
+        return any(self in holder.created.values() for holder in self.holders)
+
+
+class Holder(Protocol):
+    """What has groups by key."""
+
+    created: dict[Any, CreatedGroup]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
-import attrs
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
@@ -24,9 +23,9 @@ from hypercomm.errors import (
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
-    PlanMismatchError,
 )
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.views import Views
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.answers import answer
@@ -39,74 +38,22 @@ from hypercomm.process_groups.creation import (
     together,
 )
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
+from hypercomm.process_groups.keys import Explanation, GroupKey, GroupRequest, describe
 from hypercomm.process_groups.meeting import ENDLESS, AttemptGivenUpError, Patience
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
+from hypercomm.process_groups.progress import Progress
 from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
-
-Derive = Callable[[RankGroups], RankGroups]
 
 logger = logging.getLogger(__name__)
 
 _ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
 
-@attrs.frozen
-class GroupKey:
-    """What a process group is filed under: the dims in layout order, and a name of its own."""
+class SharesWith(Protocol):
+    """What knows the present owner of a grid's groups: the grid may get another one."""
 
-    dims: tuple[str, ...]
-    name: str | None = None
-
-    def __str__(self) -> str:
-        return "+".join(self.dims) + (f" ({self.name})" if self.name else "")
-
-    def as_call(self) -> str:
-        """Return the key as one writes it in a call: "'tp'", "['cp', 'dp'], name='twin'"."""
-        dims = repr(self.dims[0]) if len(self.dims) == 1 else repr(list(self.dims))
-        return dims + (f", name={self.name!r}" if self.name else "")
-
-
-@attrs.frozen
-class GroupRequest:
-    """What one call asks for."""
-
-    key: GroupKey
-    given: GroupOptions
-    share: str
-    derive: Derive | None
-
-
-@attrs.frozen
-class Explanation:
-    """How a process group was created, or would be, and why; str() says it in lines of text.
-
-    Attributes:
-        key: The dims and the name.
-        groups: All the groups over them.
-        backend: Their backend; None before torch.distributed is initialised.
-        strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
-        reason: Why this strategy.
-        alternatives: What speaks against each other strategy, by its name.
-        served_by: The key whose group serves this one too, under `share="identical"`.
-    """
-
-    key: GroupKey
-    groups: RankGroups
-    backend: str | None
-    strategy: str
-    reason: str
-    alternatives: Mapping[str, str]
-    served_by: str | None
-
-    def __str__(self) -> str:
-        backend = f", {self.backend}" if self.backend else ""
-        lines = [f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"]
-        if self.served_by is not None:
-            lines.append(f"  served by the group over {self.served_by}: same ranks and options")
-        lines.append(f"  {self.strategy}: {self.reason}")
-        lines += [f"  not {name}: {reason}" for name, reason in self.alternatives.items()]
-        return "\n".join(lines)
+    owner: GroupOwner
 
 
 class GroupOwner:
@@ -115,11 +62,12 @@ class GroupOwner:
     Args:
         layout: The grid's.
         creation: How groups are created: "auto", or the name of a strategy.
-        share_with: The owner of another grid, whose groups may serve this one's keys.
+        share_with: What knows the owner of another grid, whose groups may serve this one's keys.
         agreement: What the ranks of the grid have told each other.
         is_verified: Whether each creation is compared with those of the other ranks.
 
     Attributes:
+        layout: The grid's.
         created: What exists, by key, in the order of creation.
         planned: What is planned, by key; all that exists is.
     """
@@ -128,26 +76,26 @@ class GroupOwner:
         self,
         layout: RankLayout,
         creation: str,
-        share_with: GroupOwner | None,
+        share_with: SharesWith | None,
         agreement: Agreement,
         is_verified: bool,
     ) -> None:
         self.created: dict[GroupKey, CreatedGroup] = {}
         self.planned: dict[GroupKey, PlannedGroup] = {}
         self.is_destroyed = False
-        self._layout = layout
+        self.layout = layout
         self._agreement = agreement
-        self._is_verified = is_verified
+        self._progress = Progress(agreement, is_verified)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._creation = creation
         self._share_with = share_with
-        self._failures: dict[GroupKey, int] = {}
-        self._batch = 1
-        self._batch_failures = 0
         self._batching = threading.Lock()
-        self._position = 0
-        self._mismatches: Counter[str] = Counter()
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether each creation is compared with those of the other ranks."""
+        return self._progress.is_verified
 
     # ---- one group ------------------------------------------------------------------------------
 
@@ -164,27 +112,29 @@ class GroupOwner:
                 f"the process group over {key.as_call()} has already been {has}; {how}, or create "
                 f"another over the same dims under a name of its own, name=..."
             )
-        planned = self._draft(request, batch)
+        planned = self.draft(request, batch)
         if planned.choice.strategy == "enumerate" and self._creation == "auto":
             logger.warning("creating groups by enumeration: %s", planned.choice.reason)
         if c10d.is_live():
             _ = self._agreement.name  # compares the grid while all ranks are at the same place
-        if self._is_verified and not batch:
-            self._compare([_describe(planned)])
+            if request.view is not None:
+                self._agreement.compare_view(request.view)
+        if self._progress.is_verified and not batch:
+            self._progress.compare([describe(planned)])
         self.planned[key] = planned
         return planned
 
-    def _draft(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
+    def draft(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
         """Check everything, and change nothing."""
         given, groups = request.given, self._groups(request)
         given.check()
-        choice = choose(self._creation, given.backend)
+        choice = choose(self._creation, given.backend, groups)
         resolved = given.resolve(group_desc=str(request.key)) if c10d.is_live() else given
-        make = partial(self._make, request.key, batch)
+        make = partial(self._make, request, batch)
         planned = PlannedGroup(
             str(request.key),
             groups,
-            request.derive is not None,
+            request.derive,
             given,
             resolved,
             choice,
@@ -207,7 +157,7 @@ class GroupOwner:
                 with self._lock:
                     if self.planned.get(key) is planned and planned.created is None:
                         del self.planned[key]
-                    self._uncount(1, error)
+                    self._progress.uncount(1, error)
                 if not isinstance(error, AttemptGivenUpError):
                     raise
             else:
@@ -223,7 +173,7 @@ class GroupOwner:
             except GroupExistsError:
                 logger.debug("another thread creates %s", key)
         groups = self._groups(request)
-        if given != first.given and first.choice is _ADOPTED:
+        if given != first.given and first.is_adopted:
             raise GroupOptionsError(
                 f"the process group over {key.as_call()} is that of a DeviceMesh, and cannot be "
                 f"had with {given}; leave the options out, or use another name=..."
@@ -255,11 +205,11 @@ class GroupOwner:
         """File a group that somebody else owns."""
         options = GroupOptions(backend=None if group is None else c10d.backend_of(group))
         created = CreatedGroup(group, owned=False)
-        key, groups = GroupKey((dim,)), self._layout.groups(dim)
+        key, groups = GroupKey((dim,)), self.layout.groups(dim)
         self.planned[key] = PlannedGroup(
             str(key),
             groups,
-            False,
+            None,
             GroupOptions(),
             options,
             _ADOPTED,
@@ -282,23 +232,17 @@ class GroupOwner:
         try:
             while True:
                 try:
-                    groups = self._create_batch(requests, self._batch_name)
+                    groups = self._create_batch(requests, self._progress.batch)
                 except BaseException as error:
-                    self._batch_failures += 1
+                    self._progress.end_batch(failed=True)
                     if not isinstance(error, AttemptGivenUpError):  # this rank came too late
                         raise
                 else:
-                    self._batch, self._batch_failures = self._batch + 1, 0
+                    self._progress.end_batch(failed=False)
                     self._agreement.retract()
                     return groups
         finally:
             self._batching.release()
-
-    @property
-    def _batch_name(self) -> str:
-        """What all ranks know the next batch by: only one that has succeeded is counted."""
-        failures = self._batch_failures
-        return f"batch {self._batch}" + (f" try {failures + 1}" if failures else "")
 
     def _create_batch(
         self, requests: Sequence[GroupRequest], batch: str
@@ -319,12 +263,12 @@ class GroupOwner:
             with self._lock:
                 for request in requests:
                     mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-                self._compare([_describe(planned) for planned in mine])
+                self._progress.compare([describe(planned) for planned in mine])
                 counted = len(mine)
             if c10d.is_live():
                 plans = [
-                    (planned, self._group_plan(key, batch, planned))
-                    for key, planned in zip(keys, mine, strict=True)
+                    (planned, self._group_plan(request, batch, planned))
+                    for request, planned in zip(requests, mine, strict=True)
                 ]
             begin = time.monotonic()
             with together():
@@ -338,7 +282,7 @@ class GroupOwner:
                 for key in keys[: len(mine)]:
                     self.planned.pop(key, None)
                     self.created.pop(key, None)
-                self._uncount(counted, error)
+                self._progress.uncount(counted, error)
             with contextlib.suppress(RuntimeError):  # the store is gone
                 give_up(
                     plan
@@ -356,31 +300,45 @@ class GroupOwner:
             if own is planned:
                 planned.created = None
                 del self.created[key]
-                self._failures[key] = self._failures.get(key, 0) + 1  # a retry gets another name
+                self._progress.next_name(key)  # a retry gets another name
         if self._share_with is not None:
-            self._share_with._uncreate(planned)
+            self._share_with.owner._uncreate(planned)
+
+    def remove(self, key: GroupKey) -> None:
+        """Destroy one group, unless it serves other keys too, of this grid or another."""
+        self.get(key)  # refuses what was not created
+        with self._lock:
+            created = self.created.pop(key)
+            planned = self.planned.pop(key, None)
+            self._progress.next_name(key)  # the next has another name
+            heirs = [one for one in self.planned.values() if one.twin is planned]
+            heirs.sort(key=lambda one: one.created is None)
+            for one in heirs:  # the first that exists serves the rest now
+                one.twin = None if one is heirs[0] else heirs[0]
+        if planned is not None:
+            planned.created = None
+        if created.owned and not created.is_held():
+            destroy([created])
 
     def destroy(self) -> None:
         """Destroy what was created here, the last one first; may be called twice."""
-        own = self._release()
+        own = self.release()
         if os.getpid() == self._process:
             destroy(own)
 
     def abort(self) -> None:
         """Abort what was created here, the last one first; waits for nobody."""
-        own = self._release()
+        own = self.release()
         if os.getpid() == self._process:
             abort(own)
 
-    def _release(self) -> list[CreatedGroup]:
-        """Forget all groups, and return those that this owner must end, the last one first."""
+    def release(self) -> list[CreatedGroup]:
+        """Forget all groups, and return those that no other grid has, the last one first."""
         with self._lock:
             self.is_destroyed = True
-            every = list(self.created.values())
+            every = dict.fromkeys(reversed(self.created.values()))  # shared ones once
             self.planned, self.created = {}, {}
-            foreign = {planned.created for planned in self._shareable()}
-            own = dict.fromkeys(reversed(every))  # shared ones once
-            return [item for item in own if item.owned and item not in foreign]
+            return [item for item in every if item.owned and not item.is_held()]
 
     def live(self) -> list[GroupKey]:
         """Return the keys of the groups that exist and that this owner must end."""
@@ -395,28 +353,86 @@ class GroupOwner:
     def verify(self, timeout: timedelta | None) -> None:
         """Compare all that is planned with the other ranks, and wait for them."""
         self.check_alive()
-        if self._layout.size > 1 and c10d.has_store():
+        with self._lock:
+            plan = [describe(planned) for planned in self.planned.values()]
+        self.meet(plan, timeout, "verify()")
+
+    def meet(self, plan: Sequence[str], timeout: timedelta | None, call: str) -> None:
+        """Compare a plan with the other ranks, and wait for them."""
+        if self._is_alone():
+            return
+        if self._progress.is_verified:
             with self._lock:
-                if self._is_verified:
-                    self._compare(["verify()"])
-                plan = [_describe(planned) for planned in self.planned.values()]
-            timeout = timeout or c10d.world_timeout(c10d.default_backend())
-            limit_s = timeout.total_seconds() if timeout else math.inf
-            try:
-                answer(lambda: self._agreement.meet(plan, limit_s), limit_s + 1)
-            except BaseException as error:
-                self._uncount(1, error)
-                raise
-            self._agreement.retract()
+                self._progress.compare([call])
+        timeout = timeout or c10d.world_timeout(c10d.default_backend())
+        limit_s = timeout.total_seconds() if timeout else math.inf
+        try:
+            answer(lambda: self._agreement.meet(plan, limit_s, call), limit_s + 1)
+        except BaseException as error:
+            self._progress.uncount(1, error)
+            raise
+        self._agreement.retract()
+
+    def decline(self, words: str) -> None:
+        """Keep the other ranks from waiting in `meet` for this one, which cannot come."""
+        if not self._is_alone():
+            self._progress.mismatch()  # as on those that come
+            answer(lambda: self._agreement.decline(f"rank {dist.get_rank()} {words}"))
+
+    def _is_alone(self) -> bool:
+        alone = self.layout.size < 2 or not c10d.has_store()
+        return alone or dist.get_rank() not in self.layout
+
+    # ---- another owner's groups -----------------------------------------------------------------
+
+    def successor(self, layout: RankLayout, agreement: Agreement) -> GroupOwner:
+        """Return an owner like this one, without groups, for another layout; nothing is compared.
+
+        Ranks that keep different groups create different ones until both are settled.
+        """
+        return GroupOwner(layout, self._creation, self._share_with, agreement, False)
+
+    def requests(self, views: Views) -> Iterator[GroupRequest]:
+        """Ask for all that was created, of other views and their base; what has no dims is left."""
+        for key, planned in self.planned.items():
+            view = None if key.view is None else views[key.view]
+            layout = views.base if view is None else view.layout
+            if set(key.dims) <= set(layout.dim_names):
+                found, dims = views.find(key.dims, key.view)
+                new = GroupKey(dims, key.name, None if found is None else found.name)
+                yield GroupRequest(new, view, planned.given, planned.share, planned.derive)
+
+    def file(self, key: GroupKey, planned: PlannedGroup, created: CreatedGroup) -> None:
+        """File a group that another owner has created, which hands it over."""
+        planned.twin = next((one for one in self._shareable() if one.created is created), None)
+        planned.created = created
+        self.planned[key] = planned
+        self._hold(key, created)
+
+    def _hold(self, key: GroupKey, created: CreatedGroup) -> None:
+        self.created[key] = created
+        created.holders.add(self)
+
+    def settle(self, keys: Sequence[GroupKey], is_verified: bool) -> None:
+        """Bring what is filed into an order that all ranks have alike, and compare from now on."""
+        self._progress.is_verified = is_verified
+        self.planned = {key: self.planned[key] for key in keys}
+        self.created = {key: self.created[key] for key in keys}
+
+    def tell(self, words: str) -> None:
+        """Leave word for the ranks that wait for this one."""
+        if c10d.has_store():
+            who = f"rank {dist.get_rank()}"
+            answer(lambda: self._agreement.tell(f"word of {who}", f"{who} {words}"))
 
     # ---- what a caller should know --------------------------------------------------------------
 
     def explain(self, request: GroupRequest) -> Explanation:
         """Say how a group was created, or would be."""
-        planned = self.planned.get(request.key) or self._draft(request)
+        planned = self.planned.get(request.key) or self.draft(request)
         strategy, reason = planned.choice
         backend = planned.resolved.backend
-        others = {} if planned.choice is _ADOPTED else alternatives(strategy, backend)
+        others = {} if planned.is_adopted else alternatives(strategy, backend, planned.groups)
         turns = len(split_turns(planned.groups)) if strategy == "split" else 1
         if turns > 1:
             reason += f", in {turns} turns, because torch's colours of some groups are equal"
@@ -432,19 +448,24 @@ class GroupOwner:
         """Refuse what needs a grid that is not destroyed, and that this process has made."""
         if os.getpid() != self._process:
             raise ForkedError(
-                f"this grid ({self._layout}) belongs to process {self._process}, of which this one "
+                f"this grid ({self.layout}) belongs to process {self._process}, of which this one "
                 f"is a fork: its process groups do not work here; build what this process needs "
                 f"after torch.distributed.init_process_group() of its own"
             )
         if self.is_destroyed:
-            raise GridDestroyedError(f"this grid ({self._layout}) was destroyed; build a new one")
+            raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
 
     # ---- how a group is made --------------------------------------------------------------------
+
+    def _layout_of(self, request: GroupRequest) -> RankLayout:
+        """The layout whose dims the key of a request names."""
+        shared = request.key.view is None
+        return self.layout if shared or request.view is None else request.view.layout
 
     def _groups(self, request: GroupRequest) -> RankGroups:
         """The groups that a request is about."""
         key, derive = request.key, request.derive
-        groups = self._layout.groups(*key.dims)
+        groups = self._layout_of(request).groups(*key.dims)
         if derive is None:
             return groups
         if not callable(derive):
@@ -459,21 +480,26 @@ class GroupOwner:
             raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
         return derived
 
-    def _make(self, key: GroupKey, batch: str, planned: PlannedGroup, begin: float) -> CreatedGroup:
+    def _make(
+        self, request: GroupRequest, batch: str, planned: PlannedGroup, begin: float
+    ) -> CreatedGroup:
         self.check_alive()
+        key = request.key
+        if planned.twin is not None and planned.twin.is_gone:
+            planned.twin = None
         if planned.twin is not None:
             created = planned.twin.attempt(begin)
         else:
-            plan = self._group_plan(key, batch, planned, begin)
+            plan = self._group_plan(request, batch, planned, begin)
             try:
                 created = create(plan, planned.choice.strategy)
             except BaseException:
                 if not batch:
-                    self._failures[key] = self._failures.get(key, 0) + 1
+                    self._progress.next_name(key)
                 raise
         with self._lock:
             if not self.is_destroyed:
-                self.created[key] = created
+                self._hold(key, created)
                 self.planned.setdefault(key, planned)  # another thread's attempt may have failed
                 return created
         if planned.twin is None:
@@ -482,76 +508,23 @@ class GroupOwner:
         return created
 
     def _group_plan(
-        self, key: GroupKey, batch: str, planned: PlannedGroup, begin: float = 0.0
+        self, request: GroupRequest, batch: str, planned: PlannedGroup, begin: float = 0.0
     ) -> GroupPlan:
         timeout = planned.resolved.timeout
         alone = timeout is not None and not batch  # in a batch, each group has its time
         deadline = begin + timeout.total_seconds() if timeout and alone else math.inf
         look = self._agreement.look if c10d.has_store() else ENDLESS.look
         return GroupPlan(
-            self._plan_name(key, batch),
-            self._layout,
+            self._progress.name_of(request.key, batch),
+            self._layout_of(request),
             planned.groups,
             planned.resolved,
-            str(key),
+            str(request.key),
             Patience(look, deadline),
         )
-
-    # ---- what the ranks compare -----------------------------------------------------------------
-
-    def _compare(self, entries: Sequence[str]) -> None:
-        """Compare what this call is about to create with what other ranks create."""
-        if not c10d.has_store():
-            return
-        place, tries = self._place, self._mismatches[self._place]
-        name = f"{place} try {tries + 1}" if tries else place
-        try:
-            self._agreement.compare(name, entries, self._position if self._is_verified else 0)
-        except PlanMismatchError:
-            self._mismatches[place] += 1
-            raise
-        self._position += len(entries)
-
-    @property
-    def _place(self) -> str:
-        return f"plan {self._position}" if self._is_verified else f"batch {self._batch}"
-
-    def _uncount(self, entries: int, error: BaseException) -> None:
-        """Take back that some entries were counted: a call that fails is made again."""
-        if self._is_verified:
-            self._position -= entries
-        if entries and isinstance(error, PlanMismatchError):  # another rank's: it left word
-            self._mismatches[self._place] += 1
-
-    def _plan_name(self, key: GroupKey, batch: str) -> str:
-        """The name that all ranks know the groups of a key by.
-
-        A creation that failed is tried again under another name, because the store still holds
-        what the failed one left: batches and groups count their failures.
-        """
-        if not c10d.is_live():
-            return str(key)
-        if batch:  # no dim name holds a space, so that no key looks like this
-            return f"{self._agreement.name}/{batch}/{key}"
-        failures, name = self._failures.get(key, 0), self._agreement.name
-        return f"{name}/try {failures + 1}/{key}" if failures else f"{name}/{key}"
 
     def _shareable(self) -> Iterator[PlannedGroup]:
         """What may serve a second key: the other grid's groups, then this one's."""
         if self._share_with is not None:
-            yield from self._share_with._shareable()
+            yield from self._share_with.owner._shareable()
         yield from self.planned.values()
-
-
-def _describe(planned: PlannedGroup) -> str:
-    """A planned group in words that all ranks of the grid find alike."""
-    options, members = planned.resolved, ""
-    if planned.is_derived:  # else the dims tell all
-        digest = hashlib.sha256(planned.groups.to_array().tobytes()).hexdigest()[:12]
-        members = f" (members {digest})"
-    return (
-        f"{planned.title} over {planned.groups!r}{members}: {planned.choice.strategy}, "
-        f"{options.backend}, timeout {options.timeout}, description {options.group_desc!r}, "
-        f"lazy_init {options.lazy_init}, options {type(options.pg_options).__name__}, "
-        f"share {planned.share!r}"
-    )

@@ -28,7 +28,7 @@ class PlannedGroup:
     Attributes:
         title: The dims, and the name if it has one.
         groups: The groups that it is one of.
-        is_derived: Whether these are others than those over the dims.
+        derive: What made them of those over the dims, if anything did.
         given: The options as given.
         resolved: The options as filled in from the live world.
         choice: How it will be created, and why so.
@@ -39,7 +39,7 @@ class PlannedGroup:
 
     title: str
     groups: RankGroups
-    is_derived: bool
+    derive: Callable[[RankGroups], RankGroups] | None
     given: GroupOptions
     resolved: GroupOptions
     choice: Choice
@@ -79,6 +79,16 @@ class PlannedGroup:
                 self.created = self.make(self, begin)
             return self.created
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether somebody else created the group, and owns it."""
+        return self.created is not None and not self.created.owned
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the group was created, and its grid has destroyed it since."""
+        return self.created is not None and self.created.owned and not self.created.is_held()
+
     def has_member(self) -> bool:
         """Tell whether the calling rank is in one of the groups."""
         return self.groups.has_member(world.rank())
@@ -105,13 +115,16 @@ def find_twin(planned: PlannedGroup, candidates: Iterable[PlannedGroup]) -> Plan
     if planned.share != "identical":
         return None
     for candidate in candidates:
-        if (
-            candidate.share == "identical"
-            and _same_options(candidate, planned)
-            and _same_ranks(candidate.groups, planned.groups, planned.choice.strategy)
-        ):
+        if candidate.share == "identical" and can_serve(candidate, planned):
             return candidate
     return None
+
+
+def can_serve(one: PlannedGroup, other: PlannedGroup) -> bool:
+    """Tell whether the group of one plan is what the other needs: same ranks and options."""
+    return _same_options(one, other) and _same_ranks(
+        one.groups, other.groups, other.choice.strategy
+    )
 
 
 def _same_options(one: PlannedGroup, other: PlannedGroup) -> bool:

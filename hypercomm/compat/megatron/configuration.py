@@ -15,7 +15,7 @@ from hypercomm.errors import (
     UnknownDimError,
     WorldSizeError,
 )
-from hypercomm.grid import Share
+from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_few, as_ordered, as_world_size, positive
 from hypercomm.layout.messages import shown
@@ -182,11 +182,8 @@ class Configuration:
             )
 
     def _check_pipelines(self, dense: RankLayout, expert: RankLayout) -> None:
-        if dense.groups("pp") == expert.groups("pp"):
-            if dense.dim_names[-1] == "pp" or dense.size_of("pp") == 1:
-                return
-            if dense.size_of("dp") == expert.size_of("dp"):
-                return
+        if have_same_pipelines(dense, expert):
+            return
         raise ConfigurationError(
             f"with order {self.order!r} the dense layers ({dense}) and the expert layers ({expert})"
             f" must have the same pipelines and data parallel size, but their pipelines are "
@@ -268,6 +265,23 @@ def order_layout(order: str, sizes: Mapping[str, int], rank_offset: int) -> Rank
             raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
     ordered = {name: sizes[name] for name in DIMS}
     return RankLayout.from_order(order, rank_offset=rank_offset, **ordered)
+
+
+def have_same_pipelines(dense: RankLayout, expert: RankLayout) -> bool:
+    """Tell whether dense and expert layers have the same pipelines, as Megatron demands.
+
+    Where pp is not last, the order of stages and replicas must be the same too.
+
+    Example:
+        >>> dense = order_layout("tp-pp-dp", dict(tp=2, pp=2, dp=2, ep=1, cp=1), 0)
+        >>> expert = order_layout("tp-pp-dp", dict(tp=4, pp=2, dp=1, ep=1, cp=1), 0)
+        >>> have_same_pipelines(dense, expert)
+        False
+    """
+    if dense.groups("pp") != expert.groups("pp"):
+        return False
+    is_last = dense.dim_names[-1] == "pp" or dense.size_of("pp") == 1
+    return is_last or dense.size_of("dp") == expert.size_of("dp")
 
 
 def hybrid_sizes(replicas: int) -> list[int]:

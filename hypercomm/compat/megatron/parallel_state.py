@@ -42,7 +42,7 @@ from hypercomm.compat.megatron.getters import (
 from hypercomm.compat.megatron.state import GLOBALS, ParallelState, current
 from hypercomm.compat.module_state import UNKNOWN
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
-from hypercomm.grid import Share
+from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.messages import shown

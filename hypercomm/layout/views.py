@@ -1,0 +1,222 @@
+"""Views: other factorisations of the ranks of a layout, such as a dense and an expert one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+import numpy as np
+
+from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
+from hypercomm.layout.checks import as_names, as_sizes, as_strings, as_tuple
+from hypercomm.layout.messages import shown
+from hypercomm.layout.notation import parse_sizes
+from hypercomm.layout.rank_groups import RankGroups
+from hypercomm.layout.rank_layout import RankLayout
+from hypercomm.layout.sizes import close_sizes
+
+BASE = "base"
+"""What the factorisation that a grid was made with is called among its views."""
+
+
+@attrs.frozen
+class View:
+    """Another factorisation of the ranks of a base layout.
+
+    Attributes:
+        name: What it is asked for by.
+        layout: The factorisation.
+        shared_dims: The dims that are also the base's, with the same groups; in the base's order.
+    """
+
+    name: str
+    layout: RankLayout
+    shared_dims: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shared = f" sharing {', '.join(self.shared_dims)}" if self.shared_dims else ""
+        return f"{self.layout}{shared}"
+
+
+class Views(Mapping[str, View]):
+    """The views of one base layout, by name; `register` adds one.
+
+    Args:
+        base: The layout whose ranks all of them factorise.
+
+    Example:
+        >>> views = Views(RankLayout.parse("tp=2,dp=4,pp=2"))
+        >>> view = views.register("expert", [4, 2, 2], ["ep", "expt_dp", "pp"], ["pp"])
+        >>> str(view), views.find(["pp"], "expert")[1], views.find(["ep"], "expert")[1]
+        ('ep=4,expt_dp=2,pp=2 sharing pp', ('pp',), ('ep',))
+    """
+
+    def __init__(self, base: RankLayout) -> None:
+        self.base = base
+        self._views: dict[str, View] = {}
+
+    def __getitem__(self, name: str) -> View:
+        if not isinstance(name, str) or name not in self._views:
+            known = list(self._views) or "none yet"
+            raise UnknownViewError(
+                f"there is no view {shown(name)} of {self.base}; registered: {known}"
+            )
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def register(
+        self,
+        name: str,
+        shape: Iterable[int],
+        dim_names: Iterable[str],
+        shared_dims: Iterable[str] | None = None,
+    ) -> View:
+        """Add a view, or refuse it as `HyperCommGrid.register_view` says."""
+        (name,) = as_names((name,), "view name")
+        if name == BASE or name in self._views:
+            taken = "is that of the grid's own dims" if name == BASE else "is already registered"
+            raise LayoutError(f"the view name {name!r} {taken}; registered: {list(self._views)}")
+        layout = _refactorised(self.base, name, as_sizes(shape), as_names(dim_names))
+        lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
+        wanted = () if lone is None else as_strings(lone, "shared_dims")
+        shared = self._shared(name, layout, wanted)
+        self._views[name] = View(name, layout, shared)
+        return self._views[name]
+
+    def refactored(self, base: RankLayout, sizes: Mapping[str, str]) -> Views:
+        """Return these views for another base layout of the same ranks.
+
+        Args:
+            base: The layout.
+            sizes: Sizes as text, as in "ep=4,expt_dp=2,pp=2", of the views that change, by name.
+
+        Raises:
+            UnknownViewError: There is no such view.
+            LayoutError: The sizes do not fit, or dims that are shared make other groups now.
+        """
+        for name in sizes:
+            self[name]
+        others = Views(base)
+        for name, view in self.items():
+            closed = dict(zip(view.layout.dim_names, view.layout.shape, strict=True))
+            try:
+                if name in sizes:
+                    closed = close_sizes(parse_sizes(sizes[name]), base.size)
+                shared = [dim for dim in view.shared_dims if dim in closed]
+                others.register(name, tuple(closed.values()), tuple(closed), shared)
+            except (LayoutError, WorldSizeError) as error:
+                raise LayoutError(
+                    f"view {name!r} ({view}) does not fit {base}: {error}; give its new sizes, "
+                    f"views={{{name!r}: 'dim=size,...'}}"
+                ) from error
+        return others
+
+    def find(
+        self, dims: str | Iterable[str], view: str | None
+    ) -> tuple[View | None, tuple[str, ...]]:
+        """Return what dims belong to: a view, or the base (None), and the dims in its order.
+
+        Dims that a view shares are the base's.
+
+        Raises:
+            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such dim; names the view that has it, if one does.
+        """
+        dims = dims if isinstance(dims, str) else as_tuple(dims, "dims")
+        found = self.asked(view)
+        if found is not None:
+            ordered = self._ordered(found.name, found.layout, dims)
+            if not set(ordered) <= set(found.shared_dims):
+                return found, ordered
+            dims = ordered
+        return None, self._ordered(BASE, self.base, dims)
+
+    def _ordered(
+        self, owner: str, layout: RankLayout, dims: str | tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Order dims as a layout has them; where others have them, its error says so."""
+        try:
+            return layout.order_dims(dims)
+        except UnknownDimError as error:
+            names = {dims} if isinstance(dims, str) else set(as_strings(dims, "dims"))
+            layouts = {BASE: self.base} | {view.name: view.layout for view in self.values()}
+            having = [name for name, other in layouts.items() if names <= set(other.dim_names)]
+            if not having:
+                raise
+            what = "the grid's own dims" if owner == BASE else f"those of view {owner!r}"
+            raise UnknownDimError(
+                f"{shown(dims)} is not among {what}, {layout.dim_names}, but of view "
+                f"{having[0]!r}; ask with view={having[0]!r}"
+            ) from error
+
+    def layout_of(self, view: str | None) -> RankLayout:
+        """Return the layout of a view, or the base."""
+        found = self.asked(view)
+        return self.base if found is None else found.layout
+
+    def asked(self, view: str | None) -> View | None:
+        """Return the view that is asked for; None for the base, which None and "base" name."""
+        if view is None or (isinstance(view, str) and view == BASE):
+            return None
+        return self[view]
+
+    def _shared(self, name: str, layout: RankLayout, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """Check that shared dims make the same groups in the base and the view, also jointly."""
+        if not wanted:
+            return ()
+        for dim in wanted:
+            for owner, names in ((f"view {name!r}", layout), ("the grid", self.base)):
+                if dim not in names.dim_names:
+                    raise UnknownDimError(
+                        f"dim {dim!r} of shared_dims is no dim of {owner}, which has "
+                        f"{names.dim_names}"
+                    )
+        shared = self.base.order_dims(wanted)
+        for dims in [*((dim,) for dim in shared), shared]:
+            here, there = self.base.groups(*dims), layout.groups(*dims)
+            if here != there:
+                raise LayoutError(
+                    f"view {name!r} cannot share {'+'.join(dims)} with the grid: the grid's groups "
+                    f"are {here!r}, the view's are {there!r}; {_first_difference(here, there)}; "
+                    f"give the dim another name in the view, or other sizes or another order"
+                )
+        return shared
+
+
+def _refactorised(
+    base: RankLayout, name: str, shape: tuple[int, ...], dim_names: tuple[str, ...]
+) -> RankLayout:
+    """Number the ranks of a layout, in its order, by other dims."""
+    size = math.prod(shape)
+    if len(shape) == len(dim_names) and size != base.size:
+        sizes = dict(zip(dim_names, shape, strict=True))
+        fitting = [
+            f"{dim} of {base.size // (size // own)}"
+            for dim, own in sizes.items()
+            if base.size % (size // own) == 0
+        ]
+        table = " * ".join(f"{dim}={own}" for dim, own in sizes.items())
+        raise LayoutError(
+            f"the sizes of view {name!r}, {table} = {size}, must multiply to the {base.size} ranks "
+            f"of {base}" + (f"; what would do: {', or '.join(fitting)}" if fitting else "")
+        )
+    ranks = base.ranks
+    if isinstance(ranks, range):
+        return RankLayout(shape, dim_names, base.rank_offset)
+    return RankLayout(shape, dim_names, ranks=ranks)
+
+
+def _first_difference(one: RankGroups, other: RankGroups) -> str:
+    if (len(one), one.group_size) != (len(other), other.group_size):
+        return (
+            f"they are {len(one)} groups of {one.group_size} and {len(other)} of {other.group_size}"
+        )
+    differs = np.flatnonzero((one.to_array() != other.to_array()).any(axis=1))
+    index = int(differs[0])
+    return f"they first differ in group {index}, {one[index]} and {other[index]}"
