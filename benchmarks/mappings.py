@@ -24,7 +24,7 @@ def mapping(runs: int, world_size: int) -> Iterator[Table]:
         return RankMapping(source, target).table()
 
     def leaders() -> object:
-        return RankMapping(source, target).table(leaders=True)
+        return RankMapping(source, target, leaders=True).table()
 
     def one_rank() -> object:
         return RankMapping(source, target).receives(rank)

@@ -17,10 +17,15 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.axes import Axis, are_nested
 from hypercomm.layout.checks import as_ordered
+from hypercomm.layout.messages import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_IN_ORDER = "_hypercomm_in_order"
+"""The mark of a mesh whose groups have its ranks in its order: on every rank alike."""
 
 MeshDims = tuple[tuple[str, ...], ...]
 """The dims of the grid that each dim of a mesh spans, in the mesh's order."""
@@ -78,19 +83,21 @@ def as_mesh(
     here = {name: at for name, at in layout.coords(rank).items() if name not in flat}
     shape = [int(np.prod([layout.size_of(name) for name in names])) for names in dims]
     ranks = layout.select(**here).enumerate_ranks(flat).reshape(shape)
-    return DeviceMesh.from_group(
+    mesh = DeviceMesh.from_group(
         list(groups),
         device_type,
         mesh=torch.from_numpy(ranks),
         mesh_dim_names=tuple(map(mesh_dim_name, dims)),
     )
+    setattr(mesh, _IN_ORDER, True)
+    return mesh
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | None]:
     """Read a mesh as a layout and the calling rank's group over each dim; None on a rank outside.
 
     Raises:
-        LayoutError: The mesh has no dim names, or no numbering of a layout makes its ranks.
+        LayoutError: The mesh has no dim names, or its process groups are not its lines.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,23 +108,47 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
         raise LayoutError(
             f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
-    layout = _layout_of(mesh.mesh.numpy(), names)
+    ranks = mesh.mesh.numpy()
+    if ranks.ndim > 1 and not getattr(mesh, _IN_ORDER, False):
+        _check_ascending(ranks, names)
+    layout = _layout_of(ranks, names)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return layout, None
     groups = {name: mesh.get_group(name) for name in names}
     for name, group in groups.items():
-        ranks, wanted = dist.get_process_group_ranks(group), layout.groups(name).of(dist.get_rank())
-        if tuple(ranks) != wanted:
+        found, wanted = dist.get_process_group_ranks(group), layout.groups(name).of(dist.get_rank())
+        if tuple(found) != wanted:
             raise LayoutError(
-                f"the process group of mesh dim {name!r} has ranks {ranks}, but the mesh has "
-                f"{list(wanted)} there"
+                f"the process group of mesh dim {name!r} has ranks {found}, but the mesh has "
+                f"{list(wanted)} there{_SORTED if found == sorted(wanted) else ''}"
             )
     return layout, groups
 
 
+_SORTED = (
+    "; torch sorts the ranks of the groups that it makes for a mesh: give it ascending ranks, or "
+    "make it as grid.device_mesh() of a grid over a layout with ranks=, whose groups keep the order"
+)
+
+
+def _check_ascending(ranks: NDArray[np.int64], names: Sequence[str]) -> None:
+    """Refuse a mesh whose groups cannot be its lines: on every rank, whichever lines it sees.
+
+    A mesh of one dim is one line, which all of its ranks see.
+    """
+    for axis, name in enumerate(names):
+        if not (np.diff(ranks, axis=axis) > 0).all():
+            lines = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
+            line = lines[(np.diff(lines, axis=1) < 0).any(axis=1)][0]
+            raise LayoutError(
+                f"the ranks of the mesh are permuted: {shown(ranks.tolist())}, so that dim "
+                f"{name!r} has {shown(line.tolist())} somewhere{_SORTED}"
+            )
+
+
 def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
-    """Find the numbering that makes the ranks of a mesh: each dim has a stride of its own."""
+    """Find the numbering of a mesh: a stride for each dim, or the list of its ranks."""
     first = int(ranks.flat[0])
     strides = [
         int(ranks.take(1, axis=axis).flat[0]) - first if size > 1 else 0
@@ -128,16 +159,10 @@ def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
     made = first + sum(
         stride * index for stride, index in zip(strides, np.indices(ranks.shape), strict=True)
     )
-    if min(strides) < 0 or not np.array_equal(made, ranks):
-        if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
-            raise LayoutError(
-                f"the ranks of the mesh do not step evenly: {ranks.tolist()}; a dim of it was made "
-                f"of others that are not neighbours: give the mesh from before that"
-            )
-        raise LayoutError(
-            f"the ranks of the mesh are permuted: {ranks.tolist()}; a process group has its ranks "
-            f"in ascending order, so each dim must step by the same positive number everywhere"
-        )
+    nested = are_nested(Axis(ranks.shape[axis], strides[axis]) for axis in axes)
+    if not nested or not np.array_equal(made, ranks):
+        shape = list(reversed(ranks.shape))
+        return RankLayout(shape, list(reversed(names)), ranks=ranks.ravel().tolist())
     return RankLayout(
         [ranks.shape[axis] for axis in axes],
         [names[axis] for axis in axes],

@@ -25,11 +25,12 @@ class Case:
 
     source: tuple
     target: tuple
-    along: str
+    along: str | None
     batch_axis: int
     shards: dict
     pipeline: str | None
     units: tuple
+    leaders: bool = False
 
     def mapping(self):
         return RankMapping(
@@ -39,14 +40,16 @@ class Case:
             batch_axis=self.batch_axis,
             shards=self.shards,
             pipeline=self.pipeline,
+            leaders=self.leaders,
         )
 
-    def dims_of_axis(self):
-        """Which dims cut each of three tensor axes, outermost first."""
-        dims = {0: [], 1: [], 2: []}
-        for dim, axis in [(self.along, self.batch_axis), *self.shards.items()]:
-            dims[axis % 3].append(dim)
-        return dims
+    def dims_of_axis(self, *, in_order=False):
+        """Which dims cut each of three tensor axes, outermost first; the axes in order of need."""
+        dims = {} if in_order else {0: [], 1: [], 2: []}
+        batch = [] if self.along is None else [(self.along, self.batch_axis)]
+        for dim, axis in [*batch, *self.shards.items()]:
+            dims.setdefault(axis % 3, []).append(dim)
+        return dims | {axis: dims.get(axis, []) for axis in range(3)}
 
     def shape(self):
         """A tensor's shape that both sides can cut."""
@@ -95,7 +98,7 @@ def global_indices(axes):
     )
 
 
-def deliver(case, held, wanted, mapping, *, leaders):
+def deliver(case, held, wanted, mapping, *, verify):
     """Transfer the numbers of the elements; the greatest difference from what is wanted here."""
     rank, shape = dist.get_rank(), case.shape()
     mine, due = (
@@ -104,11 +107,11 @@ def deliver(case, held, wanted, mapping, *, leaders):
     groups = {}
     for target in mapping.target_ranks:  # every rank makes every group, in one order
         siblings = mapping.broadcast_siblings(target)
-        if leaders and len(siblings) > 1 and siblings not in groups:
+        if mapping.leaders and len(siblings) > 1 and siblings not in groups:
             groups[siblings] = dist.new_group(list(siblings))
     group = groups.get(mapping.broadcast_siblings(rank)) if due is not None else None
     given = mine if mine is not None else None if due is None else torch.full_like(due, -1)
-    got = mapping.transfer(given, group, leaders=leaders)
+    got = mapping.transfer(given, group, verify=verify)
     for made in groups.values():
         if rank in dist.get_process_group_ranks(made):
             dist.destroy_process_group(made)
@@ -121,11 +124,11 @@ def deliveries(cases, modes):
     """Whether each case arrives, there and back, in each mode."""
     seen = []
     for case in cases:
-        mapping = case.mapping()
         held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-        for leaders in modes:
-            there = deliver(case, held, wanted, mapping, leaders=leaders)
-            back = deliver(case, wanted, held, mapping.inverse(), leaders=leaders)
+        for leaders, verify in modes:
+            mapping = attrs.evolve(case, leaders=leaders).mapping()
+            there = deliver(case, held, wanted, mapping, verify=verify)
+            back = deliver(case, wanted, held, mapping.inverse(), verify=verify)
             seen.append((there, back))
     return seen
 
@@ -232,15 +235,14 @@ class Module:
 def bridged(encoder_layout, llm_layout, *, leaders):
     """One step of both modules: this rank's part of the loss, and of the weights' gradients."""
     encoder, llm = Module("encoder", encoder_layout), Module("llm", llm_layout)
-    mapping = RankMapping(encoder_layout, llm_layout)
+    mapping = RankMapping(encoder_layout, llm_layout, leaders=leaders)
     rank = dist.get_rank()
 
     def cross(way, made, module):
         """Carry what this rank has made over the bridge to a module's stage."""
         is_target = rank in way.target_ranks
         given = made if made is not None else module.empty() if is_target else None
-        group = module.tp if leaders and is_target else None
-        return way.transfer(given, group, leaders=leaders)
+        return way.transfer(given, module.tp if leaders and is_target else None)
 
     output = encoder.forward(encoder.shard(data(0))) if encoder.here else None
     hidden = cross(mapping, output, llm)
@@ -315,9 +317,9 @@ def refusals():
     """What each rank hears about wrong arguments; nothing was sent, so a right call still works."""
     rank, words = dist.get_rank(), {}
     apart = RankMapping(RankLayout.parse("dp=2"), RankLayout([2], ["tp"], 2))
+    led = attrs.evolve(apart, leaders=True)
     both = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
     lone = dist.new_group([0, 1])
-    pair = lone if rank < 2 else None
     right = torch.arange(4.0).reshape(2, 2) if rank < 2 else torch.zeros(4, 2)
 
     def refused(name, call):
@@ -334,19 +336,24 @@ def refusals():
     if rank > 1:  # what receivers alone can get wrong
         refused("length", lambda: apart.transfer(torch.zeros(3, 2)))
         refused("expanded", lambda: apart.transfer(torch.zeros(1).expand(2)))
-        refused("no groups", lambda: apart.transfer(right, leaders=True))
+        refused("unfolded", lambda: apart.transfer(torch.zeros(4).unfold(0, 2, 1)[:2]))
+        computed = torch.ones(4, 2, requires_grad=True) * 2
+        refused("computed", lambda: apart.transfer(computed))
+        refused("no groups", lambda: led.transfer(right))
+        refused("no member", lambda: led.transfer(right, dist.GroupMember.NON_GROUP_MEMBER))
+        refused("wrong group", lambda: led.transfer(right, dist.group.WORLD))
     refused("out", lambda: apart.transfer(right, out=torch.zeros(2, 2)))
-    refused("leaders", lambda: apart.transfer(right, leaders=3))
+    refused("verify", lambda: apart.transfer(right, verify=3))
+    quantized = torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.qint8)
+    refused("quantized", lambda: apart.transfer(quantized))
     refused("groups", lambda: apart.transfer(right, 3))
-    refused(
-        "a group in vain", lambda: both.transfer(right, pair or dist.group.WORLD, leaders=False)
-    )
-    refused("wrong group", lambda: both.transfer(torch.zeros(2, 2), dist.group.WORLD))
+    refused("a group in vain", lambda: both.transfer(right, dist.group.WORLD))
     mine = torch.full((2, 2), float(rank))
     refused("out's shape", lambda: both.transfer(mine, out=torch.zeros(2, 2)))
     refused("out's type", lambda: both.transfer(mine, out=torch.zeros(4, 2, dtype=torch.int64)))
     shared = torch.zeros(6, 2)
     refused("out's memory", lambda: both.transfer(shared[:2], out=shared[1:5]))
+    refused("out's rows", lambda: both.transfer(shared[::3], out=shared[1:5]))
     large = RankMapping(RankLayout.parse("dp=2"), RankLayout([8], ["dp"]))
     refused("too large", lambda: large.transfer(mine))
     arena = torch.zeros(6, 2)
@@ -355,3 +362,74 @@ def refusals():
     if rank < 2:
         dist.destroy_process_group(lone)
     return words, apart.transfer(right), got
+
+
+def groups_that_do_not_matter():
+    """A bridge of leaders with every group that torch hands out, and what arrives on each rank."""
+    rank = dist.get_rank()
+    mapping = RankMapping(RankLayout([1], ["dp"]), RankLayout([2], ["tp"], 1), leaders=True)
+    pair = dist.new_group([1, 2])  # NON_GROUP_MEMBER on rank 0
+    got = mapping.transfer(torch.tensor([7.0, 8.0]) if rank == 0 else torch.zeros(2), pair)
+    one = RankMapping(RankLayout([1], ["dp"]), RankLayout([1], ["dp"], 1))
+    plain = one.transfer(torch.full((1,), rank + 3.0), dist.GroupMember.NON_GROUP_MEMBER)
+    lone = attrs.evolve(one, leaders=True).transfer(torch.full((1,), rank + 5.0), dist.group.WORLD)
+    return [None if found is None else found.tolist() for found in (got, plain, lone)]
+
+
+def interleaved_memory():
+    """Columns of one tensor are sent while its other columns receive."""
+    rank = dist.get_rank()
+    mapping = RankMapping(RankLayout([2], ["dp"]), RankLayout([2], ["dp"], ranks=[1, 0]))
+    whole = torch.full((3, 8), float(rank))
+    mapping.transfer(whole[:, :4], out=whole[:, 4:])
+    return whole.tolist()
+
+
+def overwritten():
+    """Whether autograd notices that a tensor, which it keeps, was received into."""
+    rank = dist.get_rank()
+    mapping = RankMapping(RankLayout([1], ["dp"]), RankLayout([1], ["dp"], 1))
+    buffer, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    loss = (buffer * weight).sum()
+    mapping.transfer(buffer)
+    with torch.inference_mode():  # has no versions to count
+        mapping.transfer(torch.ones(3))
+    if rank == 0:
+        return None
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "unnoticed"
+
+
+def mismatches():
+    """What each rank of a verified transfer hears; then one that goes through."""
+    rank, words = dist.get_rank(), []
+    one, two = RankLayout([1], ["dp"]), RankLayout([2], ["dp"], 1)
+    mapping = RankMapping(one, two)
+    other = RankMapping(one, two, batch_axis=1)
+    led = RankMapping(one, RankLayout([2], ["tp"], 1), leaders=True)
+    pair = dist.new_group([1, 2])
+
+    def told(transfer):
+        try:
+            found = transfer()
+        except HyperCommError as error:
+            words.append(f"{type(error).__name__}: {error}")
+        else:
+            words.append(None if found is None else found.tolist())
+
+    whole = torch.arange(4.0).reshape(2, 2)
+    given = whole if rank == 0 else torch.zeros(1, 2)
+    odd = {1: torch.zeros(1, 2, dtype=torch.int32)}
+    told(lambda: mapping.transfer(odd.get(rank, given), verify=True))  # another dtype
+    odd = {1: torch.zeros(1, 3)}
+    told(lambda: mapping.transfer(odd.get(rank, given), verify=True))  # another shape
+    told(lambda: mapping.transfer(None if rank == 2 else given, verify=True))  # no tensor
+    square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
+    told(lambda: (other if rank == 2 else mapping).transfer(square, verify=True))  # another mapping
+    led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
+    told(lambda: led.transfer(led_given, pair, verify=True))  # another shape in the broadcast
+    told(lambda: mapping.transfer(given, verify=True))
+    return words

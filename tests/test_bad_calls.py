@@ -207,12 +207,12 @@ LAYOUT_CALLS = [
         ),
     ),
     (
-        lambda: LAYOUT.select(cp=0).merge(["tp", "dp"], "x"),
+        lambda: RankLayout([2**13, 2**12], ["tp", "dp"], strides=[1, 2**14]).reorder("dp", "tp"),
         ValueError,
         errors.LayoutError,
         (
-            "dims ('tp', 'dp') cannot be merged: there are gaps between their ranks, with strides "
-            "(1, 4) over sizes (2, 2)"
+            "with gaps (strides (1, 16384)) the ranks must be listed, and 33554432 are more than "
+            "the 16777216 that can be; take a layout without gaps"
         ),
     ),
     (
@@ -254,7 +254,7 @@ LAYOUT_CALLS = [
         errors.LayoutError,
         (
             "the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
-            "'rank_offset' and 'strides', got '{}'"
+            "'rank_offset' and 'strides', or 'ranks', got '{}'"
         ),
     ),
     (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rank_functions import registered
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hypercomm import HyperCommGrid, run_ranks
+from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import GridDestroyedError, GroupMissingError, OrderError, RankOutsideError
 from hypercomm.testing import fake_world
 
@@ -234,12 +234,14 @@ def test_mesh_names_that_clash():
             grid.device_mesh("b_a", ("b", "a"))
 
 
-# torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines.
+# torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines:
+# refused on every rank, also where the rank's own lines ascend.
 @pytest.mark.parametrize(
     "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
 )
-def test_permuted_mesh(ranks):
-    with fake_world(4):
+@pytest.mark.parametrize("rank", range(4))
+def test_permuted_mesh(ranks, rank):
+    with fake_world(4, rank):
         mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
         before = registered()
         with pytest.raises(ValueError, match=re.escape(f"permuted: {ranks}")):
@@ -266,12 +268,54 @@ def test_mesh_without_names():
             HyperCommGrid.from_device_mesh("mesh")
 
 
-# A mesh that skips a dim steps unevenly; it is not called permuted.
+# A mesh of one dim is one line: all its ranks see that its group is sorted.
+def test_permuted_line():
+    with fake_world(3, rank=1):
+        mesh = DeviceMesh("cpu", torch.tensor([2, 0, 1]), mesh_dim_names=("dp",))
+        with pytest.raises(ValueError, match=re.escape("has [2, 0, 1] there; torch sorts")):
+            HyperCommGrid.from_device_mesh(mesh)
+
+
+# A mesh that skips a dim, or leaves hosts out, steps unevenly: the grid lists its ranks.
 def test_uneven_mesh():
     with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        grid.create_pg(["dp", "tp"])
-        with pytest.raises(ValueError, match=re.escape("do not step evenly: [0, 1, 4, 5]")):
-            HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
+        group = grid.create_pg(["dp", "tp"])
+        adopted = HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
+        assert list(adopted.layout.ranks) == [0, 1, 4, 5]
+        assert adopted.get_pg("dp_tp") is group
+
+
+# So are those of torch's own meshes: hosts left out, steps that interlock.
+@pytest.mark.parametrize(
+    "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
+)
+def test_left_out_ranks(ranks):
+    table = np.array(ranks)
+    for rank in range(8):
+        with fake_world(8, rank):
+            mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
+            grid = HyperCommGrid.from_device_mesh(mesh)
+            assert sorted(grid.layout.groups("tp")) == sorted(map(tuple, table.tolist()))
+            assert sorted(grid.layout.groups("dp")) == sorted(map(tuple, table.T.tolist()))
+            assert grid.is_current_rank_in_grid() == (rank in table)
+            for name in ("tp", "dp") if rank in table else ():
+                assert grid.get_pg(name) is mesh.get_group(name)
+
+
+# A mesh that a grid over listed ranks made is read back, in any order of its dims: on every rank,
+# also one that sees only lines that ascend.
+@pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [0, 1, 3, 2], [5, 4, 0, 1]], ids=str)
+def test_listed_grid_there_and_back(ranks):
+    layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
+    for rank in ranks:
+        with fake_world(6, rank), HyperCommGrid.from_layout(layout) as grid:
+            for dim in layout.dim_names:
+                grid.create_pg(dim)
+            assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == layout
+            turned = HyperCommGrid.from_device_mesh(grid.device_mesh("tp", "dp"))
+            for dim in layout.dim_names:
+                assert turned.get_pg(dim) is grid.get_pg(dim)
+                assert turned.group_ranks(dim) == grid.group_ranks(dim)
 
 
 # ---- real ranks ---------------------------------------------------------------------------------

@@ -78,14 +78,16 @@ def test_what_cannot_keep_the_order():
             assert "new_group of this torch sorts the ranks of each group" in enumerated
 
 
-# DTensors are sharded over a mesh of listed ranks by their places in the list.
-def test_mesh():
-    ranks = [2, 0, 3, 1]
+# DTensors are sharded over a mesh of listed ranks by their places in the list; and every rank reads
+# the list back from the mesh, also those whose own lines ascend.
+@pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [0, 1, 3, 2]], ids=str)
+def test_mesh(ranks):
     whole = np.arange(24.0).reshape(4, 6)
-    for rank, (sharded, swapped, full) in enumerate(
+    for rank, (sharded, swapped, full, is_read_back) in enumerate(
         run_ranks(listed_ranks.redistribute, 4, args=(ranks,))
     ):
         dp, tp = divmod(ranks.index(rank), 2)
         np.testing.assert_array_equal(sharded, whole[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3])
         np.testing.assert_array_equal(swapped, whole[tp * 2 : tp * 2 + 2])
         np.testing.assert_array_equal(full, whole)
+        assert is_read_back

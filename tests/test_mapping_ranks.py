@@ -10,6 +10,9 @@ import torch
 from hypercomm import RankLayout, RankMapping
 from hypercomm.errors import LayoutError, NotInitializedError
 from hypercomm.launch import run_ranks
+from hypercomm.layout.exchange import Exchange
+from hypercomm.layout.spread import Spread
+from hypercomm.process_groups import transfer
 from hypercomm.testing import fake_world
 
 WORLD = 8
@@ -22,15 +25,19 @@ def random_side(random):
     while math.prod(shape) > WORLD:
         shape[int(random.integers(4))] = 1
     offset = int(random.integers(WORLD - math.prod(shape) + 1))
-    return tuple(shape), tuple(names), tuple(range(offset, offset + math.prod(shape)))
+    ranks = range(offset, offset + math.prod(shape))
+    if random.random() < 0.4:  # any ranks, in any order
+        ranks = (int(rank) for rank in random.permutation(WORLD)[: math.prod(shape)])
+    return tuple(shape), tuple(names), tuple(ranks)
 
 
 def random_case(random):
     """A pair of layouts that can be mapped, colocated, beside each other or overlapping."""
     while True:
         shards = {"cp": int(random.choice([1, -1]))} | ({"tp": 1} if random.random() < 0.3 else {})
+        along = None if random.random() < 0.2 else "dp"
         case = mapping_ranks.Case(
-            random_side(random), random_side(random), "dp", 0, shards, "pp", (1, 2, 1)
+            random_side(random), random_side(random), along, 0, shards, "pp", (1, 2, 1)
         )
         try:
             case.mapping()
@@ -40,12 +47,13 @@ def random_case(random):
 
 
 # Whatever the layouts, each rank gets what numpy's splits say, there and back, with and without
-# leaders that broadcast; in a row, with nothing between one transfer and the next.
+# leaders that broadcast, verified or not; in a row, with nothing between one and the next.
 def test_any_layouts():
     random = np.random.default_rng(7)
     cases = [random_case(random) for _ in range(40)]
-    seen = run_ranks(mapping_ranks.deliveries, WORLD, args=(cases, [False, True]), timeout=180)
-    assert seen == [[(True, True)] * 80] * WORLD
+    modes = [(False, False), (True, False), (False, True), (True, True)]
+    seen = run_ranks(mapping_ranks.deliveries, WORLD, args=(cases, modes), timeout=240)
+    assert seen == [[(True, True)] * 160] * WORLD
 
 
 APART = [
@@ -117,14 +125,12 @@ def test_refusals():
                 f"LayoutError: out is for ranks of both stages; rank {rank} is on one, and gives "
                 f"its tensor as tensor"
             ),
-            "leaders": "LayoutError: leaders must be True, False or None, got 3",
+            "verify": "LayoutError: verify must be True, False or None, got 3",
+            "quantized": "LayoutError: tensor must be a plain tensor, got a quantized one",
             "groups": "LayoutError: groups must be a process group or None, got 3",
             "a group in vain": (
-                "LayoutError: groups is given, but leaders=False: then nobody broadcasts"
-            ),
-            "wrong group": (
-                f"LayoutError: groups must hold the ranks {(0, 1) if source else (2, 3)}, which "
-                f"want the same as this rank (its broadcast_siblings), but it holds (0, 1, 2, 3)"
+                "LayoutError: groups is given, but the mapping is not of leaders: nobody would "
+                "broadcast in it; make the mapping with leaders=True, or leave groups out"
             ),
             "out's shape": (
                 "LayoutError: out must have shape (4, 2), torch.float32 and device cpu, as follows "
@@ -135,7 +141,10 @@ def test_refusals():
                 "from tensor; it has (4, 2), torch.int64 and cpu"
             ),
             "out's memory": (
-                "LayoutError: out must not share memory with tensor, which is still being sent"
+                "LayoutError: out must share no element with tensor, which is still being sent"
+            ),
+            "out's rows": (
+                "LayoutError: out must share no element with tensor, which is still being sent"
             ),
             "too large": (
                 "WorldSizeError: the mapping dp=2 at 0 -> dp=8 at 0: fan-out 2 -> 8 along dp needs "
@@ -148,17 +157,123 @@ def test_refusals():
                 "become 2; the nearest lengths that work are 2 and 4"
             )
             expected["expanded"] = (
-                "LayoutError: tensor must not be expanded: several of its elements are one in "
-                "memory"
+                "LayoutError: tensor must have each element at an address of its own, but shape "
+                "(2,) has strides (0,); give a contiguous one"
             )
-            expected["no groups"] = (
-                "LayoutError: leaders=True needs groups, the process group of (2, 3), which want "
-                "the same as this rank"
+            expected["unfolded"] = (
+                "LayoutError: tensor must have each element at an address of its own, but shape "
+                "(2, 2) has strides (1, 1); give a contiguous one"
+            )
+            expected["computed"] = (
+                "LayoutError: tensor was computed from what requires a gradient, and may not be "
+                "overwritten; give another buffer, as torch.empty_like(...) makes"
+            )
+            expected["no groups"] = expected["no member"] = (
+                "LayoutError: a mapping of leaders needs groups, the process group of (2, 3), "
+                "which want the same as this rank"
+            )
+            expected["wrong group"] = (
+                "LayoutError: groups must hold the ranks (2, 3), which want the same as this rank "
+                "(its broadcast_siblings), but it holds (0, 1, 2, 3)"
             )
         assert words == expected
         assert apart is None if source else apart.tolist() == [[0, 1], [2, 3]] * 2
         shard = rank // 2 * 2
         assert both.tolist() == [[shard, shard]] * 2 + [[shard + 1, shard + 1]] * 2
+
+
+# Groups are ignored where nobody broadcasts, and what torch gives to those outside a group is none.
+def test_groups_that_do_not_matter():
+    seen = run_ranks(mapping_ranks.groups_that_do_not_matter, 3)
+    assert seen == [[None] * 3, [[7, 8], [3], [5]], [[7, 8], None, None]]
+
+
+# Columns that lie between others share no element with them.
+def test_interleaved_memory():
+    for rank, whole in enumerate(run_ranks(mapping_ranks.interleaved_memory, 2)):
+        assert whole == [[rank] * 4 + [1 - rank] * 4] * 3
+
+
+# A tensor that autograd needs unchanged and that is received into is noticed.
+def test_overwritten_tensors_are_noticed():
+    nothing, words = run_ranks(mapping_ranks.overwritten, 2)
+    assert nothing is None
+    assert "modified by an inplace operation" in words
+
+
+# With verify both ends of a message hear that they differ, or that one refuses, with both views;
+# so does who exchanges something with either. Nothing was sent: the next transfer is right.
+def test_mismatches():
+    dtype, shape, tensor, mapping, broadcast, right = zip(
+        *run_ranks(mapping_ranks.mismatches, 3, timeout=60), strict=True
+    )
+    one = "dp=1 at 0 -> dp=2 at 1: fan-out 1 -> 2 along dp"
+    begin = "LayoutError: rank {} and rank {} mean different transfers, and nothing was sent; "
+    float_rows = f"0 sends 1 (1, 2) of torch.float32, by {one}"
+    for found, theirs in (
+        (dtype, f"0 sends 1 (1, 2) of torch.int32, by {one}"),
+        (shape, f"0 sends 1 (1, 3) of torch.float32, by {one}"),
+    ):
+        assert found == (
+            begin.format(0, 1) + f"here: {float_rows}; there: {theirs}",
+            begin.format(1, 0) + f"here: {theirs}; there: {float_rows}",
+            (
+                "LayoutError: nothing was sent: rank 0, with which this rank exchanges something, "
+                "and another one mean different transfers; their errors say which"
+            ),
+        )
+    refusal = "tensor must be a torch.Tensor, got None"
+    assert tensor[0].startswith(begin.format(0, 2))
+    assert tensor[0].endswith(f"; there: refused: {refusal}, by {one}")
+    assert tensor[1].startswith("LayoutError: nothing was sent: rank 0,")
+    assert tensor[2] == f"LayoutError: {refusal}"
+    assert mapping[0].startswith(begin.format(0, 2))
+    assert mapping[1].startswith("LayoutError: nothing was sent: rank 0,")
+    assert mapping[2].startswith(begin.format(2, 0))
+    assert broadcast[0].startswith("LayoutError: nothing was sent: rank 1,")
+    assert broadcast[1].startswith(begin.format(1, 2))
+    assert "there: 1 broadcasts (2, 3) of torch.float32" in broadcast[1]
+    assert broadcast[2].startswith(begin.format(2, 1))
+    assert right == (None, [[0, 1]], [[2, 3]])
+
+
+# By default the environment says whether transfers are verified; other words of it are refused.
+def test_verify_by_the_environment(monkeypatch):
+    mapping = RankMapping(RankLayout.parse("dp=1"), RankLayout.parse("dp=1"))
+    asked = []
+    monkeypatch.setattr(transfer, "rehearse", lambda *_: asked.append(1))
+    with fake_world(1):
+        for text, verify, times in (
+            ("1", None, 1),
+            ("0", None, 0),
+            ("1", False, 0),
+            ("0", True, 1),
+        ):
+            monkeypatch.setenv("HYPERCOMM_VERIFY", text)
+            asked.clear()
+            mapping.transfer(torch.zeros(1), verify=verify)
+            assert len(asked) == times
+        monkeypatch.setenv("HYPERCOMM_VERIFY", "yes")
+        with pytest.raises(LayoutError, match="HYPERCOMM_VERIFY must be 0 or 1, got 'yes'"):
+            mapping.transfer(torch.zeros(1))
+
+
+# What a mapping asks of a rank is worked out once, however often tensors of one shape move.
+def test_plans_are_kept(monkeypatch):
+    mapping = RankMapping(RankLayout.parse("dp=2,ep=3"), RankLayout.parse("dp=2,ep=3"))
+    with fake_world(6):
+        mapping.transfer(torch.zeros(3, 2))
+
+        def refuse(*_, **__):
+            raise AssertionError("worked out again")
+
+        for name in ("sends", "receives", "place", "rank_at"):
+            owner = Exchange if name in {"sends", "receives"} else Spread
+            monkeypatch.setattr(owner, name, refuse)
+        again = RankMapping(RankLayout.parse("dp=2,ep=3"), RankLayout.parse("dp=2,ep=3"))
+        assert again.transfer(torch.ones(3, 2)).tolist() == [[1, 1]] * 3
+        with pytest.raises(AssertionError, match="again"):
+            again.transfer(torch.ones(4, 2))
 
 
 # Where torch.distributed is not initialised, the error says so.

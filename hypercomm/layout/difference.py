@@ -87,6 +87,7 @@ class LayoutDifference:
         after: The layout after.
         changes: One for every combination of dims of either layout that makes groups of two ranks
             or more: those of `before` in its order, few dims first, then what is new in `after`.
+            Several, where lists of ranks let groups over some dims be kept over different ones.
         groups_before: The number of groups of two ranks or more that `before` has.
         groups_after: The number of groups of two ranks or more that `after` has.
         groups_kept: The number of groups that both have.

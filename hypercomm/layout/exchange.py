@@ -2,12 +2,15 @@
 
 A cell of the source overlaps some cells of the target, and each replica of those wants the part in
 common. These are the cell's consumers: n of them, the target's replicas varying fastest, then the
-last axis that is cut. Consumer k is served by replica k * R // n of the R that the cell has.
+last axis that is cut. A consumer that has the cell itself is served by itself; else consumer k is
+served by replica k * R // n of the R that the cell has. Among leaders, R is 1 and so are the
+target's replicas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from operator import attrgetter
 
@@ -17,7 +20,6 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import LARGEST_WORLD
-from hypercomm.layout.messages import shown
 from hypercomm.layout.parts import Cut, Message
 from hypercomm.layout.spread import Place, Spread
 
@@ -33,6 +35,8 @@ class Exchange:
         before: How the tensor is spread.
         after: How it is wanted.
         cuts: The axes that are cut, in the order of the cells of both.
+        leaders: Whether the first replica of each cell sends alone, to the first of each that
+            wants it.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -46,11 +50,12 @@ class Exchange:
     before: Spread
     after: Spread
     cuts: tuple[Cut, ...]
+    leaders: bool = False
 
-    def sends(self, rank: int, *, leaders: bool = False) -> tuple[Message, ...]:
+    def sends(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank sends, by target; as `RankMapping.sends`."""
-        place, (senders, receivers) = self.before.place(rank), self._replicas(leaders)
-        if place is None or (leaders and place.replica):
+        place, (senders, receivers) = self.before.place(rank), self._replicas
+        if place is None or place.replica >= senders:
             return ()
         choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, place.cell, strict=True)]
         consumers = math.prod(map(len, choices)) * receivers
@@ -59,24 +64,34 @@ class Exchange:
         )
         _refuse_too_many(last - first)
         messages = []
+        own = self.after.find(rank)
+        if own is not None and own.replica < receivers and _overlap(own, choices):
+            messages.append(self._message(place, own))
         for turn in range(first, last):
             rest, replica = divmod(turn, receivers)
             reversed_cell = []
             for shards in reversed(choices):
                 rest, position = divmod(rest, len(shards))
                 reversed_cell.append(shards[position])
-            messages.append(self._message(place, Place(tuple(reversed_cell[::-1]), replica)))
+            there = Place(tuple(reversed_cell[::-1]), replica)
+            theirs = self._own(self.after.rank_at(*there))
+            if theirs is None or theirs.cell != place.cell:  # else it serves itself
+                messages.append(self._message(place, there))
         return tuple(sorted(messages, key=attrgetter("target")))
 
-    def receives(self, rank: int, *, leaders: bool = False) -> tuple[Message, ...]:
+    def receives(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank receives, by source; as `RankMapping.receives`."""
-        place, (senders, receivers) = self.after.place(rank), self._replicas(leaders)
-        if place is None or (leaders and place.replica):
+        place, (senders, receivers) = self.after.place(rank), self._replicas
+        if place is None or place.replica >= receivers:
             return ()
+        own = self._own(rank)
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, place.cell, strict=True)]
         _refuse_too_many(math.prod(map(len, choices)))
         messages = []
         for cell in product(*choices):
+            if own is not None and own.cell == cell:
+                messages.append(self._message(own, place))
+                continue
             position, cells = 0, 1
             for cut, here, there in zip(self.cuts, cell, place.cell, strict=True):
                 shards = cut.targets_of(here)
@@ -87,9 +102,9 @@ class Exchange:
             messages.append(self._message(Place(cell, sender), place))
         return tuple(sorted(messages, key=attrgetter("source")))
 
-    def table(self, *, leaders: bool = False) -> NDArray[np.void]:
+    def table(self) -> NDArray[np.void]:
         """List all messages, by source and then by target; as `RankMapping.table`."""
-        senders, receivers = self._replicas(leaders)
+        senders, receivers = self._replicas
         _refuse_too_many(math.prod(cut.overlaps for cut in self.cuts) * receivers)
         pairs = [cut.pairs() for cut in self.cuts]
         boxes = math.prod(len(sources) for sources, _ in pairs)
@@ -110,22 +125,35 @@ class Exchange:
         columns = [(name, np.int64) for name in ("source", "target")]
         bound_columns = [(name, np.int64, (len(pairs),)) for name in ("start", "stop")]
         rows = np.empty(boxes * receivers, dtype=[*columns, *bound_columns])
-        rows["source"] = self.before.to_array()[here[:, None], sender].ravel()
-        rows["target"] = self.after.to_array()[there, :receivers].ravel()
+        held = self.before.to_array()[:, :senders]
+        wanted = self.after.to_array()[:, :receivers]
+        serves_itself = _rows_of(wanted, held)[there] == here[:, None]
+        targets = wanted[there]
+        rows["source"] = np.where(serves_itself, targets, held[here[:, None], sender]).ravel()
+        rows["target"] = targets.ravel()
         rows["start"], rows["stop"] = bounds.repeat(receivers, axis=1)
         ordered: NDArray[np.void] = rows[np.lexsort((rows["target"], rows["source"]))]
         return ordered
 
-    def _replicas(self, leaders: bool) -> tuple[int, int]:
+    @property
+    def _replicas(self) -> tuple[int, int]:
         """How many replicas of a cell of the source send, and of the target receive."""
-        if not isinstance(leaders, (bool, np.bool_)):
-            raise LayoutError(f"leaders must be True or False, got {shown(leaders)}")
-        return (1, 1) if leaders else (self.before.replicas, self.after.replicas)
+        return (1, 1) if self.leaders else (self.before.replicas, self.after.replicas)
+
+    def _own(self, rank: int) -> Place | None:
+        """What a rank of the target has itself, and may send."""
+        place = self.before.find(rank)
+        return None if place is None or place.replica >= self._replicas[0] else place
 
     def _message(self, here: Place, there: Place) -> Message:
         shards = zip(self.cuts, here.cell, there.cell, strict=True)
         parts = tuple(cut.part(source, target) for cut, source, target in shards)
         return Message(self.before.rank_at(*here), self.after.rank_at(*there), parts)
+
+
+def _overlap(place: Place, choices: Sequence[range]) -> bool:
+    """Whether a cell is among those that take one of these shards along each axis."""
+    return all(shard in shards for shard, shards in zip(place.cell, choices, strict=True))
 
 
 def _run_lengths(
@@ -137,9 +165,17 @@ def _run_lengths(
     return targets[begins][chosen], counts[chosen]
 
 
+def _rows_of(ranks: NDArray[np.int64], held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row of `held` that each rank is in; -1 where it is in none."""
+    order = np.argsort(held, axis=None)
+    ascending = held.ravel()[order]
+    at = np.minimum(np.searchsorted(ascending, ranks), held.size - 1)
+    return np.where(ascending[at] == ranks, order[at] // held.shape[1], -1)
+
+
 def _refuse_too_many(messages: int) -> None:
     if messages > _MOST_MESSAGES:
         raise LayoutError(
             f"these are {messages} messages, more than the {_MOST_MESSAGES} that can be listed; "
-            f"ask about single ranks, or with leaders=True"
+            f"ask about single ranks, or give the mapping leaders=True"
         )

@@ -153,10 +153,9 @@ class Numbering:
 
     def __contains__(self, rank: object) -> bool:
         try:
-            self._index(rank)
-        except RankOutsideError:
+            return self._find(rank) is not None
+        except RankOutsideError:  # it is no rank at all
             return False
-        return True
 
     def size_of(self, dim: str, default: int | None = None) -> int:
         """Return the size of a dim, or `default` if there is no such dim and one is given.
@@ -294,16 +293,21 @@ class Numbering:
 
     def _index(self, rank: object) -> list[int]:
         """The coordinates of a rank, in the order of the dims."""
+        index = self._find(rank)
+        if index is None:
+            raise self._outside(rank)
+        return index
+
+    def _find(self, rank: object) -> list[int] | None:
+        """The coordinates of a rank, None where it is not held; no error, which costs more."""
         rest = self._place_of(rank)
         reversed_index = []
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             coordinate, rest = divmod(rest, stride)
             if not 0 <= coordinate < size:
-                raise self._outside(rank)
+                return None
             reversed_index.append(coordinate)
-        if rest:
-            raise self._outside(rank)
-        return reversed_index[::-1]
+        return None if rest else reversed_index[::-1]
 
     def _outside(self, rank: object) -> RankOutsideError:
         if self._listing is not None:

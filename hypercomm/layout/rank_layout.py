@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import notation
 from hypercomm.layout.axes import coalesce, lattice
-from hypercomm.layout.checks import LARGEST_RANK, as_names, as_ordered, as_sizes, positive
+from hypercomm.layout.checks import (
+    LARGEST_RANK,
+    LARGEST_WORLD,
+    as_names,
+    as_ordered,
+    as_sizes,
+    positive,
+)
 from hypercomm.layout.listing import listed_groups
 from hypercomm.layout.messages import shown
 from hypercomm.layout.numbering import Numbering, dense_strides
@@ -173,7 +180,7 @@ class RankLayout(Numbering):
         if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
             raise LayoutError(
                 f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
-                f"'rank_offset' and 'strides', got {shown(text)}"
+                f"'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
             )
         return cls(**fields)
 
@@ -274,11 +281,16 @@ class RankLayout(Numbering):
         """Join dims that are neighbours in the layout into one; no rank moves.
 
         Raises:
-            LayoutError: The dims are not neighbours, or step with a gap between them.
+            LayoutError: The dims are not neighbours, or too many ranks would have to be listed.
 
         Example:
             >>> str(RankLayout.parse("tp=2,cp=2,dp=4").merge(["dp", "cp"], "dp_cp"))
             'tp=2,dp_cp=8'
+
+            Where there are gaps that no stride tells, the ranks are listed.
+
+            >>> RankLayout([2, 2], ["tp", "dp"], strides=[1, 4]).merge(["tp", "dp"], "dp_tp")
+            RankLayout(shape=(4,), dim_names=('dp_tp',), ranks=(0, 1, 4, 5))
         """
         wanted = self.order_dims(dims)
         first = self._axis_of(wanted[0])
@@ -290,10 +302,9 @@ class RankLayout(Numbering):
             )
         steps = coalesce(self._axes(wanted))
         if len(steps) > 1:
-            raise LayoutError(
-                f"dims {wanted} cannot be merged: there are gaps between their ranks, with "
-                f"strides {self.strides[first:last]} over sizes {self.shape[first:last]}"
-            )
+            names = (*self.dim_names[:first], name, *self.dim_names[last:])
+            size = math.prod(self.shape[first:last])
+            return self._over_its_list((*self.shape[:first], size, *self.shape[last:]), names)
         size, stride = steps[0] if steps else (1, self.strides[first])
         return self._with_dims(first, last, (name,), (size,), (stride,))
 
@@ -315,7 +326,8 @@ class RankLayout(Numbering):
         """Number the ranks in another order of dims, the first varying fastest; ranks move.
 
         Raises:
-            LayoutError: The dims are not all of the layout's, or the layout is not dense.
+            LayoutError: The dims are not all of the layout's, or it has gaps, and more ranks than
+                can be listed.
 
         Example:
             >>> RankLayout.parse("tp=2,dp=4").reorder("dp", "tp").coords(1)
@@ -324,9 +336,9 @@ class RankLayout(Numbering):
         wanted = self._check_dims(dims)
         if len(wanted) != len(self.dim_names):
             raise LayoutError(f"reorder() needs every dim of {self.dim_names}, got {wanted}")
-        if self.strides != dense_strides(self):
-            raise LayoutError(f"a layout with gaps (strides {self.strides}) cannot be reordered")
         shape = [self.size_of(name) for name in wanted]
+        if self.strides != dense_strides(self):
+            return self._over_its_list(shape, wanted)
         return RankLayout(shape, wanted, self.rank_offset, ranks=self._listing)
 
     def select(self, /, **coords: int) -> RankLayout:
@@ -355,6 +367,15 @@ class RankLayout(Numbering):
         return RankLayout(shape, kept, self.rank_offset + place, strides=strides)
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _over_its_list(self, shape: Sequence[int], dim_names: Sequence[str]) -> RankLayout:
+        """Another shape over the same list of ranks, of a layout with gaps."""
+        if self.size > LARGEST_WORLD:
+            raise LayoutError(
+                f"with gaps (strides {self.strides}) the ranks must be listed, and {self.size} are "
+                f"more than the {LARGEST_WORLD} that can be; take a layout without gaps"
+            )
+        return RankLayout(shape, dim_names, ranks=self.ranks)
 
     def _with_dims(
         self,

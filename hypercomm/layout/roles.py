@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+import numpy as np
 
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.messages import shown
-from hypercomm.layout.parts import Cut
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.sizes import divisors
 
@@ -28,6 +29,21 @@ def as_dim(value: object, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise LayoutError(f"{what} must be the name of a dim, got {shown(value)}")
     return str(value)
+
+
+def as_flag(value: object, what: str) -> bool:
+    """Read True or False; `what` begins the error's sentence.
+
+    Raises:
+        LayoutError: It is neither.
+
+    Example:
+        >>> as_flag(True, "leaders")
+        True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise LayoutError(f"{what} must be True or False, got {shown(value)}")
+    return bool(value)
 
 
 def as_shards(value: object) -> tuple[tuple[str, int], ...]:
@@ -52,10 +68,26 @@ def as_shards(value: object) -> tuple[tuple[str, int], ...]:
     return tuple(shards)
 
 
+def dims_of_axes(
+    along: str | None, batch_axis: int, shards: tuple[tuple[str, int], ...]
+) -> dict[int, tuple[str, ...]]:
+    """Tell which dims cut each tensor axis, outermost first; the batch's axis first.
+
+    Example:
+        >>> dims_of_axes("dp", 0, (("cp", 1), ("tp", 0)))
+        {0: ('dp', 'tp'), 1: ('cp',)}
+    """
+    axes: dict[int, tuple[str, ...]] = {}
+    batch = [] if along is None else [(along, batch_axis)]
+    for dim, axis in (*batch, *shards):
+        axes[axis] = (*axes.get(axis, ()), dim)
+    return axes
+
+
 def check_roles(
     source: RankLayout,
     target: RankLayout,
-    along: str,
+    along: str | None,
     shards: tuple[tuple[str, int], ...],
     pipeline: str | None,
 ) -> None:
@@ -63,14 +95,15 @@ def check_roles(
 
     Raises:
         LayoutError: A dim is named twice.
-        UnknownDimError: Neither layout has a dim, and no default names it.
+        UnknownDimError: Neither layout has a dim, and no default names it; or neither has `along`,
+            while a dim without a role would replicate what was perhaps to be split.
 
     Example:
         >>> layout = RankLayout.parse("tp=2,dp=2")
         >>> check_roles(layout, layout, "dp", (("tp", -1),), "pp")
     """
-    roles = {"along": [along], "shards": [dim for dim, _ in shards]}
-    roles["pipeline"] = [] if pipeline is None else [pipeline]
+    roles = {"along": [along] if along else [], "shards": [dim for dim, _ in shards]}
+    roles["pipeline"] = [pipeline] if pipeline else []
     known = {*source.dim_names, *target.dim_names, *_MAY_LACK}
     seen: dict[str, str] = {}
     for role, dims in roles.items():
@@ -85,27 +118,48 @@ def check_roles(
                     f"{source.dim_names}, the target {target.dim_names}"
                 )
             seen[dim] = role
+    idle = replicating(source, target, seen)
+    if along is not None and along not in {*source.dim_names, *target.dim_names} and idle:
+        raise UnknownDimError(
+            f"along names dim {along!r}, which neither layout has, so that dims {idle} would "
+            f"replicate the whole tensor; give along={idle[0]!r} if that one splits the batch, "
+            f"along=None if nothing does, or shards={{{idle[0]!r}: axis}} if it cuts another axis"
+        )
 
 
-def check_batch(batch: Cut, dims: tuple[str, ...]) -> None:
+def replicating(
+    source: RankLayout, target: RankLayout, roles: Collection[str | None]
+) -> tuple[str, ...]:
+    """Return the dims larger than 1, of either layout, that have none of the roles.
+
+    Example:
+        >>> replicating(RankLayout.parse("tp=2,cp=1,dp=2"), RankLayout.parse("ep=3"), {"dp"})
+        ('tp', 'ep')
+    """
+    dims = dict.fromkeys((*source.dim_names, *target.dim_names))
+    sizes = {dim: max(source.size_of(dim, 1), target.size_of(dim, 1)) for dim in dims}
+    return tuple(dim for dim, size in sizes.items() if size > 1 and dim not in roles)
+
+
+def check_batch(along: str, source: int, target: int) -> None:
     """Check that one of the batch's numbers of shards is a multiple of the other.
 
     Args:
-        batch: How the batch is cut.
-        dims: By which dims.
+        along: The dim that splits it.
+        source: The size of that dim on the source.
+        target: Its size on the target.
 
     Raises:
         LayoutError: Neither is; the nearest numbers that would do are told.
 
     Example:
-        >>> check_batch(Cut(axis=0, source=4, target=2), ("dp",))
+        >>> check_batch("dp", 4, 2)
     """
-    if batch.source % batch.target and batch.target % batch.source:
+    if source % target and target % source:
         raise LayoutError(
-            f"the batch is cut along {'*'.join(dims)} into {batch.source} shards on the source "
-            f"and {batch.target} on the target, and neither number divides the other; what would "
-            f"do: {_fitting(batch.target, batch.source)} on the source, or "
-            f"{_fitting(batch.source, batch.target)} on the target"
+            f"the batch is cut along {along} into {source} shards on the source and {target} on "
+            f"the target, and neither number divides the other; what would do: "
+            f"{_fitting(target, source)} on the source, or {_fitting(source, target)} on the target"
         )
 
 

@@ -88,6 +88,10 @@ class Spread:
         cell = tuple(_fold(coords, steps) for steps in self._steps)
         return Place(cell, _fold(coords, self._replica_steps[::-1]))
 
+    def find(self, rank: int) -> Place | None:
+        """Return what a rank holds, or None where it is not on the stage, or not in the layout."""
+        return self.place(rank) if rank in self.layout else None
+
     def rank_at(self, cell: tuple[int, ...], replica: int) -> int:
         """Return the rank that holds a cell as one of its replicas; the inverse of `place`."""
         coords = dict([self.stage] if self.stage else [])

@@ -28,11 +28,13 @@ class View:
         name: What it is asked for by.
         layout: The factorisation.
         shared_dims: The dims that are also the base's, with the same groups; in the base's order.
+        wanted_dims: Those that it would share, if the base and it had them.
     """
 
     name: str
     layout: RankLayout
     shared_dims: tuple[str, ...] = ()
+    wanted_dims: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shared = f" sharing {', '.join(self.shared_dims)}" if self.shared_dims else ""
@@ -86,7 +88,7 @@ class Views(Mapping[str, View]):
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         wanted = () if lone is None else as_strings(lone, "shared_dims")
         shared = self._shared(name, layout, wanted)
-        self._views[name] = View(name, layout, shared)
+        self._views[name] = View(name, layout, shared, shared)
         return self._views[name]
 
     def refactored(self, base: RankLayout, sizes: Mapping[str, str]) -> Views:
@@ -108,8 +110,10 @@ class Views(Mapping[str, View]):
             try:
                 if name in sizes:
                     closed = close_sizes(parse_sizes(sizes[name]), base.size)
-                shared = [dim for dim in view.shared_dims if dim in closed]
-                others.register(name, tuple(closed.values()), tuple(closed), shared)
+                both = {*closed} & {*base.dim_names}
+                shared = [dim for dim in view.wanted_dims if dim in both]
+                new = others.register(name, tuple(closed.values()), tuple(closed), shared)
+                others._views[name] = attrs.evolve(new, wanted_dims=view.wanted_dims)
             except (LayoutError, WorldSizeError) as error:
                 raise LayoutError(
                     f"view {name!r} ({view}) does not fit {base}: {error}; give its new sizes, "
@@ -148,7 +152,13 @@ class Views(Mapping[str, View]):
             layouts = {BASE: self.base} | {view.name: view.layout for view in self.values()}
             having = [name for name, other in layouts.items() if names <= set(other.dim_names)]
             if not having:
-                raise
+                known = {dim for other in layouts.values() for dim in other.dim_names}
+                if not names <= known:
+                    raise
+                raise UnknownDimError(
+                    f"{shown(dims)} are dims of different views, which make no groups together; "
+                    f"there are {', '.join(f'{name} ({other})' for name, other in layouts.items())}"
+                ) from error
             what = "the grid's own dims" if owner == BASE else f"those of view {owner!r}"
             raise UnknownDimError(
                 f"{shown(dims)} is not among {what}, {layout.dim_names}, but of view "
