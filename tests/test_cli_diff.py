@@ -132,7 +132,8 @@ def test_odd_layouts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tp=2,dp=-1", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it"),
+        (("tp=2,dp=-1", "tp=4,dp"), "'tp=2,dp=-1' and 'tp=4,dp' have an open size; give one of"),
+        (("tp=2,dp", "tp=2,dp"), "or the number of ranks with --world-size"),
         (("tp=2,,dp", "tp=2"), "part 2 of 'tp=2,,dp' is empty"),
         (("tp=2", "tp=x"), "the size in 'tp=x' must be a positive integer"),
         (("tp=8", "tp=3,dp"), "tp=3 = 3 does not divide world_size 8"),

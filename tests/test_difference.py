@@ -1,4 +1,4 @@
-"""What changes between two layouts, against sets of frozensets made by walking over coordinates."""
+"""What changes between two layouts, against sets of tuples made by walking over coordinates."""
 
 import itertools
 import subprocess
@@ -14,6 +14,9 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout.difference import MOST_DIMS, GroupsChange, LayoutDifference, difference
 from hypercomm.testing import layouts
 
+LISTED = {}
+"""The ranks of layouts over a list, by their places in it, as they were drawn."""
+
 
 def coordinates_of(layout):
     """Rank -> coordinates, counted up like an odometer whose first wheel is the fastest."""
@@ -21,12 +24,13 @@ def coordinates_of(layout):
     for index in itertools.product(*(range(size) for size in reversed(layout.shape))):
         coords = dict(zip(layout.dim_names, reversed(index), strict=True))
         steps = zip(layout.dim_names, layout.strides, strict=True)
-        found[layout.rank_offset + sum(coords[dim] * stride for dim, stride in steps)] = coords
+        place = layout.rank_offset + sum(coords[dim] * stride for dim, stride in steps)
+        found[LISTED.get(layout, {}).get(len(found), place)] = coords
     return found
 
 
 def groups_by_dims(layout):
-    """Groups of two ranks or more, as sets; of combinations that make the same, the smallest."""
+    """Groups of two ranks or more, in order; of combinations that make the same, the smallest."""
     coords = coordinates_of(layout)
     found = {}
     for count in range(1, len(layout.dim_names) + 1):
@@ -34,8 +38,8 @@ def groups_by_dims(layout):
             groups = {}
             for rank, at in coords.items():
                 others = tuple(at[dim] for dim in layout.dim_names if dim not in dims)
-                groups.setdefault(others, set()).add(rank)
-            sets = frozenset(frozenset(group) for group in groups.values())
+                groups.setdefault(others, []).append(rank)
+            sets = frozenset(tuple(group) for group in groups.values())
             if sets not in found.values() and max(map(len, sets)) > 1:
                 found[dims] = sets
     return found
@@ -61,19 +65,42 @@ def neighbours(draw):
     return before, RankLayout(shape, names, offset)
 
 
-PAIRS = st.one_of(neighbours(), st.tuples(gappy_layouts(), gappy_layouts()))
+@st.composite
+def listed_layouts(draw):
+    """Layouts over 8 ranks in some order of their own: sorted, or with a few places changed."""
+    ranks = list(range(8))
+    for _ in range(draw(st.integers(0, 3))):
+        one, other = draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+    sizes = draw(st.permutations(draw(st.sampled_from([(8,), (2, 4), (2, 2, 2)]))))
+    names = draw(st.permutations(["tp", "cp", "dp"]))[: len(sizes)]
+    layout = RankLayout(sizes, names, ranks=ranks)
+    LISTED[layout] = dict(enumerate(ranks))
+    return layout
 
 
-# Every combination of dims of both layouts is in exactly one change, and its numbers are what the
-# sets of ranks say: how many groups there are, how large, and how many are in both.
+PAIRS = st.one_of(
+    neighbours(),
+    st.tuples(gappy_layouts(), gappy_layouts()),
+    st.tuples(listed_layouts(), listed_layouts()),
+)
+
+
+# Every combination of dims of both layouts is in a change, with each of the other layout's that has
+# some of its groups, and the numbers are what tuples of ranks say: how many groups there are, how
+# large, and how many are in both, members in the same order.
 @given(PAIRS)
 @settings(deadline=None)
 def test_changes(pair):
     before, after = map(groups_by_dims, pair)
     changes = difference(*pair)
-    assert [change.before for change in changes.changes if change.before] == list(before)
+    named = [change.before for change in changes.changes if change.before]
+    assert list(dict.fromkeys(named)) == list(before)
     assert {change.after for change in changes.changes if change.after} == set(after)
-    assert sum(change.after != () for change in changes.changes) == len(after)
+    pairs = [(change.before, change.after) for change in changes.changes]
+    assert len(set(pairs)) == len(pairs)
+    for here, there in itertools.product(before, after):
+        assert ((here, there) in pairs) == bool(before[here] & after[there])
     for change in changes.changes:
         ours = before.get(change.before, frozenset())
         theirs = after.get(change.after, frozenset())

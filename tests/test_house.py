@@ -25,12 +25,16 @@ FLOORS = [
     ("hypercomm.errors",),
     ("hypercomm.layout",),
     ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
-    ("hypercomm.grid", "hypercomm.device_mesh", "hypercomm.preload"),
+    ("hypercomm.device_mesh", "hypercomm.preload"),
+    ("hypercomm.grid",),
     ("hypercomm.compat.module_state", "hypercomm.compat.replacement"),
     ("hypercomm.compat",),
+    ("hypercomm.grid_set", "hypercomm.presets"),
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]
+# What moves tensors is loaded when one is moved: an import inside a method.
+STEPS_UP = {("hypercomm.layout.mapping", "hypercomm.process_groups.transfer")}
 TORCH_FREE = ["hypercomm", *(name for name in MODULES if name.startswith("hypercomm.layout"))]
 
 
@@ -69,7 +73,7 @@ def test_imports_run_downwards(source):
         return
     assert here is not None, f"{module_of(source)} has no floor"
     for imported in imports_of(source):
-        if imported != "hypercomm":
+        if imported != "hypercomm" and (module_of(source), imported) not in STEPS_UP:
             assert floor_of(imported) <= here, f"{module_of(source)} imports {imported}"
 
 
@@ -78,7 +82,7 @@ def test_floors_have_an_order():
     assert (
         floor_of("hypercomm.layout.axes") < floor_of("hypercomm.grid") < floor_of("hypercomm.cli")
     )
-    assert "hypercomm.layout" in set(imports_of(PACKAGE / "grid.py"))
+    assert "hypercomm.layout" in set(imports_of(PACKAGE / "grid" / "hyper_comm_grid.py"))
 
 
 def loads_torch(statement):

@@ -339,15 +339,17 @@ def test_from_grid_without_some_dims():
         assert [getattr(collection, name) for name in unset] == [None] * 6
 
 
-# A group that is filed under the name of a field fills it, and wins over that of the dims; one
-# under another name fills nothing.
+# A field of plain groups takes that of the dims, whatever others are called; a field of derived
+# groups takes the one of its name, and so does one all of whose dims the grid lacks.
 def test_from_grid_names():
     with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
-        plain, named = grid.create_pg("dp"), grid.create_pg("dp", name="dp_cp")
-        grid.create_pg("tp", name="gloo")
+        plain, _ = grid.create_pg("dp"), grid.create_pg("dp", name="dp_cp")
+        grid.create_pg("tp", name="gloo"), grid.create_pg("dp", name="tp")
+        alone = grid.create_pg("tp", name="cp", derive=lambda groups: groups.chunks(1))
         embd, pos = (grid.create_pg("tp", name=name) for name in ("embd", "pos_embd"))
         collection = ProcessGroupCollection.from_grid(grid)
-        assert (collection.dp, collection.dp_cp) == (plain, named)
+        assert (collection.dp, collection.dp_cp) == (plain, plain)
+        assert collection.cp is alone
         assert (collection.embd, collection.pos_embd, collection.tp) == (embd, pos, None)
 
 

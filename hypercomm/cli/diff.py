@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
 from hypercomm.layout.notation import OPEN, parse_sizes
@@ -39,11 +40,17 @@ def read(
         >>> [str(layout) for layout in read("tp=2,cp=2,dp=8", "tp=4,dp", None, 0, 0)]
         ['tp=2,cp=2,dp=8', 'tp=4,dp=8']
     """
-    if world_size is None and OPEN in parse_sizes(before).values():
+    is_open = [OPEN in parse_sizes(text).values() for text in (before, after)]
+    if world_size is None and all(is_open):
+        raise NotationError(
+            f"both {before!r} and {after!r} have an open size; give one of them all its sizes, or "
+            f"the number of ranks with --world-size"
+        )
+    if world_size is None and is_open[0]:
         there = RankLayout.parse(after, rank_offset=after_offset)
         return RankLayout.parse(before, world_size=there.size, rank_offset=before_offset), there
     here = RankLayout.parse(before, world_size=world_size, rank_offset=before_offset)
-    if world_size is None and OPEN in parse_sizes(after).values():
+    if world_size is None and is_open[1]:
         world_size = here.size
     return here, RankLayout.parse(after, world_size=world_size, rank_offset=after_offset)
 

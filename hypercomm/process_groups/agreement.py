@@ -11,11 +11,9 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, zip_longest
 from typing import Any, NoReturn
 
@@ -25,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
     GridMismatchError,
-    GroupCreationTimeout,
     PlanMismatchError,
 )
 from hypercomm.layout import RankLayout
@@ -39,14 +36,12 @@ from hypercomm.process_groups.cards import (
     foreign,
     latest_of,
     leave_latest,
-    name_ranks,
     namespace,
     parse,
     read_slot,
     slot_text,
     this_host,
 )
-from hypercomm.process_groups.meeting import wait_until
 from hypercomm.process_groups.world import process_wide
 
 _ASTRAY_S = 2.0
@@ -96,14 +91,6 @@ class _Joined:
     slot: int = 0
 
 
-@attrs.frozen
-class _End:
-    """How a meeting ended: ranks were missing, or something is wrong; else all is well."""
-
-    missing: tuple[int, ...] = ()
-    words: str | None = None
-
-
 class Agreement:
     """What the ranks of one grid have told each other.
 
@@ -111,6 +98,9 @@ class Agreement:
         layout: The grid's.
         label: The name that the grid was given, if any.
         backend: The backend that it was given, if any.
+
+    Attributes:
+        listeners: What else a rank that waits listens to, which raises what it hears.
     """
 
     def __init__(self, layout: RankLayout, label: str | None, backend: str | None) -> None:
@@ -119,7 +109,7 @@ class Agreement:
         self._backend = backend
         self._joined: _Joined | None = None
         self._heard: set[str] = set()
-        self._rounds = 0
+        self.listeners: list[Callable[[], None]] = []
         self._told: str | None = None
         self._same_views: set[tuple[str, View]] = set()
 
@@ -199,12 +189,16 @@ class Agreement:
             PlanMismatchError: The plans differ; names the first entry that does.
             CreationError: The key holds what this library did not write.
         """
-        words = self._difference(place, plan, first_position)
+        words = self.difference(place, plan, first_position)
         if words is not None:
             self._differ(place, words)
 
-    def _difference(self, place: str, plan: Sequence[str], first_position: int = 0) -> str | None:
-        """Say where a plan differs from that of the rank that came first, if it does."""
+    def difference(self, place: str, plan: Sequence[str], first_position: int = 0) -> str | None:
+        """Say where a plan differs from that of the rank that came first, if it does.
+
+        Raises:
+            CreationError: The key holds what this library did not write.
+        """
         key, rank = f"{self.name}/{place}", dist.get_rank()
         mine = json.dumps({"rank": rank, "host": this_host(), "plan": list(plan)})
         first = self._first(key, mine)
@@ -259,98 +253,23 @@ class Agreement:
 
     def tell(self, place: str, words: str) -> None:
         """Leave word for the ranks that wait at a place, where they will raise it."""
-        self._heard.add(place)
+        self.hear(place)
         _tell("plan", words, self.name, place)
         self._told = f"{self.name}/differs"
+
+    def hear(self, place: str) -> None:
+        """Raise no more what ranks say about a place: this one has heard."""
+        self._heard.add(place)
+
+    def forget(self, place: str) -> None:
+        """Remove what ranks have said at a place."""
+        answer(lambda: c10d.forget(f"{self.name}/{place}"))
 
     def retract(self) -> None:
         """Take back the word that this rank has left about its plan: it has another one now."""
         key, self._told = self._told, None
         if key is not None:
             answer(lambda: c10d.forget(key))
-
-    # ---- a meeting ------------------------------------------------------------------------------
-
-    def meet(self, plan: Sequence[str], timeout_s: float, call: str = "verify()") -> None:
-        """Compare a plan, such as all that was created so far, and wait until every rank has.
-
-        A meeting ends for all of its ranks alike, by the first word that one of them leaves about
-        that. One that fails is over: who comes too late for it goes on to the next, where it meets
-        those that try again.
-
-        Args:
-            plan: An entry for each group, or whatever else must be the same.
-            timeout_s: How long to wait.
-            call: What every rank of the grid must call for it, for the error.
-
-        Raises:
-            PlanMismatchError: The plans of two ranks differ, or a rank has declined.
-            GroupCreationTimeout: A rank did not call this in time.
-        """
-        begin = time.monotonic()
-        while True:
-            self._rounds += 1
-            place = f"meeting {self._rounds}"
-            mine = f"{self.name}/{place}/here/{dist.get_rank()}"
-            try:
-                end = self._meet(place, mine, plan, begin + timeout_s)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the store is gone
-                    c10d.forget(mine)  # so that nobody finds all ranks here
-                raise
-            if end.words is not None:
-                self._heard.add(place)
-                raise PlanMismatchError(end.words)
-            if not end.missing:
-                return
-            if dist.get_rank() not in end.missing:
-                waited_s = time.monotonic() - begin
-                raise GroupCreationTimeout(
-                    f"{call} of the grid {self._layout} waited {waited_s:.1f} s for "
-                    f"{name_ranks(end.missing, self._layout)}; every rank of the grid must call it",
-                    missing=end.missing,
-                    waited=timedelta(seconds=waited_s),
-                )
-
-    def decline(self, words: str) -> None:
-        """Let the next meeting end by an error on all ranks, as this one cannot come to it."""
-        self._rounds += 1
-        self._end(f"meeting {self._rounds}", _End(words=words))
-
-    def _meet(self, place: str, mine: str, plan: Sequence[str], deadline: float) -> _End:
-        """Hold one meeting, and return how it ended."""
-        words = self._difference(place, plan)
-        if words is not None:
-            end = self._end(place, _End(words=words))
-            if end.words == words:
-                self.tell(place, words)  # also those that wait elsewhere
-            return end
-        rank, leader = dist.get_rank(), self._layout.rank_offset
-        here = [f"{self.name}/{place}/here/{member}" for member in self._layout.ranks]
-        done = [f"{self.name}/{place}/end"]
-        c10d.set_keys([mine])
-
-        def is_over() -> bool:  # no rank but one asks for all
-            return (rank == leader and c10d.is_set(here)) or c10d.is_set(done)
-
-        if wait_until(is_over, deadline - time.monotonic(), self.look) is None:
-            return self._end(place, _End()) if rank == leader else self._end(place)
-        missing = [
-            member
-            for member, key in zip(self._layout.ranks, here, strict=True)
-            if not c10d.is_set([key])
-        ]
-        return self._end(place, _End(missing=tuple(missing or [leader])))  # it came, and left
-
-    def _end(self, place: str, end: _End | None = None) -> _End:
-        """Say how a meeting ends, and return how it does: as the first rank to say so has said."""
-        key = f"{self.name}/{place}/end"
-        text = json.dumps(attrs.asdict(end)) if end else ""
-        found = answer(lambda: c10d.set_if_absent(key, text))
-        value = parse(key, found)
-        if not _is_end(value):
-            raise foreign(key, found)
-        return _End(tuple(value["missing"]), value["words"])
 
     # ---- word of a difference -------------------------------------------------------------------
 
@@ -365,6 +284,8 @@ class Agreement:
             GridMismatchError, PlanMismatchError: Each word once.
             CreationError: A key holds what this library did not write.
         """
+        for listen in self.listeners:
+            listen()
         joined = self._join()
         key = f"{joined.name}/differs"
         text = c10d.read_if_set(key)
@@ -433,15 +354,6 @@ def _is_plan(value: object) -> bool:
         and isinstance(value.get("host"), str)
         and isinstance(value.get("plan"), list)
         and all(isinstance(entry, str) for entry in value["plan"])
-    )
-
-
-def _is_end(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("missing"), list)
-        and all(isinstance(rank, int) for rank in value["missing"])
-        and isinstance(value.get("words"), (str, type(None)))
     )
 
 

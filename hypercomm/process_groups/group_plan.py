@@ -101,9 +101,10 @@ class CreatedGroup:
     holders: WeakSet[Holder] = attrs.field(factory=WeakSet, init=False, repr=False)
     """What may have it under a key."""
 
-    def is_held(self) -> bool:
-        """Tell whether some grid still has it under a key."""
-        return any(self in holder.created.values() for holder in self.holders)
+    def is_held(self, besides: Holder | None = None) -> bool:
+        """Tell whether some grid, or another one than that given, has it under a key."""
+        others = (holder for holder in self.holders if holder is not besides)
+        return any(self in holder.created.values() for holder in others)
 
 
 class Holder(Protocol):

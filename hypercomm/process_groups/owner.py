@@ -29,6 +29,7 @@ from hypercomm.layout.views import Views
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.answers import answer
+from hypercomm.process_groups.assembly import Assembly
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
     abort,
@@ -70,6 +71,7 @@ class GroupOwner:
         layout: The grid's.
         created: What exists, by key, in the order of creation.
         planned: What is planned, by key; all that exists is.
+        progress: What all ranks count alike.
     """
 
     def __init__(
@@ -85,23 +87,26 @@ class GroupOwner:
         self.is_destroyed = False
         self.layout = layout
         self._agreement = agreement
-        self._progress = Progress(agreement, is_verified)
+        self._assembly = Assembly(agreement, layout)
+        self.progress = Progress(agreement, is_verified)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._creation = creation
         self._share_with = share_with
         self._batching = threading.Lock()
+        self._is_reshaping = False
 
     @property
     def is_verified(self) -> bool:
         """Whether each creation is compared with those of the other ranks."""
-        return self._progress.is_verified
+        return self.progress.is_verified
 
     # ---- one group ------------------------------------------------------------------------------
 
     def plan(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
         """Check everything, and file what is to be created, alone or with others of a batch."""
         key = request.key
+        self._check_steady()
         if key in self.planned:
             has, how = (
                 ("created", f"get it with get_pg({key.as_call()}), create it once with ensure_pg")
@@ -119,8 +124,8 @@ class GroupOwner:
             _ = self._agreement.name  # compares the grid while all ranks are at the same place
             if request.view is not None:
                 self._agreement.compare_view(request.view)
-        if self._progress.is_verified and not batch:
-            self._progress.compare([describe(planned)])
+        if self.progress.is_verified and not batch:
+            self.progress.compare([describe(planned)])
         self.planned[key] = planned
         return planned
 
@@ -157,7 +162,7 @@ class GroupOwner:
                 with self._lock:
                     if self.planned.get(key) is planned and planned.created is None:
                         del self.planned[key]
-                    self._progress.uncount(1, error)
+                    self.progress.uncount(1, error)
                 if not isinstance(error, AttemptGivenUpError):
                     raise
             else:
@@ -227,18 +232,19 @@ class GroupOwner:
         if not self._batching.acquire(blocking=False):
             raise CreationError(
                 "another thread calls create_pgs() of this grid; ranks tell such calls apart by "
-                "their order, so let one thread make them, or use create_pg, which has no order"
+                "their order, so let one thread make them, or use create_pg, which tells its calls "
+                "apart by their keys"
             )
         try:
             while True:
                 try:
-                    groups = self._create_batch(requests, self._progress.batch)
+                    groups = self._create_batch(requests, self.progress.batch)
                 except BaseException as error:
-                    self._progress.end_batch(failed=True)
+                    self.progress.end_batch(failed=True)
                     if not isinstance(error, AttemptGivenUpError):  # this rank came too late
                         raise
                 else:
-                    self._progress.end_batch(failed=False)
+                    self.progress.end_batch(failed=False)
                     self._agreement.retract()
                     return groups
         finally:
@@ -263,7 +269,7 @@ class GroupOwner:
             with self._lock:
                 for request in requests:
                     mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-                self._progress.compare([describe(planned) for planned in mine])
+                self.progress.compare([describe(planned) for planned in mine])
                 counted = len(mine)
             if c10d.is_live():
                 plans = [
@@ -282,7 +288,7 @@ class GroupOwner:
                 for key in keys[: len(mine)]:
                     self.planned.pop(key, None)
                     self.created.pop(key, None)
-                self._progress.uncount(counted, error)
+                self.progress.uncount(counted, error)
             with contextlib.suppress(RuntimeError):  # the store is gone
                 give_up(
                     plan
@@ -300,7 +306,7 @@ class GroupOwner:
             if own is planned:
                 planned.created = None
                 del self.created[key]
-                self._progress.next_name(key)  # a retry gets another name
+                self.progress.next_name(key)  # a retry gets another name
         if self._share_with is not None:
             self._share_with.owner._uncreate(planned)
 
@@ -308,15 +314,16 @@ class GroupOwner:
         """Destroy one group, unless it serves other keys too, of this grid or another."""
         self.get(key)  # refuses what was not created
         with self._lock:
+            self._check_steady()
             created = self.created.pop(key)
             planned = self.planned.pop(key, None)
-            self._progress.next_name(key)  # the next has another name
+            self.progress.next_name(key)  # the next has another name
             heirs = [one for one in self.planned.values() if one.twin is planned]
             heirs.sort(key=lambda one: one.created is None)
             for one in heirs:  # the first that exists serves the rest now
                 one.twin = None if one is heirs[0] else heirs[0]
         if planned is not None:
-            planned.created = None
+            planned.created, planned.is_void = None, True
         if created.owned and not created.is_held():
             destroy([created])
 
@@ -337,6 +344,8 @@ class GroupOwner:
         with self._lock:
             self.is_destroyed = True
             every = dict.fromkeys(reversed(self.created.values()))  # shared ones once
+            for planned in self.planned.values():
+                planned.is_void = True
             self.planned, self.created = {}, {}
             return [item for item in every if item.owned and not item.is_held()]
 
@@ -359,29 +368,66 @@ class GroupOwner:
 
     def meet(self, plan: Sequence[str], timeout: timedelta | None, call: str) -> None:
         """Compare a plan with the other ranks, and wait for them."""
+        if self.progress.is_verified and self.layout.size > 1:
+            with self._lock:
+                self.progress.compare([call])
         if self._is_alone():
             return
-        if self._progress.is_verified:
-            with self._lock:
-                self._progress.compare([call])
         timeout = timeout or c10d.world_timeout(c10d.default_backend())
         limit_s = timeout.total_seconds() if timeout else math.inf
         try:
-            answer(lambda: self._agreement.meet(plan, limit_s, call), limit_s + 1)
+            answer(lambda: self._assembly.meet(plan, limit_s, call), limit_s + 1)
         except BaseException as error:
-            self._progress.uncount(1, error)
+            self.progress.uncount(1, error)
+            if self.progress.is_verified:
+                self.progress.withdraw()
             raise
         self._agreement.retract()
 
     def decline(self, words: str) -> None:
         """Keep the other ranks from waiting in `meet` for this one, which cannot come."""
         if not self._is_alone():
-            self._progress.mismatch()  # as on those that come
-            answer(lambda: self._agreement.decline(f"rank {dist.get_rank()} {words}"))
+            told = answer(lambda: self._assembly.decline(f"rank {dist.get_rank()} {words}"))
+            if told:
+                self.progress.mismatch()  # as on those that come
 
     def _is_alone(self) -> bool:
         alone = self.layout.size < 2 or not c10d.has_store()
         return alone or dist.get_rank() not in self.layout
+
+    @contextlib.contextmanager
+    def reshaping(self) -> Iterator[None]:
+        """Let nothing be planned or destroyed for the length of a `with` block.
+
+        Raises:
+            CreationError: Another thread reshapes the grid.
+        """
+        with self._lock:
+            self._check_steady()
+            self._is_reshaping = True
+        try:
+            yield
+        finally:
+            self._is_reshaping = False
+
+    def check_settled(self) -> None:
+        """Refuse a reshape while something is planned that was not created.
+
+        Raises:
+            CreationError: Names it.
+        """
+        waiting = [str(key) for key in self.planned if key not in self.created]
+        if waiting:
+            raise CreationError(
+                f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
+                f"void their plans; call create() of each, then reshape()"
+            )
+
+    def _check_steady(self) -> None:
+        if self._is_reshaping:
+            raise CreationError(
+                "another thread reshapes this grid; wait until it is done, and use its new dims"
+            )
 
     # ---- another owner's groups -----------------------------------------------------------------
 
@@ -415,7 +461,7 @@ class GroupOwner:
 
     def settle(self, keys: Sequence[GroupKey], is_verified: bool) -> None:
         """Bring what is filed into an order that all ranks have alike, and compare from now on."""
-        self._progress.is_verified = is_verified
+        self.progress.is_verified = is_verified
         self.planned = {key: self.planned[key] for key in keys}
         self.created = {key: self.created[key] for key in keys}
 
@@ -495,7 +541,7 @@ class GroupOwner:
                 created = create(plan, planned.choice.strategy)
             except BaseException:
                 if not batch:
-                    self._progress.next_name(key)
+                    self.progress.next_name(key)
                 raise
         with self._lock:
             if not self.is_destroyed:
@@ -515,7 +561,7 @@ class GroupOwner:
         deadline = begin + timeout.total_seconds() if timeout and alone else math.inf
         look = self._agreement.look if c10d.has_store() else ENDLESS.look
         return GroupPlan(
-            self._progress.name_of(request.key, batch),
+            self.progress.name_of(request.key, batch),
             self._layout_of(request),
             planned.groups,
             planned.resolved,

@@ -35,6 +35,7 @@ class PlannedGroup:
         share: Whether it may serve other keys.
         twin: The planned group that serves this key, if another's does.
         created: What came of it; None until it is created.
+        is_void: Whether its grid does not have it any more.
     """
 
     title: str
@@ -47,6 +48,7 @@ class PlannedGroup:
     twin: PlannedGroup | None
     make: Callable[[PlannedGroup, float], CreatedGroup]
     created: CreatedGroup | None = None
+    is_void: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def create(self) -> ProcessGroup | None:
@@ -86,8 +88,8 @@ class PlannedGroup:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the group was created, and its grid has destroyed it since."""
-        return self.created is not None and self.created.owned and not self.created.is_held()
+        """Whether its grid has destroyed it since it was planned, and no other one has it."""
+        return self.is_void and not (self.created is not None and self.created.is_held())
 
     def has_member(self) -> bool:
         """Tell whether the calling rank is in one of the groups."""

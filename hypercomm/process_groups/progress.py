@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 
@@ -59,6 +60,22 @@ class Progress:
         else:
             self._batch, self._batch_tries = self._batch + 1, 0
 
+    def mark(self) -> Progress:
+        """Return what was counted so far, to come back to."""
+        marked = copy.copy(self)
+        marked._tries, marked._mismatches = self._tries.copy(), self._mismatches.copy()
+        return marked
+
+    def return_to(self, marked: Progress) -> None:
+        """Count from there again."""
+        vars(self).update(vars(marked.mark()))
+
+    def fail(self) -> None:
+        """Count a batch that failed on some rank; what was told of it is heard by then."""
+        self.agreement.hear(self._compared)
+        self.mismatch()
+        self.end_batch(failed=True)
+
     # ---- what is compared -----------------------------------------------------------------------
 
     def compare(self, entries: Sequence[str]) -> None:
@@ -69,10 +86,10 @@ class Progress:
         """
         if not c10d.has_store():
             return
-        place, tries = self._place, self._mismatches[self._place]
-        name = f"{place} try {tries + 1}" if tries else place
         try:
-            self.agreement.compare(name, entries, self._position if self.is_verified else 0)
+            self.agreement.compare(
+                self._compared, entries, self._position if self.is_verified else 0
+            )
         except PlanMismatchError:
             self.mismatch()
             raise
@@ -85,9 +102,19 @@ class Progress:
         if entries and isinstance(error, PlanMismatchError):  # another rank's: it left word
             self.mismatch()
 
+    def withdraw(self) -> None:
+        """Take back what is compared next, which this rank was the first to say, or another was."""
+        self.agreement.forget(self._compared)
+
     def mismatch(self) -> None:
         """Count that ranks differ here, as those do that find out."""
         self._mismatches[self._place] += 1
+
+    @property
+    def _compared(self) -> str:
+        """Where what comes next is compared."""
+        place, tries = self._place, self._mismatches[self._place]
+        return f"{place} try {tries + 1}" if tries else place
 
     @property
     def _place(self) -> str:

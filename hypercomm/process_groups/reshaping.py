@@ -7,11 +7,11 @@ fails on one rank fails on all of them, and leaves what there was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from hypercomm.errors import CreationError, PlanMismatchError
+from hypercomm.errors import PlanMismatchError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import c10d
@@ -22,6 +22,7 @@ from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import PlannedGroup, can_serve
 
 _CALL = "reshape()"
+_SHARED = "identical"
 
 
 @attrs.frozen
@@ -51,20 +52,6 @@ class Reshaped:
         )
 
 
-def check_settled(old: GroupOwner) -> None:
-    """Refuse a reshape while groups are planned that were not created: their plans would be void.
-
-    Raises:
-        CreationError: Names them.
-    """
-    waiting = [str(key) for key in old.planned if key not in old.created]
-    if waiting:
-        raise CreationError(
-            f"the process groups over {', '.join(waiting)} are planned, and a reshape would void "
-            f"their plans; call create() of each, then reshape()"
-        )
-
-
 def reshape(
     old: GroupOwner, fresh: GroupOwner, requests: Sequence[GroupRequest], views: Views
 ) -> Reshaped:
@@ -77,14 +64,10 @@ def reshape(
         GroupCreationTimeout: A rank did not call this in time; names it.
         CreationError: A group could not be created, on this rank or another.
     """
-    try:
+    with declining(old):
         drafts = {request.key: fresh.draft(request) for request in requests}
         kept = _take_over(old, fresh, drafts)
         plan = [f"{key}: {describe(draft)}" for key, draft in drafts.items()]
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            old.decline(_failed(fresh, error))
-        raise
     survivors = set(fresh.created.values())
     named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
     old.meet([f"reshape to {fresh.layout.to_json()}", *named, *plan], None, _CALL)
@@ -97,10 +80,9 @@ def reshape(
     except BaseException as error:
         if not isinstance(error, PlanMismatchError):  # whoever differs has told
             with contextlib.suppress(RuntimeError):
-                fresh.tell(_failed(fresh, error))
+                fresh.tell(_failed(error))
         own = [planned.created for planned in fresh.planned.values() if planned.twin is None]
         created = [item for item in own if item is not None and item not in survivors]
-        fresh.release()  # what survives is the old owner's alone again
         destroy(reversed(created), BATCH_PATIENCE_S)
         raise
     fresh.settle(list(drafts), old.is_verified)
@@ -114,8 +96,19 @@ def reshape(
     return Reshaped(old.layout, fresh.layout, tuple(kept), tuple(new), tuple(gone))
 
 
-def _failed(fresh: GroupOwner, error: BaseException) -> str:
-    return f"could not reshape to {fresh.layout}: {type(error).__name__}: {error}"
+@contextlib.contextmanager
+def declining(old: GroupOwner) -> Iterator[None]:
+    """Let the ranks that wait hear at once if this one fails before it meets them."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            old.decline(_failed(error))
+        raise
+
+
+def _failed(error: BaseException) -> str:
+    return f"could not reshape: {type(error).__name__}: {error}"
 
 
 def _take_over(
@@ -125,14 +118,16 @@ def _take_over(
 
     All members of a group decide alike: what they compare is the same for all of them.
     """
-    pairs = [(key, old_key) for key in drafts for old_key in old.created]
+    in_order = sorted(old.created, key=str)  # threads may have created them in another
+    pairs = [(key, old_key) for key in drafts for old_key in in_order]
     pairs.sort(key=lambda pair: not _same(*pair))
     kept: dict[GroupKey, GroupKey] = {}
     uses: dict[CreatedGroup, str] = {}
     for key, old_key in pairs:
         draft, planned, created = drafts[key], old.planned[old_key], old.created[old_key]
-        is_free = created not in uses or uses[created] == draft.share == "identical"
-        if key not in kept and is_free and _survives(old_key, planned, key, draft):
+        is_alone = created not in uses and not created.is_held(besides=old)
+        shares = {planned.share, draft.share, uses.get(created, _SHARED)} == {_SHARED}
+        if key not in kept and (is_alone or shares) and _survives(old_key, planned, key, draft):
             fresh.file(key, planned if planned.is_adopted else draft, created)
             uses[created], kept[key] = draft.share, old_key
     return [(key, kept[key]) for key in drafts if key in kept]

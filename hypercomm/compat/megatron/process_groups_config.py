@@ -13,10 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat.megatron.grid_groups import EXPERT, ROW_OF, held_by, levels_of
 from hypercomm.compat.megatron.groups import TABLE
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.grid.interface import GridInterface
 from hypercomm.layout.checks import as_ordered, as_strings, positive
 from hypercomm.layout.messages import shown
 
@@ -135,7 +137,7 @@ class ProcessGroupCollection:
             if name in _SOURCES:
                 group = (state.require if name in _NEEDED else state.read)(_SOURCES[name])
             if group is None and name in _TWINS and state.grids:
-                group = _held_by(state.grids[_TWINS[name]], name, None)
+                group = _named(state.grids[_TWINS[name]], name)
             setattr(collection, name, group)
         return collection
 
@@ -147,12 +149,15 @@ class ProcessGroupCollection:
 
         Args:
             grid: The dense grid, over some of the dims tp, cp, dp and pp.
-            expert: The expert grid, over some of tp, ep, dp and pp.
+            expert: The expert grid, over some of tp, ep, dp and pp; default: the view "expert" of
+                `grid`, if it has one. Either may call tp and dp expt_tp and expt_dp. It may be
+                `grid` itself: then experts are laid out as the dense layers, and copied along cp.
 
         Returns:
-            A collection with every field whose group was created. A group that is filed under the
-            name of a field, such as "embd" or "pos_embd", fills that field; a dim that the dense
-            grid does not have adds no ranks, so `dp_cp` is then `dp`.
+            A collection with every field whose group was created. A dim that a grid does not have
+            adds no ranks, so `dp_cp` is then `dp`; a field all of whose dims it lacks, such as
+            `cp`, is filled by the group that is filed under the field's name. So are the fields of
+            groups that are derived from those over dims, such as `embd` and `pos_embd`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -166,20 +171,19 @@ class ProcessGroupCollection:
         for name, given in [("grid", grid), ("expert", expert)]:
             if not isinstance(given, HyperCommGrid) and (name == "grid" or given is not None):
                 raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
+        of_experts: GridInterface | None = expert
+        if expert is None and EXPERT in grid.views:
+            of_experts = grid.view(EXPERT)
         collection = cls()
         for row in TABLE:
-            source = grid if row.grid == "dense" else expert
+            source = grid if row.grid == "dense" else of_experts
             if row.field is None or source is None:
                 continue
+            group: object = held_by(source, row)
             if row.field == "hcp":
-                named = [(key.name or "", pg) for key, pg in source.pgs.items()]
-                levels = [pg for name, pg in named if name.startswith("hcp_L") and pg is not None]
-                if levels:
-                    collection.hcp = levels
-                continue
-            group = _held_by(source, row.field, row.dims if row.plain else None)
+                group = levels_of(source) or None
             if group is None and row.otherwise is not None:
-                group = _held_by(source, row.field, row.dims)
+                group = getattr(collection, ROW_OF[row.otherwise].field or "")
             if group is not None:
                 setattr(collection, row.field, group)
         return collection
@@ -301,6 +305,11 @@ def _setting(config: Any, name: str) -> Any:
     return getattr(config, name)
 
 
+def _named(grid: HyperCommGrid, name: str) -> Group:
+    """Return the group that is filed under a name of its own."""
+    return next((pg for key, pg in grid.pgs.items() if key.name == name), None)
+
+
 def _size(group: Any) -> object:
     if group is None:
         return None
@@ -359,20 +368,6 @@ def _config_of(model: Any) -> Any:
             )
         model = model.module
     return model.config
-
-
-def _held_by(grid: HyperCommGrid, name: str, dims: str | None) -> Any:
-    """Find the group that is filed under a name, else that over these dims as far as there are."""
-    for key, group in grid.pgs.items():
-        if key.name == name:
-            return group
-    present = [dim for dim in dims.split("-") if dim in grid.dim_names] if dims else []
-    if not present:
-        return None
-    wanted = grid.layout.order_dims(present)
-    return next(
-        (pg for key, pg in grid.pgs.items() if (key.dims, key.name) == (wanted, None)), None
-    )
 
 
 @dataclass
