@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from hypercomm import HyperCommGrid, RankLayout
+from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.ezpz.state import current as ezpz_current
 from hypercomm.compat.megatron import parallel_state as mpu
@@ -323,11 +323,11 @@ def look(result):
         for groups in result:
             look(groups)
     elif isinstance(result, contextlib.AbstractContextManager) and not isinstance(
-        result, HyperCommGrid
+        result, HyperCommGrid | GridSet
     ):
         with result:
             pass
-    elif isinstance(result, HyperCommGrid):
+    elif isinstance(result, HyperCommGrid | GridSet):
         result.destroy()
 
 
@@ -340,7 +340,7 @@ class Stage:
     def __init__(self):
         self._kind = None
         self._stack = contextlib.ExitStack()
-        self.grid = None
+        self.grid = self.grids = None
 
     def enter(self, kind):
         """Have what `kind` names: nothing, a world, a grid in one, or a legacy state in one."""
@@ -356,12 +356,19 @@ class Stage:
             self.grid = HyperCommGrid(shape, ["tp", "cp", "dp"][: len(shape)])
             self._stack.callback(self.grid.destroy)
             self.grid.create_pg("cp")
+            if kind != "outside":
+                self.grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
             if kind == "grid":
                 self.grid.create_pg("dp")
                 self.grid.create_pg("dp", name="twin")
                 self.grid.plan_pg(["tp", "cp"])
             if kind == "destroyed":
                 self.grid.destroy()
+        if kind == "set":
+            self.grids = GridSet.colocated(a="tp=2,dp", b="tp=4,dp")
+            self.grid = self.grids["a"]
+            self._stack.callback(self.grids.destroy)
+            self.grid.create_pg("dp")
         if kind == "mpu":
             mpu.initialize_model_parallel(2, 2, context_parallel_size=2)
         if kind == "ezpz":
@@ -371,7 +378,7 @@ class Stage:
 
     def leave(self):
         """Have nothing."""
-        self._kind = self.grid = None
+        self._kind = self.grid = self.grids = None
         self._stack.close()
 
     def seen(self):
@@ -398,6 +405,9 @@ class Stage:
         }
         if self.grid is not None:
             found["pgs"] = dict(self.grid.pgs)
-            found["plans"] = list(self.grid._owner.planned)
+            found["plans"] = list(self.grid._state.owner.planned)
             found["repr"] = repr(self.grid)
+            found["views"] = dict(self.grid.views)
+        if self.grids is not None:
+            found["set"] = [(repr(grid), dict(grid.pgs)) for grid in self.grids.values()]
         return found

@@ -82,4 +82,5 @@ def redistribute(ranks):
             tensor.to_local().tolist(),
             swapped.to_local().tolist(),
             tensor.full_tensor().tolist(),
+            HyperCommGrid.from_device_mesh(mesh).layout == layout,
         )

@@ -11,17 +11,27 @@ from datetime import timedelta
 import attrs
 import bad_inputs
 import pytest
+import torch
 from bad_inputs import LAYOUT, HangError, OwnError, Stage, draw_call, look, patience
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, UnsatisfiedAssumption
 
-from hypercomm import HyperCommGrid, RankGroups, RankLayout, launch, testing
+from hypercomm import (
+    GridSet,
+    HyperCommGrid,
+    RankGroups,
+    RankLayout,
+    RankMapping,
+    launch,
+    presets,
+    testing,
+)
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import parallel_state as mpu
 from hypercomm.compat.megatron import process_groups_config
 from hypercomm.errors import HyperCommError
-from hypercomm.layout import notation
+from hypercomm.layout import difference, notation, stages
 from hypercomm.process_groups.options import GroupOptions
 
 pytestmark = pytest.mark.slow
@@ -33,12 +43,20 @@ LAYOUTS = [
     RankLayout([2, 3], ["tp", "dp"], 3),
     RankLayout([2, 2, 2], ["tp", "pp", "dp"]).select(pp=1),
     RankLayout([1], ["tp"]),
+    RankLayout([2, 2], ["tp", "dp"], ranks=[7, 0, 1, 4]),
 ]
 GROUPS = [
     LAYOUT.groups("dp"),
     LAYOUT.groups("tp", "dp"),
     RankLayout([12], ["cp"]).groups("cp").levels([2, 3, 2])[1],
     RankLayout([2, 3], ["tp", "pp"]).groups("pp").pick(lambda ranks: (ranks[0], ranks[-1])),
+    RankLayout([2, 2], ["tp", "dp"], ranks=[7, 0, 1, 4]).groups("dp"),
+]
+MAPPINGS = [
+    RankMapping(LAYOUT, RankLayout([4, 2], ["tp", "dp"], 8)),
+    RankMapping(LAYOUT, RankLayout([2, 4], ["cp", "dp"]), shards={"cp": 1, "tp": -1}),
+    RankMapping(LAYOUT, RankLayout([8], ["dp"], ranks=[8, 1, 2, 3, 4, 5, 6, 7]), leaders=True),
+    RankMapping(LAYOUT, RankLayout([3], ["tp"], 8), along=None, shards={"tp": 0}).inverse(),
 ]
 
 # Arguments that work, by the name of the parameter; "function.parameter" where it matters.
@@ -58,6 +76,52 @@ GOOD = {
     "RankGroups.pick.function": lambda: lambda ranks: ranks[:1],
     "HyperCommGrid.device_mesh.dims": lambda: ["dp"],
     "HyperCommGrid.share_with": lambda: None,
+    "HyperCommGrid.register_view.shape": lambda: [4, 2],
+    "HyperCommGrid.register_view.dim_names": lambda: ["ep", "dp"],
+    "HyperCommGrid.register_view.shared_dims": lambda: ["dp"],
+    "HyperCommGrid.reshape.target": lambda: "tp=4,dp=2",
+    "HyperCommGrid.reshape.views": lambda: {"expert": "ep=2,expt_dp=4"},
+    "HyperCommGrid.view.name": lambda: "expert",
+    "HyperCommGrid.get_pg.view": lambda: None,
+    "RankLayout.ranks": lambda: [8, 1, 2, 3, 4, 5, 6, 7],
+    "RankMapping.source": lambda: LAYOUT,
+    "RankMapping.target": lambda: RankLayout([4, 2], ["tp", "dp"], 8),
+    "RankMapping.rank": lambda: 1,
+    "RankMapping.receives.rank": lambda: 8,
+    "RankMapping.sources_of.rank": lambda: 8,
+    "RankMapping.broadcast_siblings.rank": lambda: 8,
+    "RankMapping.slices.pair": lambda: (0, 8),
+    "RankMapping.shape": lambda: [8, 8, 8],
+    "RankMapping.tensor": lambda: torch.zeros(8, 8, 8),
+    "RankMapping.groups": lambda: None,
+    "RankMapping.out": lambda: None,
+    "RankMapping.leaders": lambda: False,
+    "RankMapping.backward": lambda: False,
+    "RankMapping.verify": lambda: True,
+    "GridSet.source": lambda: "a",
+    "GridSet.target": lambda: "b",
+    "GridSet.requests": lambda: {"b": ["tp"]},
+    "GridSet.grids": lambda: {"a": LAYOUT},
+    "GridSet.arguments": dict,
+    "create_megatron_pgs.grids": lambda: STAGE.grids,
+    "megatron_requests.grid": lambda: STAGE.grid,
+    "along": lambda: "dp",
+    "batch_axis": lambda: 0,
+    "shards": lambda: {"cp": 1},
+    "pipeline": lambda: "pp",
+    "chain": lambda: [LAYOUT, LAYOUT],
+    "groups": lambda: LAYOUT.groups("tp"),
+    "source": lambda: LAYOUT,
+    "target": lambda: LAYOUT,
+    "before": lambda: LAYOUT,
+    "after": lambda: RankLayout([4, 2], ["tp", "dp"]),
+    "view": lambda: "expert",
+    "names": lambda: ["a", "b"],
+    "layouts": lambda: {"a": "tp=2,dp=4"},
+    "inference": lambda: {"tp": 4},
+    "beside": lambda: False,
+    "requires": lambda: "any",
+    "overrides": lambda: {"a": {"backend": "fake"}},
     "parse_sizes.text": lambda: "tp=2,dp",
     "parse_order.text": lambda: "tp-dp",
     "parse_groups.text": lambda: "tp,dp+cp",
@@ -130,6 +194,7 @@ LEFT_OUT = {
     "create_group": "torch.distributed.new_group, whose errors are torch's",
     "get_embedding_ranks": "a default, called with ranks of ours",
     "GlobalMemoryBuffer": "takes no arguments; its tensors are torch's, and so are their errors",
+    "GridSet.get": "collections.abc.Mapping's: None for what is not there",
     "GlobalSymmetricMemoryBuffer": "hands its arguments to torch",
 }
 
@@ -146,6 +211,12 @@ MANY_ARGUMENTS = {
     "HyperCommGrid.from_layout",
     "HyperCommGrid.create_pg",
     "ParallelState.create",
+    "GridSet",
+    "GridSet.tile",
+    "GridSet.colocated",
+    "megatron_grids",
+    "create_megatron_pgs",
+    "megatron_requests",
     "TensorParallelState.create",
     "ezpz.initialize_tensor_parallel",
     "initialize_model_parallel",
@@ -247,6 +318,7 @@ def differences(before, after):
 EMPTY = ("nothing",)
 NO_FILE = (FileNotFoundError, IsADirectoryError)  # the operating system's, as Megatron raises them
 IN_GRID = ("grid", "grid", "grid", "grid", "outside", "destroyed")
+IN_SET = ("set",)
 
 
 def constructor(kind, stages):
@@ -283,6 +355,17 @@ def own_targets():
     for target in functions_of(notation, EMPTY):
         if target.name.startswith("parse"):
             yield target
+    yield constructor(RankMapping, EMPTY)
+    yield from methods_of(RankMapping, "RankMapping", ("world", "nothing"), tuple(MAPPINGS))
+    yield from functions_of(stages, EMPTY)
+    compare = difference.difference
+    yield Target("difference", EMPTY, lambda _: compare, inspect.signature(compare))
+    yield constructor(GridSet, ("world", "nothing"))
+    yield from methods_of(GridSet, "GridSet", IN_SET, find=lambda: STAGE.grids)
+    for name in ("megatron_grids", "create_megatron_pgs", "megatron_requests"):
+        function = getattr(presets, name)
+        finder = lambda _, f=function: f  # noqa: E731
+        yield Target(name, IN_SET, finder, inspect.signature(function))
     yield constructor(HyperCommGrid, ("world", "nothing"))
     yield from methods_of(
         HyperCommGrid,

@@ -155,8 +155,8 @@ def test_grids_share():
         assert not {tensor, data} & registered()
 
 
-# The grid that has a shared group last destroys it, whichever that is; one that was destroyed serves
-# nobody any more.
+# The grid that has a shared group last destroys it, whichever that is; one that was destroyed
+# serves nobody any more.
 def test_the_last_grid_destroys():
     with fake_world(8, rank=3):
         lender = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")

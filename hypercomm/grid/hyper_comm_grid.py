@@ -33,7 +33,7 @@ from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.options import check_backend, check_lazy_init, check_timeout
 from hypercomm.process_groups.owner import GroupOwner
-from hypercomm.process_groups.reshaping import Reshaped, check_settled, reshape
+from hypercomm.process_groups.reshaping import Reshaped, declining, reshape
 from hypercomm.process_groups.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -260,10 +260,11 @@ class HyperCommGrid(GridInterface):
     ) -> Reshaped:
         """Give the grid's ranks another layout, in a live job; keys that exist get new groups.
 
-        Every rank of the grid must call this; each waits for the others, as long as the timeout of
-        WORLD. Process groups whose ranks and options are those of a key of the new layout are
-        kept; what is missing is created, and the rest destroyed, in this order, so that whatever
-        fails leaves the grid as it was. Keys over dims that are no more are destroyed.
+        Every rank of the grid must call this, and with creation "split" or "enumerate" every rank
+        of the world; each waits for the others, as long as the timeout of WORLD. Process groups
+        whose ranks and options are those of a key of the new layout are kept; what is missing is
+        created, and the rest destroyed, in this order, so that whatever fails leaves the grid as
+        it was. Keys over dims that are no more are destroyed.
 
         Args:
             target: Sizes as text, as in "tp=4,dp=2", one of them perhaps open; or a layout of the
@@ -276,10 +277,12 @@ class HyperCommGrid(GridInterface):
         Raises:
             WorldSizeError: The target has other ranks than the grid.
             LayoutError: The target cannot be read, or a view does not fit it.
-            PlanMismatchError: Another rank reshapes to something else; every rank raises.
+            UnknownViewError: `views` names a view that there is not.
+            PlanMismatchError: Another rank reshapes to something else, or failed: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it.
-            CreationError: Groups are planned that were not created, or one could not be.
-            GridDestroyedError: The grid was destroyed.
+            CreationError: Groups are planned that were not created, one could not be, or another
+                thread reshapes the grid.
+            GridMismatchError, GridDestroyedError, ForkedError: As for `create_pg`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -295,14 +298,19 @@ class HyperCommGrid(GridInterface):
         """
         owner, state = self._owner, self._state
         owner.check_alive()
-        layout = as_target(target, self.layout)
-        refactored = state.views.refactored(layout, as_texts(views, "views"))
-        check_settled(owner)
-        agreement = Agreement(layout, state.name, state.backend)
-        fresh = owner.successor(layout, agreement)
-        result = reshape(owner, fresh, list(owner.requests(refactored)), refactored)
-        self._forget_meshes()
-        state.views, state.owner = refactored, fresh
+        with owner.reshaping():
+            with declining(owner):
+                layout = as_target(target, self.layout)
+                refactored = state.views.refactored(layout, as_texts(views, "views"))
+                owner.check_settled()
+            fresh = owner.successor(layout, Agreement(layout, state.name, state.backend))
+            try:
+                result = reshape(owner, fresh, list(owner.requests(refactored)), refactored)
+            except BaseException:
+                fresh.release()  # what was to be kept is the present owner's alone again
+                raise
+            self._forget_meshes()
+            state.views, state.owner = refactored, fresh
         owner.destroy()
         logger.info("reshaped: %s", result)
         return result
