@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hypercomm import RankLayout, RankMapping
-from hypercomm.errors import LayoutError, NotInitializedError
+from hypercomm.errors import GroupOptionsError, LayoutError, NotInitializedError
 from hypercomm.launch import run_ranks
 from hypercomm.layout.exchange import Exchange
 from hypercomm.layout.spread import Spread
@@ -125,7 +125,7 @@ def test_refusals():
                 f"LayoutError: out is for ranks of both stages; rank {rank} is on one, and gives "
                 f"its tensor as tensor"
             ),
-            "verify": "LayoutError: verify must be True, False or None, got 3",
+            "verify": "GroupOptionsError: verify must be True, False or None, got 3",
             "quantized": "LayoutError: tensor must be a plain tensor, got a quantized one",
             "groups": "LayoutError: groups must be a process group or None, got 3",
             "a group in vain": (
@@ -254,7 +254,7 @@ def test_verify_by_the_environment(monkeypatch):
             mapping.transfer(torch.zeros(1), verify=verify)
             assert len(asked) == times
         monkeypatch.setenv("HYPERCOMM_VERIFY", "yes")
-        with pytest.raises(LayoutError, match="HYPERCOMM_VERIFY must be 0 or 1, got 'yes'"):
+        with pytest.raises(GroupOptionsError, match="HYPERCOMM_VERIFY must be 0 or 1, got 'yes'"):
             mapping.transfer(torch.zeros(1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -31,7 +30,12 @@ from hypercomm.layout.checks import positive
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.options import check_backend, check_lazy_init, check_timeout
+from hypercomm.process_groups.options import (
+    as_verified,
+    check_backend,
+    check_lazy_init,
+    check_timeout,
+)
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.reshaping import Reshaped, declining, reshape
 from hypercomm.process_groups.strategies import STRATEGIES
@@ -203,7 +207,7 @@ class HyperCommGrid(GridInterface):
         check_world(layout, total, cover)
         other = None if share_with is None else share_with._state
         agreement = Agreement(layout, name, backend)
-        owner = GroupOwner(layout, creation, other, agreement, _is_verified(verify))
+        owner = GroupOwner(layout, creation, other, agreement, as_verified(verify))
         self._state = GridState(Views(layout), owner, backend, name, share, lazy_init, total)
         weakref.finalize(self, _warn_of_live, self._state).atexit = False
 
@@ -394,15 +398,6 @@ class HyperCommGrid(GridInterface):
             f"HyperCommGrid({layout}): {ranks} {layout.rank_offset}..{layout.last_rank} of a "
             f"world of {self._state.world_size}"
         )
-
-
-def _is_verified(verify: bool | None) -> bool:
-    if verify is not None and not isinstance(verify, bool):
-        raise GroupOptionsError(f"verify must be True, False or None, got {verify!r}")
-    text = os.environ.get("HYPERCOMM_VERIFY", "0")
-    if verify is None and text not in {"0", "1"}:
-        raise GroupOptionsError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")
-    return text == "1" if verify is None else verify
 
 
 def _warn_of_live(state: GridState) -> None:

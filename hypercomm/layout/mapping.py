@@ -327,6 +327,7 @@ class RankMapping(MappingFields):
             WorldSizeError: The job has too few ranks.
             LayoutError: A tensor or a group does not fit, or, with `verify`, the ends differ;
                 nothing was sent.
+            GroupOptionsError: `verify` is none of True, False and None.
 
         Without `verify` each rank checks its own arguments alone. Where it refuses them, the others
         wait for it until the timeout. Where the ends differ in mapping, shape or dtype, bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -223,3 +224,17 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
         return pg_options
     options._timeout = timeout
     return options
+
+
+def as_verified(verify: bool | None) -> bool:
+    """Read whether ranks compare what they do; None: as the environment's HYPERCOMM_VERIFY says.
+
+    Raises:
+        GroupOptionsError: It is none of True, False and None, or the variable none of 0 and 1.
+    """
+    if verify is not None and not isinstance(verify, bool):
+        raise GroupOptionsError(f"verify must be True, False or None, got {shown(verify)}")
+    text = os.environ.get("HYPERCOMM_VERIFY", "0")
+    if verify is None and text not in {"0", "1"}:
+        raise GroupOptionsError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")
+    return text == "1" if verify is None else verify

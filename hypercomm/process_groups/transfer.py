@@ -6,7 +6,6 @@ once, so no order of the ranks can let two wait for each other.
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from itertools import starmap
 
@@ -21,6 +20,7 @@ from hypercomm.errors import LayoutError, NotInitializedError, WorldSizeError
 from hypercomm.layout import RankMapping
 from hypercomm.layout.axes import Axis, are_nested
 from hypercomm.layout.messages import shown
+from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.rehearsal import rehearse
 
 Pieces = dict[int, Tensor]
@@ -104,7 +104,7 @@ def transfer(
         raise NotInitializedError(
             "transfer() needs torch.distributed; call torch.distributed.init_process_group() first"
         )
-    rank, is_verified = dist.get_rank(), _is_verified(verify)
+    rank, is_verified = dist.get_rank(), as_verified(verify)
     duty = _duty(mapping, rank)
     if duty.last_rank >= dist.get_world_size():
         raise WorldSizeError(
@@ -128,16 +128,6 @@ def transfer(
     if plan.received is not None and not plan.received.is_inference():
         increment_version(plan.received)  # what is received is no operation that autograd sees
     return plan.received
-
-
-def _is_verified(verify: object) -> bool:
-    """Read whether both ends of a message compare it first, as grids do for their groups."""
-    if verify is not None and not isinstance(verify, bool):
-        raise LayoutError(f"verify must be True, False or None, got {shown(verify)}")
-    text = os.environ.get("HYPERCOMM_VERIFY", "0")
-    if verify is None and text not in {"0", "1"}:
-        raise LayoutError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")
-    return text == "1" if verify is None else verify
 
 
 # ---- what a mapping asks of a rank, worked out once ---------------------------------------------
