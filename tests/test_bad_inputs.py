@@ -357,7 +357,9 @@ def own_targets():
             yield target
     yield constructor(RankMapping, EMPTY)
     yield from methods_of(RankMapping, "RankMapping", ("world", "nothing"), tuple(MAPPINGS))
-    yield from functions_of(stages, EMPTY)
+    for target in functions_of(stages, EMPTY):
+        if target.find(None).__module__ == stages.__name__:
+            yield target
     compare = difference.difference
     yield Target("difference", EMPTY, lambda _: compare, inspect.signature(compare))
     yield constructor(GridSet, ("world", "nothing"))
