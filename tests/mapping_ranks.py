@@ -98,37 +98,37 @@ def global_indices(axes):
     )
 
 
-def deliver(case, held, wanted, mapping, *, verify):
+def deliver(case, held, wanted, mapping, groups, *, verify):
     """Transfer the numbers of the elements; the greatest difference from what is wanted here."""
     rank, shape = dist.get_rank(), case.shape()
     mine, due = (
         None if rank not in side else global_indices((side[rank], shape)) for side in (held, wanted)
     )
-    groups = {}
     for target in mapping.target_ranks:  # every rank makes every group, in one order
         siblings = mapping.broadcast_siblings(target)
         if mapping.leaders and len(siblings) > 1 and siblings not in groups:
             groups[siblings] = dist.new_group(list(siblings))
-    group = groups.get(mapping.broadcast_siblings(rank)) if due is not None else None
+    is_member = mapping.leaders and due is not None
+    group = groups.get(mapping.broadcast_siblings(rank)) if is_member else None
     given = mine if mine is not None else None if due is None else torch.full_like(due, -1)
     got = mapping.transfer(given, group, verify=verify)
-    for made in groups.values():
-        if rank in dist.get_process_group_ranks(made):
-            dist.destroy_process_group(made)
     if due is None:
         return got is None
     return torch.equal(got, due) and (mine is not None or got is given)
 
 
 def deliveries(cases, modes):
-    """Whether each case arrives, there and back, in each mode."""
-    seen = []
+    """Whether each case arrives, there and back, in each mode.
+
+    Groups live to the end: torch may close one while a member still connects.
+    """
+    seen, groups = [], {}
     for case in cases:
         held, wanted = case.held(case.source, -1), case.held(case.target, 0)
         for leaders, verify in modes:
             mapping = attrs.evolve(case, leaders=leaders).mapping()
-            there = deliver(case, held, wanted, mapping, verify=verify)
-            back = deliver(case, wanted, held, mapping.inverse(), verify=verify)
+            there = deliver(case, held, wanted, mapping, groups, verify=verify)
+            back = deliver(case, wanted, held, mapping.inverse(), groups, verify=verify)
             seen.append((there, back))
     return seen
 
