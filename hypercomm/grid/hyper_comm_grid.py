@@ -161,8 +161,8 @@ class HyperCommGrid(GridInterface):
             name: As for the class.
 
         Raises:
-            LayoutError: The mesh has no dim names or one that a grid cannot have, its ranks are
-                permuted, or a dim of it was made of others that are not neighbours.
+            LayoutError: The mesh has no dim names or one that a grid cannot have, or its ranks are
+                permuted and its groups are not: torch sorts them, `grid.device_mesh()` does not.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh
