@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from endurance_ranks import settle
+from fault_ranks import attempt
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.process_groups import reshaping
@@ -31,16 +32,6 @@ def sum_over(group):
 def sums(grid):
     """The sum over each group of a grid, by the dims of its key."""
     return {key.dims: sum_over(group) for key, group in grid.pgs.items() if group is not None}
-
-
-def attempt(action):
-    """What came of an action, and how long it took."""
-    begin = time.monotonic()
-    try:
-        said = str(action())
-    except Exception as error:  # noqa: BLE001 - the test looks at what it is
-        said = f"{type(error).__name__}: {error}"
-    return said, time.monotonic() - begin
 
 
 def unchanged(grid, before):

@@ -14,6 +14,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_group_laws import slice_groups
+from test_layout_laws import index_at, some_coords
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, LayoutError, RankOutsideError
@@ -86,29 +88,8 @@ def enumerate_by_numpy(table, dims):
     return np.transpose(table, [*others[::-1], *dims]).reshape(-1, size).tolist()
 
 
-def slice_groups(groups, size, step):
-    """Cut every group into runs of `size * step`, and keep every `step`-th rank of a run."""
-    return [
-        group[start + phase : start + size * step : step]
-        for group in groups
-        for start in range(0, len(group), size * step)
-        for phase in range(step)
-    ]
-
-
 def divisors(number):
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-@st.composite
-def some_coords(draw, layout, dims):
-    return {
-        dim: draw(st.integers(0, layout.size_of(dim) - 1)) for dim in dims if draw(st.booleans())
-    }
-
-
-def index_at(layout, coords):
-    return tuple(coords.get(name, slice(None)) for name in layout.dim_names)
 
 
 @st.composite

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -47,6 +48,12 @@ class End:
                 f"rank must call it",
                 missing=self.missing,
             )
+
+
+def limit_of(timeout: timedelta | None) -> float:
+    """Return how many seconds ranks wait for each other; None stands for the timeout of WORLD."""
+    timeout = timeout or c10d.world_timeout(c10d.default_backend())
+    return timeout.total_seconds() if timeout else math.inf
 
 
 class Assembly:

@@ -7,7 +7,6 @@ all ranks take back what they have, and count alike that they failed: a retry ge
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -19,7 +18,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.answers import answer
-from hypercomm.process_groups.assembly import Assembly, End
+from hypercomm.process_groups.assembly import Assembly, End, limit_of
 from hypercomm.process_groups.owner import GroupOwner
 
 T = TypeVar("T")
@@ -140,8 +139,7 @@ def _listening(assembly: Assembly | None, owners: Sequence[GroupOwner]) -> Itera
 
 
 def _meet(assembly: Assembly, plan: Sequence[str], timeout: timedelta | None) -> None:
-    timeout = timeout or c10d.world_timeout(c10d.default_backend())
-    limit_s = timeout.total_seconds() if timeout else math.inf
+    limit_s = limit_of(timeout)
     limit_s += min(limit_s, _LONGER_S)
     answer(lambda: assembly.meet(plan, limit_s, _CALL), limit_s + 1)
     assembly.agreement.retract()

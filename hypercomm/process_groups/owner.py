@@ -29,7 +29,7 @@ from hypercomm.layout.views import Views
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.answers import answer
-from hypercomm.process_groups.assembly import Assembly
+from hypercomm.process_groups.assembly import Assembly, limit_of
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
     abort,
@@ -373,8 +373,7 @@ class GroupOwner:
                 self.progress.compare([call])
         if self._is_alone():
             return
-        timeout = timeout or c10d.world_timeout(c10d.default_backend())
-        limit_s = timeout.total_seconds() if timeout else math.inf
+        limit_s = limit_of(timeout)
         try:
             answer(lambda: self._assembly.meet(plan, limit_s, call), limit_s + 1)
         except BaseException as error:
