@@ -74,11 +74,13 @@ def test_what_survives():
         size, offset = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2))
         shape, names = data.draw(shapes(size))
         new_shape, new_names = data.draw(shapes(size))
-        order, new_order = data.draw(orders(size, offset)), data.draw(orders(size, offset))
+        order = data.draw(orders(size, offset))
+        # Of many groups of ranks in one order, more survive under another name.
+        new_order = data.draw(st.one_of(st.just(order), orders(size, offset)))
         rank = data.draw(st.sampled_from(order))
         source = RankLayout(shape, names, ranks=order)
         target = RankLayout(new_shape, new_names, ranks=new_order)
-        count = data.draw(st.integers(1, 5))
+        count = data.draw(st.integers(1, 9))
         with fake_world(offset + size + 1, rank), HyperCommGrid.from_layout(source) as grid:
             old = {}
             for _ in range(count):
