@@ -97,6 +97,7 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
     """Say in the store that this rank waits no more for the members of its groups.
 
     Whoever comes later finds that in place of this rank's address, and does not connect to it.
+    Where gloo reads addresses without us, it stands elsewhere: gloo would take it for an address.
 
     Raises:
         DistNetworkError: The store is gone, or does not answer.
@@ -105,7 +106,10 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
 
     def tell() -> None:
         for own in meetings:
-            c10d.set_value(address_key(own.name, own.position), GAVE_UP)
+            if making.knows_torch():
+                c10d.set_value(address_key(own.name, own.position), GAVE_UP)
+            else:
+                c10d.set_keys([own.key("gave up", own.rank)])
             c10d.set_value(address_key(own.name, GAVE_UP_KEY), "1")
 
     if meetings:
@@ -167,9 +171,10 @@ def _not_connected(own: OwnGroup) -> list[int]:
     """Name the members that neither connected nor gave up, though others saw that all cannot."""
 
     def answered(position: int) -> bool:
-        key = address_key(own.name, position)
-        return c10d.is_set([own.key("connected", own.ranks[position])]) or (
-            c10d.is_set([key]) and c10d.read_bytes(key) == GAVE_UP
+        said = (own.key(what, own.ranks[position]) for what in ("connected", "gave up"))
+        return (
+            any(c10d.is_set([key]) for key in said)
+            or c10d.read_bytes(address_key(own.name, position)) == GAVE_UP
         )
 
     silent = list(range(len(own.ranks)))

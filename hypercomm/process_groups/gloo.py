@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from hypercomm.process_groups.answers import in_time
-from hypercomm.process_groups.meeting import Meeting, Patience
+from hypercomm.process_groups.meeting import (
+    ENDLESS,
+    GAVE_UP_KEY,
+    AttemptGivenUpError,
+    Meeting,
+    Patience,
+)
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_HOST_NAME = 255
 
@@ -48,7 +57,12 @@ def address_key(name: str, position: int | str) -> str:
 
     Seen in torch 2.6 and 2.13: torch prefixes the group's name and the device, gloo a number.
     """
-    return f"{name}//cpu//0/{position}"
+    return f"{name}//cpu//{_key_in_group(position)}"
+
+
+def _key_in_group(position: int | str) -> str:
+    """Return the same as gloo sees it, which is given the store of the group and the device."""
+    return f"0/{position}"
 
 
 class LazyInit:
@@ -132,6 +146,7 @@ class GlooMaking:
         self._creating = 0
         self._torchs: Any = None
         self._ours: Any = None
+        self._tried: dict[tuple[Any, bool, int, frozenset[str]], bool] = {}
 
     @contextlib.contextmanager
     def shared_devices(self) -> Iterator[None]:
@@ -175,6 +190,10 @@ class GlooMaking:
             return [gloo.create_device(interface=name) for name in names.split(",")]
         return [gloo.create_default_device()]
 
+    def knows_torch(self) -> bool:
+        """Tell whether all groups so far could be made in our way, if any were."""
+        return all(self._tried.values())
+
     def _count(self, change: int) -> None:
         c10d: Any = dist.distributed_c10d
         with self._lock:
@@ -188,34 +207,86 @@ class GlooMaking:
                 c10d.ProcessGroupGloo = self._torchs
 
     def _class(self, torchs: Any) -> Any:
-        current = self._making
+        making = self
 
         class Kind(type(torchs)):  # type: ignore[misc]
             def __instancecheck__(cls, instance: object) -> bool:
                 return isinstance(instance, torchs)  # one that another thread made before
 
         class ProcessGroupGloo(torchs, metaclass=Kind):  # type: ignore[misc]
-            def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-                making = current.get()
-                if making is None:  # another thread creates one meanwhile
-                    super().__init__(store, rank, size, timeout=timeout)
+            def __init__(self, *given: Any, **named: Any) -> None:
+                how = making._making.get()
+                if how is None:  # another thread creates a group meanwhile
+                    super().__init__(*given, **named)
                     return
-                meeting = Meeting(store, size, timeout, making.patience)
-                making.meetings.append(meeting)
-                if making.devices is None:
-                    make = partial(super().__init__, meeting, rank, size, timeout=timeout)
-                else:
-                    options = torchs._Options()
-                    options._devices = making.devices
-                    options._threads = 2 * len(making.devices)
-                    options._timeout = timeout
-                    make = partial(super().__init__, meeting, rank, size, options)
+                if not making._understands(torchs, how, given, named):
+                    _refuse_given_up(next(iter(given), named.get("store")))
+                    super().__init__(*given, **named)
+                    return
+                store, rank, size = given
+                meeting = Meeting(store, size, named["timeout"], how.patience)
+                how.meetings.append(meeting)
+                more, named = _arguments(torchs, how, named)
+                make = partial(super().__init__, meeting, rank, size, *more, **named)
                 if size > 1:
                     _connect(make, meeting)
                 else:
                     make()
 
         return ProcessGroupGloo
+
+    def _understands(
+        self, torchs: Any, how: _Making, given: Sequence[Any], named: Mapping[str, Any]
+    ) -> bool:
+        """Try once, on a group of one, whether torch's call can be made in our way."""
+        call = (torchs, how.devices is None, len(given), frozenset(named))
+        if call not in self._tried:
+            try:
+                _store, _rank, _size = given
+                more, keywords = _arguments(torchs, how, named)
+                alone = Meeting(dist.HashStore(), 1, named["timeout"], ENDLESS)
+                torchs(alone, 0, 1, *more, **keywords)
+            except Exception as error:  # noqa: BLE001 - whatever it is, torch's own way remains
+                if self.knows_torch():
+                    logger.warning(_LOST, torch.__version__, error)
+                self._tried[call] = False
+            else:
+                self._tried[call] = True
+        return self._tried[call]
+
+
+_LOST = (
+    "torch %s creates gloo groups in a way that hypercomm does not know (%r), and is left to it: "
+    "groups of one call share no devices, and only the timeout ends a wait for missing ranks"
+)
+
+
+def _arguments(
+    torchs: Any, how: _Making, named: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments after store, rank and size: torch's, with shared devices if there are.
+
+    Devices can be given in options only, so what torch says in arguments is said there, too.
+    """
+    if how.devices is None:
+        return (), named
+    options = torchs._Options()
+    settings = {"_devices": how.devices, "_threads": 2 * len(how.devices)}
+    settings |= {_OPTIONS.get(name, name): value for name, value in named.items()}
+    for name, value in settings.items():
+        getattr(options, name)  # raises where there is no such option; setting it would not
+        setattr(options, name, value)
+    return (options,), {}
+
+
+_OPTIONS = {"timeout": "_timeout"}
+"""What an option is called whose argument has another name."""
+
+
+def _refuse_given_up(store: Any) -> None:
+    """Do what a `Meeting` does first: gloo would wait for members that wait no more."""
+    if store is not None and store.check([_key_in_group(GAVE_UP_KEY)]):
+        raise AttemptGivenUpError("members of the group gave up before this one came")
 
 
 lazy_init = LazyInit()
