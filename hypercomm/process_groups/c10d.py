@@ -126,9 +126,17 @@ def is_available(backend: str) -> bool:
 
 
 def takes_options(backend: str) -> bool:
-    """Tell whether torch hands `pg_options` to a single backend, rather than dropping them."""
+    """Tell whether torch hands `pg_options` to a single backend, rather than dropping them.
+
+    Since torch 2.14 its own backends are plugins, too, which are all handed them; but those that
+    are no NCCL leave them aside.
+    """
+    if backend == "nccl" or backend.startswith(("nccl-", "nccl2")):
+        return True
     plugin = dist.Backend._plugins.get(backend.upper())
-    return backend == "nccl" or bool(plugin and plugin.extended_api)
+    if plugin is None or not plugin.extended_api:
+        return False
+    return getattr(plugin.creator_fn, "__module__", None) != _private().__name__
 
 
 def world_timeout(backend: str) -> timedelta | None:
@@ -347,7 +355,10 @@ def is_live() -> bool:
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
     """Change the timeout of a group, or of WORLD, from now on."""
-    _private()._set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    else:
+        _private()._set_pg_timeout(timeout, group)
 
 
 def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | None, Any]:
@@ -360,7 +371,9 @@ def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | Non
 
         if not torch.cuda.is_available():
             return None, None
-        symmetric.enable_symm_mem_for_group(group.group_name)
+        enable = symmetric.enable_symm_mem_for_group
+        if not hasattr(enable, "__deprecated__"):  # newer versions of torch need no such call
+            enable(group.group_name)
         buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
         return buffer, symmetric.rendezvous(buffer, group)
     except (ImportError, RuntimeError):  # no such module; the ranks do not share NVLink
@@ -380,6 +393,11 @@ def registered_as(name: str) -> set[ProcessGroup]:
 def registered() -> set[ProcessGroup]:
     """Return every process group that torch has registered in this process."""
     return set(_private()._world.pg_map)
+
+
+def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
+    """Return a group; None in place of torch's number for "not a member"."""
+    return None if group == dist.GroupMember.NON_GROUP_MEMBER else group  # type: ignore[return-value]
 
 
 def forget_non_members() -> None:

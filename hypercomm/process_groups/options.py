@@ -214,13 +214,15 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
 
     torch writes the timeout, the ranks and the name of the group into the object that it is
     given; a copy lets a caller use one object for several groups. Before torch 2.8 they cannot
-    be copied.
+    be copied, and a copy of a subclass in Python is none, but of the class in C++ (torch 2.14).
     """
     if timeout is None or not hasattr(pg_options, "_timeout"):
         return pg_options
     try:
         options = copy.deepcopy(pg_options)
     except TypeError:
+        return pg_options
+    if type(options) is not type(pg_options):
         return pg_options
     options._timeout = timeout
     return options

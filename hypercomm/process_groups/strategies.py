@@ -148,7 +148,7 @@ def _why_not_split(backend: str, groups: RankGroups | None) -> str | None:
 
 def _create_split(plan: GroupPlan) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
-    # A rank that is a member of none passes one that it is not in, and gets None.
+    # A rank that is a member of none passes one that it is not in, and is told that it is in none.
     own = -1 if plan.own is None else plan.groups.index_of(plan.own.rank)
     group = None
     for turn in split_turns(plan.groups):
@@ -159,7 +159,7 @@ def _create_split(plan: GroupPlan) -> ProcessGroup | None:
             pg_options=plan.options.pg_options,
             group_desc=plan.options.group_desc,
         )
-        group = part or group
+        group = c10d.as_member(part) or group
     return group
 
 
