@@ -72,6 +72,14 @@ def with_nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", stub, raising=False)
 
 
+@contextlib.contextmanager
+def without_nccl():
+    """A torch that looks as if it was built without NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(dist, "ProcessGroupNCCL", raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _environment():
     """Put the environment back after each test."""
@@ -296,9 +304,9 @@ def test_high_priority_groups_are_a_list():
 
 
 # In a torch without NCCL, options are refused rather than dropped.
-def test_options_without_nccl(monkeypatch):
-    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
-    error = error_of(ours, high_priority_stream_groups=["dp"])
+def test_options_without_nccl():
+    with without_nccl():
+        error = error_of(ours, high_priority_stream_groups=["dp"])
     assert isinstance(error, NcclConfigError)
     assert "'dp'" in str(error)
 
@@ -612,7 +620,7 @@ def assert_recovers(error, arguments, fault):
         (OfTheTestError, {"get_embedding_ranks": fails}, contextlib.nullcontext),
         (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext),
         (OfTheTestError, {**UCC, "get_embedding_ranks": fails}, contextlib.nullcontext),
-        (NcclConfigError, {"high_priority_stream_groups": ["ep"]}, contextlib.nullcontext),
+        (NcclConfigError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
         (
             OfTheTestError,
             {"use_sharp": True},
