@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
 
-
 novelties = []
 """What the groups of this rank were given."""
 

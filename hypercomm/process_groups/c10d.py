@@ -397,7 +397,7 @@ def registered() -> set[ProcessGroup]:
 
 def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
     """Return a group; None in place of torch's number for "not a member"."""
-    return None if group == dist.GroupMember.NON_GROUP_MEMBER else group  # type: ignore[return-value]
+    return None if isinstance(group, int) else group
 
 
 def forget_non_members() -> None:

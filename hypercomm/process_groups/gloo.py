@@ -226,8 +226,8 @@ class GlooMaking:
                 store, rank, size = given
                 meeting = Meeting(store, size, named["timeout"], how.patience)
                 how.meetings.append(meeting)
-                more, named = _arguments(torchs, how, named)
-                make = partial(super().__init__, meeting, rank, size, *more, **named)
+                more, keywords = _arguments(torchs, how, named)
+                make = partial(super().__init__, meeting, rank, size, *more, **keywords)
                 if size > 1:
                     _connect(make, meeting)
                 else:
@@ -244,7 +244,8 @@ class GlooMaking:
             try:
                 _store, _rank, _size = given
                 more, keywords = _arguments(torchs, how, named)
-                alone = Meeting(dist.HashStore(), 1, named["timeout"], ENDLESS)
+                store = dist.HashStore()  # type: ignore[attr-defined]
+                alone = Meeting(store, 1, named["timeout"], ENDLESS)
                 torchs(alone, 0, 1, *more, **keywords)
             except Exception as error:  # noqa: BLE001 - whatever it is, torch's own way remains
                 if self.knows_torch():

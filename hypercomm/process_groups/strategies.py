@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -205,14 +205,12 @@ def _enumerate(plan: GroupPlan) -> ProcessGroup | None:
     """Create all groups in order, and return the caller's."""
     ranks = plan.groups.to_array().tolist()
     options = {"backend": plan.options.backend, **plan.options.given()}
-    group: ProcessGroup | None
     if plan.groups.is_sorted:
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            ranks, **options
-        )
-        return group
+        enumerate_groups: Any = dist.new_subgroups_by_enumeration  # has no types before torch 2.14
+        return c10d.as_member(enumerate_groups(ranks, **options)[0])
     groups = [dist.new_group(members, sort_ranks=False, **options) for members in ranks]
-    return None if plan.own is None else groups[plan.groups.index_of(plan.own.rank)]
+    own = None if plan.own is None else groups[plan.groups.index_of(plan.own.rank)]
+    return c10d.as_member(own)
 
 
 STRATEGIES: dict[

@@ -597,8 +597,9 @@ def create_group(
         use_local_synchronization=use_local_synchronization,
         group_desc=group_desc,
     )
-    if ranks is None or dist.get_rank() in ranks:
-        _state().list_groups([group])
+    own = c10d.as_member(group)
+    if own is not None:
+        _state().list_groups([own])
     return group
 
 

@@ -21,6 +21,7 @@ from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.interface import GridInterface
 from hypercomm.layout.checks import as_ordered, as_strings, positive
 from hypercomm.layout.messages import shown
+from hypercomm.process_groups import c10d
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,8 @@ class ProcessGroupCollection:
         groups |= _instance_groups(pg_collection, groups, instances)
         if groups["expt_dp_group"] is None:
             logger.warning("no expt_dp group was given; creating one of this rank alone")
-            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            alone = c10d.as_member(made)
             groups["expt_dp_group"] = alone
             if instances == 1:
                 groups["intra_expt_dp_group"] = alone
