@@ -2,7 +2,7 @@
 
 It probes what the installed torch has, says what is missing, and offers what is left under plain
 names. Everything is looked up at call time, so that a patched torch.distributed is respected.
-Checked against the sources of torch 2.6, 2.8 and 2.13.
+Checked against the sources of torch 2.6, 2.8, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
