@@ -38,8 +38,9 @@ def once_its_address_is_known(number):
 
     def leave_and_end(self, key, value):
         leave(self, key, value)
-        self._store.check([key])  # it has arrived
-        signal_self(number)
+        if self._size > 1:  # else it is tried out, alone
+            self._store.check([key])  # it has arrived
+            signal_self(number)
 
     Meeting.set = leave_and_end
 
