@@ -1,7 +1,9 @@
 """What the real ranks of test_torch_versions.py do."""
 
 import logging
+import os
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -9,33 +11,37 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
+from hypercomm.process_groups import c10d
 
-novelties = []
-"""What the groups of this rank were given."""
+seen = []
+"""Novelty and timeout of each gloo group of this rank."""
 
 
 class Call(type(Gloo)):
     """torch's own call of its gloo class, as a later torch may make it."""
 
     def __call__(cls, *given, **named):
-        return super().__call__(*given, **(cls.call(named) if "timeout" in named else named))
+        if "timeout" in named:  # else it is ours, with options
+            timeout = named.pop("timeout")
+            given, named = cls.call(given, {"timeout": timeout, "novelty": 7})
+        return super().__call__(*given, **named)
 
 
 class Later(Gloo, metaclass=Call):
     """A gloo class that takes a `novelty`, and says which it was given."""
 
     @staticmethod
-    def call(named):
-        return {"novelty": 7, **named}
+    def call(given, named):
+        return given, named
 
-    def __init__(self, store, rank, size, options=None, novelty=None, **named):
+    def __init__(self, store, rank, size, options=None, novelty=None, timeout=None):
         if options is None:
-            super().__init__(store, rank, size, **named)
+            super().__init__(store, rank, size, timeout=timeout)
         else:
             super().__init__(store, rank, size, options)
-            novelty = getattr(options, "novelty", None)
+            novelty, timeout = getattr(options, "novelty", None), options._timeout
         if size > 1:
-            novelties.append(novelty)
+            seen.append((novelty, timeout.total_seconds()))
 
 
 class WithOption(Later):
@@ -55,15 +61,25 @@ class Renamed(Later):
     """What was called timeout has another name."""
 
     @staticmethod
-    def call(named):
-        named = {"novelty": 7, **named}
-        return {"limit": named.pop("timeout"), **named}
+    def call(given, named):
+        return given, {"limit": named["timeout"], "novelty": named["novelty"]}
 
-    def __init__(self, store, rank, size, limit, **named):
-        super().__init__(store, rank, size, timeout=limit, **named)
+    def __init__(self, store, rank, size, limit, novelty):
+        super().__init__(store, rank, size, None, novelty, limit)
 
 
-KINDS = {kind.__name__: kind for kind in (Later, WithOption, WithoutOptions, Renamed)}
+class Reordered(Later):
+    """The store comes last."""
+
+    @staticmethod
+    def call(given, named):
+        return (*given[1:], given[0]), named
+
+    def __init__(self, rank, size, store, **named):
+        super().__init__(store, rank, size, **named)
+
+
+KINDS = {kind.__name__: kind for kind in (Later, WithOption, WithoutOptions, Renamed, Reordered)}
 
 
 class Heard(logging.Handler):
@@ -89,11 +105,12 @@ def gloo_of_a_later_torch(kind):
     heard = Heard()
     dist.distributed_c10d.ProcessGroupGloo = KINDS[kind]
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        sums = [sum_over(grid.create_pg(dims)) for dims in ("tp", "dp")]
+        long = timedelta(seconds=50)
+        sums = [sum_over(grid.create_pg(dims, timeout=long)) for dims in ("tp", "dp")]
         batch = [{"dims": dims, "name": "twin"} for dims in ("tp", "dp", ("tp", "dp"))]
-        sums += [sum_over(group) for group in grid.create_pgs(batch)]
+        sums += [sum_over(group) for group in grid.create_pgs(batch, timeout=long)]
     is_restored = dist.distributed_c10d.ProcessGroupGloo is KINDS[kind]
-    return sums, novelties, heard.lines, is_restored
+    return sums, seen, heard.lines, is_restored
 
 
 def a_rank_is_missing(kind):
@@ -109,6 +126,39 @@ def a_rank_is_missing(kind):
     dist.barrier()
     with grid:
         return said, waited, sum_over(grid.create_pg("dp"))
+
+
+def a_trial_that_fails():
+    """The first creation of rank 1 fails for a reason of its own; the second does not."""
+    heard, grid, said = Heard(), HyperCommGrid([2], ["dp"]), None
+    if dist.get_rank() == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        grid.create_pg("dp", timeout=timedelta(seconds=1))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    dist.barrier()
+    with grid:
+        return said, sum_over(grid.create_pg("dp")), heard.lines
+
+
+def another_timeout():
+    """How long rank 0 waits for rank 1 once the timeout of their group is another."""
+    grid = HyperCommGrid([2], ["dp"])
+    group, waited = grid.create_pg("dp"), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        c10d.set_timeout(timedelta(seconds=0.5), group)
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        try:
+            sum_over(group)
+        except RuntimeError:
+            waited = time.monotonic() - begin
+    dist.barrier()
+    grid.destroy()
+    return waited
 
 
 def refused_options():

@@ -125,13 +125,17 @@ def is_available(backend: str) -> bool:
     return bool(dist.is_backend_available(backend))
 
 
+_NCCL = {"nccl", "nccl2", "nccl-lazy", "nccl-legacy"}
+"""torch's names for NCCL, as of 2.15."""
+
+
 def takes_options(backend: str) -> bool:
     """Tell whether torch hands `pg_options` to a single backend, rather than dropping them.
 
     Since torch 2.14 its own backends are plugins, too, which are all handed them; but those that
     are no NCCL leave them aside.
     """
-    if backend == "nccl" or backend.startswith(("nccl-", "nccl2")):
+    if backend in _NCCL:
         return True
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None or not plugin.extended_api:
@@ -371,8 +375,8 @@ def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | Non
 
         if not torch.cuda.is_available():
             return None, None
-        enable = symmetric.enable_symm_mem_for_group
-        if not hasattr(enable, "__deprecated__"):  # newer versions of torch need no such call
+        enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+        if enable is not None and not hasattr(enable, "__deprecated__"):  # newer ones need it not
             enable(group.group_name)
         buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
         return buffer, symmetric.rendezvous(buffer, group)

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import attrs
@@ -41,7 +40,7 @@ def world_address_key(rank: int) -> str:
 def host_in(address: bytes | None) -> str | None:
     """Read the host's name out of a member's address; None where it has no such form.
 
-    Seen in torch 2.6 and 2.13: the length of the name in 8 bytes, then the name.
+    Seen in torch 2.6 to 2.15: the length of the name in 8 bytes, then the name.
     """
     if address is None or len(address) <= 8:
         return None
@@ -55,7 +54,7 @@ def host_in(address: bytes | None) -> str | None:
 def address_key(name: str, position: int | str) -> str:
     """Return the key under which a member of a group leaves its address in the store.
 
-    Seen in torch 2.6 and 2.13: torch prefixes the group's name and the device, gloo a number.
+    Seen in torch 2.6 to 2.15: torch prefixes the group's name and the device, gloo a number.
     """
     return f"{name}//cpu//{_key_in_group(position)}"
 
@@ -118,19 +117,39 @@ def _connect(make: Callable[[], None], meeting: Meeting) -> None:
 
 
 @attrs.frozen
-class _Making:
-    """How one gloo group is made."""
+class _Wish:
+    """How one gloo group is to be made: on which devices, made when they are needed."""
 
-    devices: list[Any] | None
+    devices: list[Any]
     patience: Patience
     meetings: list[Meeting]
+
+    def options(self, torchs: Any, named: Mapping[str, Any]) -> Any:
+        """Say in options what torch says in arguments, and which devices to use."""
+        if not self.devices:
+            self.devices.extend(_new_devices())
+        options = torchs._Options()
+        options._devices = self.devices
+        options._threads = 2 * len(self.devices)
+        for name, value in named.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+        return options
+
+
+def _new_devices() -> list[Any]:
+    """Make what torch would: a device for each interface that the user names, or the host's."""
+    gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_default_device()]
 
 
 class GlooMaking:
     """Makes gloo groups with a store of ours, and lets those of one call share their devices.
 
     torch's helper hands neither on: so as long as a group is created, the class that it calls is
-    one that does. Other threads are not affected.
+    one that does. Other threads are not affected. Whether that can be done with this torch is
+    tried on a group of one; where it cannot, groups are made as torch does.
 
     torch gives each gloo group a device of its own: it looks the host up, listens at a socket and
     starts a thread. Groups keep their devices alive, and the last one ends them. Lazily connected
@@ -141,12 +160,12 @@ class GlooMaking:
     def __init__(self) -> None:
         self._shared: ContextVar[list[Any] | None]
         self._shared = ContextVar("shared devices", default=None)
-        self._making: ContextVar[_Making | None] = ContextVar("making", default=None)
+        self._wish: ContextVar[_Wish | None] = ContextVar("wish", default=None)
         self._lock = threading.Lock()
         self._creating = 0
         self._torchs: Any = None
         self._ours: Any = None
-        self._tried: dict[tuple[Any, bool, int, frozenset[str]], bool] = {}
+        self._verdicts: dict[tuple[Any, int, frozenset[str]], bool] = {}
 
     @contextlib.contextmanager
     def shared_devices(self) -> Iterator[None]:
@@ -171,28 +190,18 @@ class GlooMaking:
         if lazy_init.is_set():
             yield meetings
             return
-        devices = self._shared.get()
-        if devices is not None and not devices:
-            devices += self._new_devices()
-        token = self._making.set(_Making(devices, patience, meetings))
+        shared = self._shared.get()
+        token = self._wish.set(_Wish([] if shared is None else shared, patience, meetings))
         self._count(1)
         try:
             yield meetings
         finally:
             self._count(-1)
-            self._making.reset(token)
-
-    @staticmethod
-    def _new_devices() -> list[Any]:
-        """Make what torch would: a device for each interface that the user names, or the host's."""
-        gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if len(names) > 1:
-            return [gloo.create_device(interface=name) for name in names.split(",")]
-        return [gloo.create_default_device()]
+            self._wish.reset(token)
 
     def knows_torch(self) -> bool:
-        """Tell whether all groups so far could be made in our way, if any were."""
-        return all(self._tried.values())
+        """Tell whether gloo groups are made in our way, as far as any have been made."""
+        return bool(self._verdicts) and all(self._verdicts.values())
 
     def _count(self, change: int) -> None:
         c10d: Any = dist.distributed_c10d
@@ -207,7 +216,7 @@ class GlooMaking:
                 c10d.ProcessGroupGloo = self._torchs
 
     def _class(self, torchs: Any) -> Any:
-        making = self
+        wish, understands = self._wish, self._understands
 
         class Kind(type(torchs)):  # type: ignore[misc]
             def __instancecheck__(cls, instance: object) -> bool:
@@ -215,79 +224,77 @@ class GlooMaking:
 
         class ProcessGroupGloo(torchs, metaclass=Kind):  # type: ignore[misc]
             def __init__(self, *given: Any, **named: Any) -> None:
-                how = making._making.get()
+                how, init = wish.get(), super().__init__
                 if how is None:  # another thread creates a group meanwhile
-                    super().__init__(*given, **named)
-                    return
-                if not making._understands(torchs, how, given, named):
-                    _refuse_given_up(next(iter(given), named.get("store")))
-                    super().__init__(*given, **named)
-                    return
-                store, rank, size = given
-                meeting = Meeting(store, size, named["timeout"], how.patience)
-                how.meetings.append(meeting)
-                more, keywords = _arguments(torchs, how, named)
-                make = partial(super().__init__, meeting, rank, size, *more, **keywords)
-                if size > 1:
-                    _connect(make, meeting)
+                    init(*given, **named)
+                elif not understands(torchs, how, given, named):
+                    _refuse_given_up([*given, *named.values()])
+                    init(*given, **named)
                 else:
-                    make()
+                    store, rank, size = given
+                    meeting = Meeting(store, size, named["timeout"], how.patience)
+                    how.meetings.append(meeting)
+
+                    def make() -> None:
+                        init(meeting, rank, size, how.options(torchs, named))
+
+                    if size > 1:
+                        _connect(make, meeting)
+                    else:
+                        make()
 
         return ProcessGroupGloo
 
     def _understands(
-        self, torchs: Any, how: _Making, given: Sequence[Any], named: Mapping[str, Any]
+        self, torchs: Any, how: _Wish, given: Sequence[Any], named: Mapping[str, Any]
     ) -> bool:
-        """Try once, on a group of one, whether torch's call can be made in our way."""
-        call = (torchs, how.devices is None, len(given), frozenset(named))
-        if call not in self._tried:
-            try:
-                _store, _rank, _size = given
-                more, keywords = _arguments(torchs, how, named)
-                store = dist.HashStore()  # type: ignore[attr-defined]
-                alone = Meeting(store, 1, named["timeout"], ENDLESS)
-                torchs(alone, 0, 1, *more, **keywords)
-            except Exception as error:  # noqa: BLE001 - whatever it is, torch's own way remains
-                if self.knows_torch():
-                    logger.warning(_LOST, torch.__version__, error)
-                self._tried[call] = False
-            else:
-                self._tried[call] = True
-        return self._tried[call]
+        """Try once, on a group of one, whether torch's call can be made in our way.
+
+        Where torch's way fails, too, that says nothing: the group itself will say what is wrong.
+        """
+        call = (torchs, len(given), frozenset(named))
+        if call in self._verdicts:
+            return self._verdicts[call]
+        try:
+            _store, _rank, _size = given
+            alone = Meeting(_store_of_one(), 1, named["timeout"], ENDLESS)
+            torchs(alone, 0, 1, how.options(torchs, named))
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch's own way remains
+            if len(given) == 3 and not _works(torchs, named):
+                return False
+            if all(self._verdicts.values()):
+                logger.warning(_LOST, torch.__version__, error)
+            self._verdicts[call] = False
+        else:
+            self._verdicts[call] = True
+        return self._verdicts[call]
 
 
 _LOST = (
-    "torch %s creates gloo groups in a way that hypercomm does not know (%r), and is left to it: "
-    "groups of one call share no devices, and only the timeout ends a wait for missing ranks"
+    "torch %s calls gloo in a way that hypercomm does not know (%r), so gloo groups are created as "
+    "torch does it: those of one call share no devices, and neither news of other ranks nor Ctrl-C "
+    "ends a wait for missing ranks before its timeout"
 )
 
 
-def _arguments(
-    torchs: Any, how: _Making, named: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments after store, rank and size: torch's, with shared devices if there are.
-
-    Devices can be given in options only, so what torch says in arguments is said there, too.
-    """
-    if how.devices is None:
-        return (), named
-    options = torchs._Options()
-    settings = {"_devices": how.devices, "_threads": 2 * len(how.devices)}
-    settings |= {_OPTIONS.get(name, name): value for name, value in named.items()}
-    for name, value in settings.items():
-        getattr(options, name)  # raises where there is no such option; setting it would not
-        setattr(options, name, value)
-    return (options,), {}
+def _works(torchs: Any, named: Mapping[str, Any]) -> bool:
+    """Tell whether torch's own way of making a group of one works."""
+    try:
+        torchs(_store_of_one(), 0, 1, **named)
+    except Exception:  # noqa: BLE001 - whatever it is
+        return False
+    return True
 
 
-_OPTIONS = {"timeout": "_timeout"}
-"""What an option is called whose argument has another name."""
+def _store_of_one() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
 
 
-def _refuse_given_up(store: Any) -> None:
-    """Do what a `Meeting` does first: gloo would wait for members that wait no more."""
-    if store is not None and store.check([_key_in_group(GAVE_UP_KEY)]):
-        raise AttemptGivenUpError("members of the group gave up before this one came")
+def _refuse_given_up(arguments: Sequence[Any]) -> None:
+    """Look first, as a `Meeting` does: gloo would wait for members that wait no more."""
+    for store in arguments:
+        if isinstance(store, dist.Store) and store.check([_key_in_group(GAVE_UP_KEY)]):  # type: ignore[attr-defined]
+            raise AttemptGivenUpError("members of the group gave up before this one came")
 
 
 lazy_init = LazyInit()

@@ -214,7 +214,8 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
 
     torch writes the timeout, the ranks and the name of the group into the object that it is
     given; a copy lets a caller use one object for several groups. Before torch 2.8 they cannot
-    be copied, and a copy of a subclass in Python is none, but of the class in C++ (torch 2.14).
+    be copied, and since then a copy of a Python subclass is one of the class in C++: such an object
+    serves one group.
     """
     if timeout is None or not hasattr(pg_options, "_timeout"):
         return pg_options
