@@ -6,8 +6,8 @@ import time
 import warnings
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+from batch_ranks import registered, sum_over
 from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
@@ -94,12 +94,6 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def sum_over(group):
-    value = torch.tensor([10.0 ** dist.get_rank()])
-    dist.all_reduce(value, group=group)
-    return int(value)
-
-
 def gloo_of_a_later_torch(kind):
     """All-reduce over groups that are created one by one and in a batch."""
     heard = Heard()
@@ -163,11 +157,11 @@ def another_timeout():
 
 def refused_options():
     """Options that gloo would leave aside, and what is left after they were refused."""
-    before, said = set(dist.distributed_c10d._world.pg_map), []
+    before, said = registered(), []
     grid = HyperCommGrid([2], ["dp"])
     for options in (Gloo._Options(), object(), 7):
         try:
             grid.create_pg("dp", pg_options=options)
         except ValueError as error:
             said.append(f"{type(error).__name__}: {error}")
-    return said, set(dist.distributed_c10d._world.pg_map) == before, dict(grid.pgs)
+    return said, registered() == before, dict(grid.pgs)

@@ -272,8 +272,9 @@ class ProcessGroupCollection:
         groups |= _instance_groups(pg_collection, groups, instances)
         if groups["expt_dp_group"] is None:
             logger.warning("no expt_dp group was given; creating one of this rank alone")
-            made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            alone = c10d.as_member(made)
+            alone = c10d.as_member(
+                dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            )
             groups["expt_dp_group"] = alone
             if instances == 1:
                 groups["intra_expt_dp_group"] = alone
