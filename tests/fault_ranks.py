@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.meeting import Meeting
+from hypercomm.process_groups.c10d.gloo_store import Meeting
 
 WORLD_SIZE = 4
 TIMEOUT_S = 3.0

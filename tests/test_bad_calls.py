@@ -583,10 +583,13 @@ def test_sentence(call, builtin, ours, sentence, monkeypatch):
     assert type(caught.value) is ours
 
 
-# An unknown backend is refused with those that the installed torch knows.
+# An unknown backend is refused with those that the installed torch knows, and what would bring it.
 def test_unknown_backend():
     known = c10d.known_backends()
-    sentence = f"unknown backend 'bogus'; this torch knows {known}"
+    sentence = (
+        f"unknown backend 'bogus'; this torch knows {known}; to have 'bogus', install the package "
+        f"that brings it, and import it if torch must know"
+    )
     for call in (
         lambda: grid([8], ["tp"], backend="bogus"),
         in_a_world(lambda grid: grid.create_pg("tp", backend="bogus")),

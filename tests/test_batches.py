@@ -4,9 +4,9 @@ import collections
 import re
 from datetime import timedelta
 
+import bound_world
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from hypercomm import GroupKey, HyperCommGrid, RankLayout
@@ -53,8 +53,7 @@ def third_fails(names):
 def bound(monkeypatch):
     """WORLD seems to be bound to a device; what is split off it is recorded."""
     calls = []
-    monkeypatch.setattr(c10d, "split_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(c10d, "device_backend", lambda _device: "fake")
+    bound_world.bind(monkeypatch)
     monkeypatch.setattr(dist, "split_group", lambda **options: calls.append(options["split_ranks"]))
     return calls
 
@@ -260,8 +259,10 @@ def test_one_split_for_each_dims(bound):
         grid = HyperCommGrid(list(sizes.values()), list(sizes))
         told = grid.explain("tp")
         assert (told.strategy, bound) == ("split", [])
-        assert told.reason.endswith("one split makes the groups of all ranks at once")
-        assert "every rank must take part in splitting it" in told.alternatives["local"]
+        assert told.reason.endswith(
+            "one split, by every rank of the world, makes all groups at once"
+        )
+        assert told.alternatives["local"].startswith("it would work too: each rank creates only")
         for count, dims in enumerate([*sizes, ["dp", "cp"]], start=1):
             grid.create_pg(dims)
             assert len(bound) == count
@@ -285,7 +286,7 @@ def test_colliding_colors(monkeypatch, bound, colors):
     calls = {}
     for rank in range(9):  # rank 8 is outside the grid, and takes part all the same
         with fake_world(9, rank):
-            grid = HyperCommGrid([2, 4], ["tp", "dp"])
+            grid = HyperCommGrid([2, 4], ["tp", "dp"], creation="split")
             grid.create_pg("tp")
             assert f"in {max(colors.count(color) for color in colors)} turns" in str(
                 grid.explain("tp")
@@ -307,7 +308,7 @@ def test_colliding_colors(monkeypatch, bound, colors):
 
 # Such collisions are no theory: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
 def test_a_collision_of_torch(monkeypatch, bound):
-    monkeypatch.setattr(c10d, "ProcessGroup", type("Recent", (), {"split_group": None}))
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     with fake_world(4096, rank=1988):
         grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"])
         told = grid.explain("cp")
@@ -329,12 +330,9 @@ def test_colors(monkeypatch):
         signed = seed - 2**64 if seed >= 2**63 else seed
         return abs(signed) % (2**31 - 1)
 
-    class Recent:
-        split_group = None
-
-    monkeypatch.setattr(c10d, "ProcessGroup", Recent)
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     assert c10d.split_colors(groups.to_array()) == [combined(group) for group in groups]
-    monkeypatch.setattr(c10d, "ProcessGroup", object)
+    monkeypatch.delattr(dist.ProcessGroup, "split_group")
     assert c10d.split_colors(groups.to_array()) == [abs(hash(group)) % 2**31 for group in groups]
 
 
@@ -346,7 +344,7 @@ def test_a_torch_without_splits(monkeypatch, bound):
             CreationError, match=r"lacks torch\.distributed\.split_group; use one of"
         ):
             grid_of(creation="split").create_pg("tp")
-        assert grid_of().explain("tp").strategy == "enumerate"
+        assert grid_of().explain("tp").strategy == "local"
     assert bound == []
 
 

@@ -8,6 +8,7 @@ import pickle
 import re
 
 import attrs
+import bound_world
 import hypothesis
 import numpy as np
 import pytest
@@ -572,15 +573,15 @@ def test_choices(monkeypatch):
 
 # Where WORLD is bound to a device, groups that ascend are split off, and others are not.
 def test_no_split_of_unsorted_groups(monkeypatch):
-    monkeypatch.setattr(c10d, "split_device", lambda: "cuda:0")
-    monkeypatch.setattr(c10d, "device_backend", lambda _: "fake")
-    monkeypatch.setattr(c10d, "single_backends", lambda _: ("fake",))
+    bound_world.bind(monkeypatch)
+    monkeypatch.setattr(c10d, "keeps_order", lambda: False)
+    monkeypatch.setattr(c10d, "why_not_alone", lambda _: "all ranks must come")
     with fake_world(10):
         assert choose("auto", "fake", RankLayout.parse("tp=2").groups("tp")).strategy == "split"
         unsorted = LISTED.groups("cp")
-        with pytest.raises(CreationError, match="split_group sorts the ranks of each group"):
+        with pytest.raises(CreationError, match="split_group of this torch sorts the ranks"):
             choose("split", "fake", unsorted)
-        assert "split_group sorts" in alternatives("local", "fake", unsorted)["split"]
+        assert "split_group of this torch sorts" in alternatives("local", "fake", unsorted)["split"]
         monkeypatch.setattr(dist, "new_group", old_new_group)
         with pytest.raises(CreationError) as caught:
             choose("auto", "fake", unsorted)

@@ -6,6 +6,7 @@ Where the torch at hand does not show a change itself, a stand-in has its new an
 import itertools
 from datetime import timedelta
 
+import bound_world
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ def test_gloo_of_a_later_torch(kind):
         assert is_restored
         assert len(heard) == (1 if kind in UNKNOWN else 0)
         for line in heard:
-            assert line.startswith(f"torch {torch.__version__} calls gloo in a way that hypercomm")
+            assert line.startswith(
+                f"torch {torch.__version__}: torch.distributed.distributed_c10d.ProcessGroupGloo "
+                "is called in a way that it does not know ("
+            )
+            assert "those of one call share no devices" in line
 
 
 # A creation that fails for another reason says what it is, and nothing about torch; afterwards
@@ -90,10 +95,9 @@ def test_who_takes_options(monkeypatch):
 def test_who_is_outside_a_split(monkeypatch, outside, own_turn):
     colors = itertools.repeat(1) if own_turn is not None else itertools.count()
     rank = {0: 0, 1: 2, None: 4}[own_turn]
-    monkeypatch.setattr(c10d, "split_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(c10d, "device_backend", lambda _device: "fake")
+    bound_world.bind(monkeypatch)
     monkeypatch.setattr(c10d, "split_colors", lambda _groups: [next(colors) for _ in range(2)])
-    with fake_world(5, rank), HyperCommGrid([2, 2], ["tp", "dp"], world_size=5) as grid:
+    with fake_world(5, rank), HyperCommGrid([2, 2], ["tp", "dp"], creation="split") as grid:
         made = []
 
         def split_group(split_ranks, **_):
@@ -127,6 +131,8 @@ def test_who_changes_the_timeout(monkeypatch, is_public):
     called, torchs = [], dist if is_public else dist.distributed_c10d
     monkeypatch.delattr(dist, "set_timeout", raising=False)
     name = "set_timeout" if is_public else "_set_pg_timeout"
-    monkeypatch.setattr(torchs, name, lambda *given: called.append(given), raising=False)
+    monkeypatch.setattr(
+        torchs, name, lambda timeout, group: called.append((timeout, group)), raising=False
+    )
     c10d.set_timeout(timedelta(seconds=5), None)
     assert called == [(timedelta(seconds=5), None)]

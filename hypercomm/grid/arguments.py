@@ -30,6 +30,8 @@ class GroupArguments(TypedDict, total=False):
     group_desc: str | None
     share: Share | None
     derive: Derive | None
+    creation: Creation | None
+    lazy_init: bool | None
 
 
 def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:

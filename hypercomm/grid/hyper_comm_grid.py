@@ -32,7 +32,7 @@ from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement import Agreement
 from hypercomm.process_groups.options import (
     as_verified,
-    check_backend,
+    check_known,
     check_lazy_init,
     check_timeout,
 )
@@ -63,18 +63,20 @@ class HyperCommGrid(GridInterface):
             grids of one name that overlap in the same order; grids that they come to in different
             orders, in threads for example, need different names.
         cover: "exact" refuses a grid that leaves ranks of the world out.
-        creation: How groups are created. "local": each rank creates only its own; "split": each
-            rank splits WORLD once, where WORLD is bound to a device; "enumerate": every rank
-            walks every group, as torch does; "auto" takes the first of split, local, enumerate
-            that works.
+        creation: How groups are created. "local": each rank creates only its own; "split": every
+            rank of the world splits WORLD once, where WORLD is bound to a device; "enumerate":
+            every rank walks every group, as torch does; "auto" takes the first of split (if the
+            grid has all ranks of the world), local, split, enumerate that works.
         share: "identical" lets keys with the same ranks, backend and options hold one group.
         share_with: Another grid whose groups may serve this one's keys too, under
             `share="identical"`. The grid that has such a group last destroys it.
         world_size: Number of ranks of the job; default: that of torch.distributed, else of the
             environment's WORLD_SIZE.
-        lazy_init: True lets the grid's gloo groups connect each pair of ranks at their first
-            message, not at the creation, which then waits for nobody; default: as the environment's
-            TORCH_GLOO_LAZY_INIT says. torch 2.6 cannot; nccl always does, unless WORLD is bound.
+        lazy_init: True lets the grid's gloo and NCCL groups connect each pair of ranks at their
+            first message, not at the creation, which then waits for nobody; False connects them at
+            the creation; default: gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as
+            torch does: at the first message before 2.15, unless WORLD is bound to a device. gloo of
+            torch 2.6 cannot.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one question to the store each; default: as the environment's HYPERCOMM_VERIFY says.
 
@@ -196,8 +198,9 @@ class HyperCommGrid(GridInterface):
         check_choice("cover", cover, ("any", "exact"))
         check_choice("creation", creation, ("auto", *STRATEGIES))
         check_choice("share", share, ("never", "identical"))
-        check_backend(backend)
-        check_lazy_init(lazy_init)
+        if backend is not None:
+            check_known(backend)
+        check_lazy_init(lazy_init, backend)
         check_name(name)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from hypercomm import device_mesh
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.arguments import (
+    Creation,
     GroupArguments,
     Share,
     as_arguments,
@@ -30,6 +31,7 @@ from hypercomm.process_groups.keys import Derive, Explanation, GroupKey, GroupRe
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -201,6 +203,8 @@ class GridInterface:
         group_desc: str | None = None,
         share: Share | None = None,
         derive: Derive | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
         """Create the process groups over some dims, and return the calling rank's.
 
@@ -218,6 +222,9 @@ class GridInterface:
             share: Overrides the grid's.
             derive: Makes other groups of those over `dims`, such as the ends of each pipeline:
                 `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`. Needs a name.
+            creation: Overrides the grid's, as does `lazy_init`: where WORLD is bound to a device,
+                dims that cover the world may be split off it, and "pp" created lazily.
+            lazy_init: Whether members connect at their first message.
 
         Returns:
             A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Mind
@@ -238,7 +245,10 @@ class GridInterface:
             ForkedError: The grid belongs to the process that forked this one.
         """
         return self._owner.create(
-            self._request(dims, name, view, backend, timeout, pg_options, group_desc, share, derive)
+            self._request(
+                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
+                *(creation, lazy_init),
+            )
         )
 
     def plan_pg(
@@ -253,6 +263,8 @@ class GridInterface:
         group_desc: str | None = None,
         share: Share | None = None,
         derive: Derive | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
     ) -> PlannedGroup:
         """Check everything about some process groups now, to create them later.
 
@@ -268,7 +280,10 @@ class GridInterface:
             4 2 0 4
         """
         return self._owner.plan(
-            self._request(dims, name, view, backend, timeout, pg_options, group_desc, share, derive)
+            self._request(
+                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
+                *(creation, lazy_init),
+            )
         )
 
     def get_pg(
@@ -298,6 +313,8 @@ class GridInterface:
         group_desc: str | None = None,
         share: Share | None = None,
         derive: Derive | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
         """Create a process group on the first call, and return the same one afterwards.
 
@@ -308,7 +325,10 @@ class GridInterface:
                 first call.
         """
         return self._owner.ensure(
-            self._request(dims, name, view, backend, timeout, pg_options, group_desc, share, derive)
+            self._request(
+                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
+                *(creation, lazy_init),
+            )
         )
 
     def create_pgs(
@@ -360,6 +380,8 @@ class GridInterface:
         name: str | None = None,
         view: str | None = None,
         backend: str | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
     ) -> Explanation:
         """Say how the process groups over some dims were created, or would be, and why.
 
@@ -375,7 +397,8 @@ class GridInterface:
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
               not enumerate: it would work too: every rank walks every group of the world
         """
-        return self._owner.explain(self._request(dims, name, view, backend))
+        request = self._request(dims, name, view, backend, creation=creation, lazy_init=lazy_init)
+        return self._owner.explain(request)
 
     def device_mesh(self, *dims: str | Iterable[str], device_type: str | None = None) -> DeviceMesh:
         """Hand process groups that exist to a torch DeviceMesh; creates none, and asks nobody.
@@ -504,6 +527,8 @@ class GridInterface:
         group_desc: str | None = None,
         share: Share | None = None,
         derive: Derive | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
     ) -> GroupRequest:
         """A call, with what the grid says where the call does not."""
         key, asked = self._key(dims, name, view)
@@ -511,7 +536,10 @@ class GridInterface:
         backend = state.backend if backend is None else backend
         sharing = state.share if share is None else share
         check_choice("share", sharing, ("never", "identical"))
-        given = GroupOptions(backend, timeout, pg_options, group_desc, state.lazy_init)
+        if creation is not None:
+            check_choice("creation", creation, ("auto", *STRATEGIES))
+        lazily = state.lazy_init if lazy_init is None else lazy_init
+        given = GroupOptions(backend, timeout, pg_options, group_desc, lazily, creation)
         if c10d.is_live():
             check_world(state.views.base, dist.get_world_size(), "any")
         return GroupRequest(key, asked, given, sharing, derive)

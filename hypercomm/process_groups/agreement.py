@@ -28,7 +28,7 @@ from hypercomm.errors import (
 from hypercomm.layout import RankLayout
 from hypercomm.layout.views import View
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.answers import answer
+from hypercomm.process_groups.c10d.time_limits import answer
 from hypercomm.process_groups.cards import (
     Card,
     Latest,

@@ -21,9 +21,9 @@ from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.answers import answer
+from hypercomm.process_groups.c10d.gloo_store import wait_until
+from hypercomm.process_groups.c10d.time_limits import answer
 from hypercomm.process_groups.cards import foreign, name_ranks, parse
-from hypercomm.process_groups.meeting import wait_until
 
 
 @attrs.frozen

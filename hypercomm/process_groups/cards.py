@@ -17,7 +17,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.messages import shown
 from hypercomm.layout.notation import format_coords
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.gloo import host_in, world_address_key
+from hypercomm.process_groups.c10d.gloo import host_in, world_address_key
 
 
 @attrs.frozen

@@ -25,17 +25,17 @@ from hypercomm.errors import (
     NotInitializedError,
 )
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.answers import answer
-from hypercomm.process_groups.cards import name_ranks
-from hypercomm.process_groups.gloo import address_key, making
-from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
-from hypercomm.process_groups.meeting import (
+from hypercomm.process_groups.c10d.gloo import address_key, making
+from hypercomm.process_groups.c10d.gloo_store import (
     GAVE_UP,
     GAVE_UP_KEY,
     AttemptGivenUpError,
     MembersMissingError,
     wait_until,
 )
+from hypercomm.process_groups.c10d.time_limits import answer
+from hypercomm.process_groups.cards import name_ranks
+from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan, OwnGroup
 from hypercomm.process_groups.strategies import STRATEGIES
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
     """
     deadline = time.monotonic() + patience_s
     members = [(item.group, item.meeting) for item in created if item.group is not None]
-    if members and c10d.has_store():
+    if members:
         c10d.let_threads_finish()
     errors: list[Exception] = []
     answers = True
@@ -226,15 +226,8 @@ def abort(created: Iterable[CreatedGroup]) -> None:
 
     Nobody is waited for.
     """
-    errors: list[Exception] = []
-    for item in created:
-        if item.group is not None and c10d.is_registered(item.group):
-            try:
-                c10d.abort(item.group)
-            except Exception as error:  # noqa: BLE001 - the other groups must go too
-                errors.append(error)
-    if errors:
-        raise errors[0]
+    c10d.let_threads_finish()
+    c10d.abort([item.group for item in created if item.group is not None])
 
 
 @contextlib.contextmanager

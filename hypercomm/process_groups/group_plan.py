@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.meeting import Patience
+from hypercomm.process_groups.c10d.gloo_store import Patience
 from hypercomm.process_groups.options import GroupOptions
 
 

@@ -17,8 +17,8 @@ from hypercomm.errors import GroupCreationTimeout
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.assembly import Assembly, End, limit_of
+from hypercomm.process_groups.c10d.time_limits import answer
 from hypercomm.process_groups.owner import GroupOwner
 
 T = TypeVar("T")

@@ -24,8 +24,10 @@ class GroupOptions:
         timeout: How long a collective may take; default: the timeout of WORLD.
         pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
         group_desc: A description that torch's logs show; default: the dims.
-        lazy_init: Whether gloo connects each pair of members at their first message; default: as
-            the environment's TORCH_GLOO_LAZY_INIT says. Other backends have no such choice.
+        lazy_init: Whether gloo and NCCL connect each pair of members at their first message;
+            default: for gloo as the environment's TORCH_GLOO_LAZY_INIT says, for NCCL as torch
+            does. Other backends have no such choice.
+        creation: How it is created, "local" for example; default: as the grid says.
     """
 
     backend: str | None = None
@@ -33,6 +35,7 @@ class GroupOptions:
     pg_options: Any = None
     group_desc: str | None = None
     lazy_init: bool | None = None
+    creation: str | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, except the backend."""
@@ -43,12 +46,13 @@ class GroupOptions:
         """Refuse what torch would refuse later, or drop without a word.
 
         Raises:
-            GroupOptionsError: A value has the wrong type, a backend is unknown or not built into
-                this torch, or the backend would ignore `pg_options`.
+            GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
         check_timeout(self.timeout)
         check_description(self.group_desc)
-        check_backend(self.backend)
+        if self.backend is not None:
+            check_known(self.backend)
+        check_lazy_init(self.lazy_init, self.backend)
 
     def resolve(self, group_desc: str) -> GroupOptions:
         """Fill in the defaults of the live world; needs torch.distributed to be initialised.
@@ -77,7 +81,8 @@ class GroupOptions:
         pg_options = _with_timeout(self.pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
             backend, pg_options = "fake", _of_fake_backend(pg_options)
-        lazy_init = self.lazy_init if "gloo" in c10d.single_backends(backend) else None
+        connects = {"gloo", *c10d.NCCL} & {*c10d.single_backends(backend)}
+        lazy_init = self.lazy_init if connects else None
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 
 
@@ -124,22 +129,25 @@ def check_pg_options(pg_options: Any) -> None:
     Raises:
         GroupOptionsError: With what was given.
     """
-    if pg_options is not None and not hasattr(pg_options, "_timeout"):
+    if pg_options is not None and not c10d.holds_timeout(pg_options):
         raise GroupOptionsError(
             f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
             f"got {shown(pg_options)}"
         )
 
 
-def check_lazy_init(lazy_init: bool | None) -> None:
-    """Refuse what is no choice, and what the installed torch cannot do.
+def check_lazy_init(lazy_init: bool | None, backend: str | None = None) -> None:
+    """Refuse what is no choice, and what gloo of the installed torch cannot do.
 
     Raises:
         GroupOptionsError: Says which torch can.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
         raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
-    if lazy_init and not c10d.can_init_lazily():
+    if not lazy_init or c10d.can_init_lazily():
+        return
+    backend = backend or (c10d.default_backend() if c10d.is_live() else "gloo")
+    if "gloo" in c10d.single_backends(backend):
         raise GroupOptionsError(
             "lazy_init=True: gloo in this torch connects all members when a group is created; "
             "newer versions of torch can wait (2.13 does), or leave lazy_init out"
@@ -147,19 +155,25 @@ def check_lazy_init(lazy_init: bool | None) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a backend that the installed torch does not know or cannot run.
+    """Refuse a backend that the installed torch does not know or cannot run on this host.
 
     Raises:
-        GroupOptionsError: With the names that would have worked.
+        GroupOptionsError: With the names that would have worked, and what to install.
     """
     if backend is None:
         return
     check_known(backend)
     for single in c10d.single_backends(backend):
-        if not c10d.is_available(single):
-            usable = [name for name in c10d.known_backends() if c10d.is_available(name)]
+        reason = c10d.why_unavailable(single)
+        if reason is not None:
             raise GroupOptionsError(
-                f"backend {single!r} is not available in this build of torch; use one of {usable}"
+                f"backend {single!r} {reason}; use one of {_usable()}, or {_to_get(single)}"
+            )
+        reason = c10d.why_not_here(single)
+        if reason is not None:
+            raise GroupOptionsError(
+                f"backend {single!r} {reason}; use 'gloo' here, or plan with it in "
+                f"hypercomm.testing.fake_world"
             )
 
 
@@ -167,18 +181,47 @@ def check_known(backend: str) -> None:
     """Refuse a backend that the installed torch does not know, whether it can run here or not.
 
     Raises:
-        GroupOptionsError: With the names that it knows.
+        GroupOptionsError: With the names that it knows, and what to install.
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
-    known = c10d.known_backends()
-    if any(single not in known for single in c10d.single_backends(backend)):
-        raise GroupOptionsError(f"unknown backend {backend!r}; this torch knows {known}")
+    unknown = [single for single in c10d.single_backends(backend) if not c10d.is_known(single)]
+    if unknown:
+        raise GroupOptionsError(
+            f"unknown backend {backend!r}; this torch knows {c10d.known_backends()}; to have "
+            f"{unknown[0]!r}, {_to_get(unknown[0])}"
+        )
     devices = c10d.devices_of(backend)
     if devices is not None and ("" in devices or len(set(devices)) < len(devices)):
         raise GroupOptionsError(
             f"backend {backend!r} must name each device once; write it as 'cpu:gloo,cuda:nccl'"
         )
+
+
+_FROM = {
+    "gloo": "install a build of torch for Linux, macOS or Windows from PyPI",
+    "mpi": "build torch from source on a host that has MPI",
+    "nccl": "install a build of torch for CUDA: pip install torch on Linux, see pytorch.org",
+    "nccl-lazy": "install torch 2.14 or newer, built for CUDA",
+    "nccl-legacy": "install torch 2.14 or newer, built for CUDA",
+    "nccl2": "install torch 2.14 or newer, built for CUDA",
+    "nccl4py": "install torch 2.15 or newer, built for CUDA, and nccl4py",
+    "ucc": "build torch from source with USE_UCC=1",
+    "xccl": "install a build of torch for Intel GPUs, see pytorch.org",
+}
+"""What to do to have a backend."""
+
+
+def _to_get(single: str) -> str:
+    return _FROM.get(single, "install the package that brings it, and import it if torch must know")
+
+
+def _usable() -> list[str]:
+    return [
+        name
+        for name in c10d.known_backends()
+        if c10d.why_unavailable(name) is None and c10d.why_not_here(name) is None
+    ]
 
 
 def live_pg_options(pg_options: Any) -> Any:
@@ -199,11 +242,11 @@ def _of_fake_backend(pg_options: Any) -> Any:
 
 def _own_timeout(pg_options: Any) -> timedelta | None:
     """Return the timeout that a caller has set in backend options, if it is not their default."""
-    own = getattr(pg_options, "_timeout", None)
+    own = c10d.timeout_in(pg_options)
     if own is None:
         return None
     try:
-        default = type(pg_options)()._timeout
+        default = c10d.timeout_in(type(pg_options)())
     except (TypeError, AttributeError):  # options that need arguments do not tell their default
         return None
     return None if own == default else own
@@ -217,7 +260,7 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
     be copied, and since then a copy of a Python subclass is one of the class in C++: such an object
     serves one group.
     """
-    if timeout is None or not hasattr(pg_options, "_timeout"):
+    if timeout is None or c10d.timeout_in(pg_options) is None:
         return pg_options
     try:
         options = copy.deepcopy(pg_options)
@@ -225,7 +268,7 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
         return pg_options
     if type(options) is not type(pg_options):
         return pg_options
-    options._timeout = timeout
+    c10d.put_timeout(options, timeout)
     return options
 
 

@@ -45,7 +45,9 @@ class OtherWorld:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Be what torch.distributed sees within a `with` block, initialised from the beginning."""
-        with c10d.other_world(_TABLES, self._new_group, self._begin, self._end) as self._torch:
+        with c10d.other_world(
+            _TABLES, self._new_group, self._begin, self._end, c10d.default_timeout
+        ) as self._torch:
             self._begin()
             yield
 

@@ -28,8 +28,9 @@ from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.answers import answer
 from hypercomm.process_groups.assembly import Assembly, limit_of
+from hypercomm.process_groups.c10d.gloo_store import ENDLESS, AttemptGivenUpError, Patience
+from hypercomm.process_groups.c10d.time_limits import answer
 from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
     abort,
@@ -40,8 +41,7 @@ from hypercomm.process_groups.creation import (
 )
 from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
 from hypercomm.process_groups.keys import Explanation, GroupKey, GroupRequest, describe
-from hypercomm.process_groups.meeting import ENDLESS, AttemptGivenUpError, Patience
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
 from hypercomm.process_groups.progress import Progress
 from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
@@ -95,6 +95,7 @@ class GroupOwner:
         self._share_with = share_with
         self._batching = threading.Lock()
         self._is_reshaping = False
+        self._told: set[str] = set()
 
     @property
     def is_verified(self) -> bool:
@@ -118,8 +119,13 @@ class GroupOwner:
                 f"another over the same dims under a name of its own, name=..."
             )
         planned = self.draft(request, batch)
-        if planned.choice.strategy == "enumerate" and self._creation == "auto":
-            logger.warning("creating groups by enumeration: %s", planned.choice.reason)
+        if c10d.is_live():
+            check_backend(planned.resolved.backend)  # a fake world has them all
+        strategy, reason = planned.choice
+        asked_for = request.given.creation or self._creation
+        if strategy == "enumerate" and asked_for == "auto" and reason not in self._told:
+            self._told.add(reason)
+            logger.warning("creating groups by enumeration: %s", reason)
         if c10d.is_live():
             _ = self._agreement.name  # compares the grid while all ranks are at the same place
             if request.view is not None:
@@ -131,10 +137,16 @@ class GroupOwner:
 
     def draft(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
         """Check everything, and change nothing."""
-        given, groups = request.given, self._groups(request)
+        given, groups, is_live = request.given, self._groups(request), c10d.is_live()
         given.check()
-        choice = choose(self._creation, given.backend, groups)
-        resolved = given.resolve(group_desc=str(request.key)) if c10d.is_live() else given
+        choice = choose(
+            given.creation or self._creation,
+            given.backend,
+            groups,
+            lazily=given.lazy_init,
+            by_all=is_live and self.layout.size == dist.get_world_size(),
+        )
+        resolved = given.resolve(group_desc=str(request.key)) if is_live else given
         make = partial(self._make, request, batch)
         planned = PlannedGroup(
             str(request.key),

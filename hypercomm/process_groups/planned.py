@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import world
+from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
 from hypercomm.process_groups.group_plan import CreatedGroup
-from hypercomm.process_groups.meeting import AttemptGivenUpError
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import Choice
 
@@ -137,6 +137,7 @@ def _same_options(one: PlannedGroup, other: PlannedGroup) -> bool:
         and one.resolved.lazy_init == other.resolved.lazy_init
         and one.given.pg_options is other.given.pg_options
         and one.given.group_desc == other.given.group_desc
+        and one.given.creation == other.given.creation
     )
 
 

@@ -1,7 +1,7 @@
 """The ways of creating the process groups of some dims, and the one place that chooses.
 
 local      each rank creates its own group, under a name that all members derive alike
-split      each rank splits WORLD's communicator once, where WORLD is bound to a device
+split      every rank of WORLD splits its communicator once, where WORLD is bound to a device
 enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
 
 Members are in the order of the groups, which a layout that lists its ranks may not sort.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Container
 from inspect import signature
 from typing import Any, NamedTuple
 
+import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -30,66 +31,88 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(creation: str, backend: str | None, groups: RankGroups | None = None) -> Choice:
+@attrs.frozen
+class Wanted:
+    """What is to be created.
+
+    Attributes:
+        backend: In lower case.
+        groups: What is created; None: groups whose members ascend.
+        lazily: Whether members connect at their first message.
+        by_all: Whether every rank of the world comes to the creation.
+    """
+
+    backend: str
+    groups: RankGroups | None = None
+    lazily: bool | None = None
+    by_all: bool = True
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the members of each group ascend."""
+        return self.groups is None or self.groups.is_sorted
+
+
+def choose(
+    creation: str,
+    backend: str | None,
+    groups: RankGroups | None = None,
+    *,
+    lazily: bool | None = None,
+    by_all: bool = True,
+) -> Choice:
     """Decide how groups of `backend` (None: that of WORLD) are created in this world.
 
     Args:
         creation: "auto", or the name of a strategy.
         backend: The backend asked for.
         groups: What is created; default: groups whose members ascend.
+        lazily: Whether members are to connect at their first message.
+        by_all: Whether every rank of the world comes to the creation.
 
     Raises:
         CreationError: The strategy asked for cannot work here; says why, and which would.
     """
     if not c10d.is_live():
         return Choice("enumerate", "torch.distributed is not initialised")
-    backend = (backend or c10d.default_backend()).lower()
+    wanted = Wanted((backend or c10d.default_backend()).lower(), groups, lazily, by_all)
     if creation == "auto":
-        return _auto(backend, groups)
-    obstacle = STRATEGIES[creation][0](backend, groups)
+        return _auto(wanted)
+    obstacle = STRATEGIES[creation][0](wanted)
     if obstacle is None:
         return Choice(creation, "asked for by name")
-    usable = [
-        name for name, (why_not, *_) in STRATEGIES.items() if why_not(backend, groups) is None
-    ]
+    usable = [name for name, (why_not, *_) in STRATEGIES.items() if why_not(wanted) is None]
     raise CreationError(
-        f"creation={creation!r} cannot create groups of backend {backend!r} here: {obstacle}; "
-        + (f"use one of {['auto', *usable]}" if usable else _SORT_THEM)
+        f"creation={creation!r} cannot create groups of backend {wanted.backend!r} here: "
+        f"{obstacle}; " + (f"use one of {['auto', *usable]}" if usable else _SORT_THEM)
     )
 
 
-def alternatives(
-    strategy: str, backend: str | None, groups: RankGroups | None = None
-) -> dict[str, str]:
+def alternatives(strategy: str, backend: str | None, groups: RankGroups | None) -> dict[str, str]:
     """Say of each other way of creating groups what speaks against it."""
     if not c10d.is_live():
         return {}
-    backend = (backend or c10d.default_backend()).lower()
+    wanted = Wanted((backend or c10d.default_backend()).lower(), groups)
     return {
-        name: why_not(backend, groups) or f"it would work too: {cost}"
+        name: why_not(wanted) or f"it would work too: {cost}"
         for name, (why_not, cost, _) in STRATEGIES.items()
         if name != strategy
     }
 
 
-def _auto(backend: str, groups: RankGroups | None) -> Choice:
-    not_split = _why_not_split(backend, groups)
-    if not_split is None:
+def _auto(wanted: Wanted) -> Choice:
+    not_split, not_local = _why_not_split(wanted), _why_not_local(wanted)
+    if not_split is None and (wanted.by_all or not_local is not None):
         return Choice("split", f"WORLD is bound to a device, and {STRATEGIES['split'][1]}")
-    not_local = _why_not_local(backend, groups)
     if not_local is None:
         return Choice("local", STRATEGIES["local"][1])
-    not_enumerate = _why_not_enumerate(backend, groups)
+    not_enumerate = _why_not_enumerate(wanted)
     if not_enumerate is None:
         return Choice("enumerate", f"{not_local}, and {not_split}")
     raise CreationError(
-        f"nothing can create groups of backend {backend!r} here: {not_split}; {not_local}; "
+        f"nothing can create groups of backend {wanted.backend!r} here: {not_split}; {not_local}; "
         f"{not_enumerate}; {_SORT_THEM}"
     )
-
-
-def _is_sorted(groups: RankGroups | None) -> bool:
-    return groups is None or groups.is_sorted
 
 
 _SORT_THEM = "use a layout whose ranks ascend along each dim"
@@ -98,16 +121,13 @@ _SORT_THEM = "use a layout whose ranks ascend along each dim"
 # ---- local ----------------------------------------------------------------------------------
 
 
-def _why_not_local(backend: str, _groups: RankGroups | None) -> str | None:
+def _why_not_local(wanted: Wanted) -> str | None:
     lacks = c10d.missing()
     if lacks:
-        return f"this torch lacks {', '.join(lacks)}"
-    if "mpi" in c10d.single_backends(backend):
+        return f"in this torch {', and '.join(lacks)}"
+    if "mpi" in c10d.single_backends(wanted.backend):
         return "MPI creates a group only with all ranks of the world"
-    device = c10d.split_device()
-    if device is not None and c10d.device_backend(device) in c10d.single_backends(backend):
-        return f"WORLD is bound to {device}, and every rank must take part in splitting it"
-    return c10d.replaces_new_group()
+    return c10d.why_not_alone(wanted.backend) or c10d.replaces_new_group()
 
 
 def _create_local(plan: GroupPlan) -> ProcessGroup | None:
@@ -128,22 +148,16 @@ def _create_local(plan: GroupPlan) -> ProcessGroup | None:
 # ---- split ----------------------------------------------------------------------------------
 
 
-def _why_not_split(backend: str, groups: RankGroups | None) -> str | None:
-    device = c10d.split_device()
-    if device is None:
-        return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
-    if not hasattr(dist, "split_group"):
-        return "this torch lacks torch.distributed.split_group"
-    bound = c10d.device_backend(device)
-    if (
-        not (bound,)
-        == c10d.single_backends(backend)
-        == c10d.single_backends(c10d.default_backend())
-    ):
-        return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
-    if not _is_sorted(groups):
-        return f"torch.distributed.split_group sorts the ranks of each group, unlike {groups!r}"
-    return None
+def _why_not_split(wanted: Wanted) -> str | None:
+    if wanted.lazily:
+        return "a split connects all members at once, unlike lazy_init=True"
+    obstacle = c10d.why_not_split(wanted.backend)
+    if obstacle is None and not (wanted.is_sorted or c10d.keeps_order()):
+        return (
+            f"torch.distributed.split_group of this torch sorts the ranks of each group, unlike "
+            f"{wanted.groups!r}"
+        )
+    return obstacle
 
 
 def _create_split(plan: GroupPlan) -> ProcessGroup | None:
@@ -153,13 +167,15 @@ def _create_split(plan: GroupPlan) -> ProcessGroup | None:
     group = None
     for turn in split_turns(plan.groups):
         index = own if own in turn else int(own == 0)
-        part = dist.split_group(
-            split_ranks=[list(plan.groups[index])],
+        part = c10d.split_group(
+            plan.own.name if plan.own is not None and own in turn else None,
+            plan.groups[index],
+            backend=plan.options.backend or c10d.default_backend(),
             timeout=plan.options.timeout,
             pg_options=plan.options.pg_options,
             group_desc=plan.options.group_desc,
         )
-        group = c10d.as_member(part) or group
+        group = part or group
     return group
 
 
@@ -186,10 +202,10 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
 # ---- enumerate ------------------------------------------------------------------------------
 
 
-def _why_not_enumerate(_backend: str, groups: RankGroups | None) -> str | None:
-    if _is_sorted(groups) or "sort_ranks" in signature(dist.new_group).parameters:
+def _why_not_enumerate(wanted: Wanted) -> str | None:
+    if wanted.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
         return None
-    return f"new_group of this torch sorts the ranks of each group, unlike {groups!r}"
+    return f"new_group of this torch sorts the ranks of each group, unlike {wanted.groups!r}"
 
 
 def _create_enumerate(plan: GroupPlan) -> ProcessGroup | None:
@@ -205,6 +221,10 @@ def _enumerate(plan: GroupPlan) -> ProcessGroup | None:
     """Create all groups in order, and return the caller's."""
     ranks = plan.groups.to_array().tolist()
     options = {"backend": plan.options.backend, **plan.options.given()}
+    if plan.options.lazy_init:
+        backend, timeout = plan.options.backend or "", plan.options.timeout
+        lazy = c10d.lazy_options(backend, plan.options.pg_options, timeout)
+        options |= {} if lazy is None else {"pg_options": lazy}
     if plan.groups.is_sorted:
         enumerate_groups: Any = dist.new_subgroups_by_enumeration  # has no types before torch 2.14
         return c10d.as_member(enumerate_groups(ranks, **options)[0])
@@ -216,7 +236,7 @@ def _enumerate(plan: GroupPlan) -> ProcessGroup | None:
 STRATEGIES: dict[
     str,
     tuple[
-        Callable[[str, RankGroups | None], str | None],
+        Callable[[Wanted], str | None],
         str,
         Callable[[GroupPlan], ProcessGroup | None],
     ],
@@ -228,7 +248,7 @@ STRATEGIES: dict[
     ),
     "split": (
         _why_not_split,
-        "one split makes the groups of all ranks at once",
+        "one split, by every rank of the world, makes all groups at once",
         _create_split,
     ),
     "enumerate": (
@@ -237,4 +257,4 @@ STRATEGIES: dict[
         _create_enumerate,
     ),
 }
-"""By name: what keeps it from working for a backend and groups (None: nothing), cost, strategy."""
+"""By name: what keeps it from working for what is wanted (None: nothing), cost, strategy."""

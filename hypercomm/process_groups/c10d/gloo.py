@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -12,19 +11,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import attrs
-import torch
 import torch.distributed as dist
 
-from hypercomm.process_groups.answers import in_time
-from hypercomm.process_groups.meeting import (
+from hypercomm.process_groups.c10d.gloo_store import (
     ENDLESS,
     GAVE_UP_KEY,
     AttemptGivenUpError,
     Meeting,
     Patience,
 )
-
-logger = logging.getLogger(__name__)
+from hypercomm.process_groups.c10d.private_names import GLOO, private
+from hypercomm.process_groups.c10d.time_limits import in_time
 
 _LONGEST_HOST_NAME = 255
 
@@ -116,13 +113,14 @@ def _connect(make: Callable[[], None], meeting: Meeting) -> None:
         raise
 
 
-@attrs.frozen
+@attrs.define
 class _Wish:
     """How one gloo group is to be made: on which devices, made when they are needed."""
 
     devices: list[Any]
     patience: Patience
     meetings: list[Meeting]
+    is_heard: bool = False
 
     def options(self, torchs: Any, named: Mapping[str, Any]) -> Any:
         """Say in options what torch says in arguments, and which devices to use."""
@@ -187,29 +185,43 @@ class GlooMaking:
             What must live as long as the group: torch knows only the half that is C++.
         """
         meetings: list[Meeting] = []
-        if lazy_init.is_set():
+        if lazy_init.is_set() or not self._can_stand_in():
             yield meetings
             return
         shared = self._shared.get()
-        token = self._wish.set(_Wish([] if shared is None else shared, patience, meetings))
+        wish = _Wish([] if shared is None else shared, patience, meetings)
+        token = self._wish.set(wish)
         self._count(1)
         try:
             yield meetings
         finally:
             self._count(-1)
             self._wish.reset(token)
+        if not wish.is_heard:
+            private.lost(GLOO, "is not what torch makes gloo groups with")
 
     def knows_torch(self) -> bool:
         """Tell whether gloo groups are made in our way, as far as any have been made."""
-        return bool(self._verdicts) and all(self._verdicts.values())
+        return bool(self._verdicts) and all(self._verdicts.values()) and private.works(GLOO)
+
+    def _can_stand_in(self) -> bool:
+        """Make the class that stands in for torch's, if that can be derived from."""
+        torchs = getattr(dist.distributed_c10d, "ProcessGroupGloo", None)
+        with self._lock:
+            if self._creating or (self._ours is not None and self._ours.__base__ is torchs):
+                return True
+            try:
+                self._ours = self._class(torchs)
+            except Exception as error:  # noqa: BLE001 - torch's own way remains
+                private.lost(GLOO, f"cannot be stood in for ({error!r})")
+                return False
+        return True
 
     def _count(self, change: int) -> None:
         c10d: Any = dist.distributed_c10d
         with self._lock:
             if not self._creating:
                 self._torchs = c10d.ProcessGroupGloo
-                if self._ours is None or self._ours.__base__ is not self._torchs:
-                    self._ours = self._class(self._torchs)
                 c10d.ProcessGroupGloo = self._ours
             self._creating += change
             if not self._creating:
@@ -223,11 +235,15 @@ class GlooMaking:
                 return isinstance(instance, torchs)  # one that another thread made before
 
         class ProcessGroupGloo(torchs, metaclass=Kind):  # type: ignore[misc]
+            __wrapped__ = torchs
+
             def __init__(self, *given: Any, **named: Any) -> None:
                 how, init = wish.get(), super().__init__
                 if how is None:  # another thread creates a group meanwhile
                     init(*given, **named)
-                elif not understands(torchs, how, given, named):
+                    return
+                how.is_heard = True
+                if not understands(torchs, how, given, named):
                     _refuse_given_up([*given, *named.values()])
                     init(*given, **named)
                 else:
@@ -253,28 +269,23 @@ class GlooMaking:
         Where torch's way fails, too, that says nothing: the group itself will say what is wrong.
         """
         call = (torchs, len(given), frozenset(named))
+        if not private.works(GLOO):
+            return False
         if call in self._verdicts:
             return self._verdicts[call]
         try:
             _store, _rank, _size = given
             alone = Meeting(_store_of_one(), 1, named["timeout"], ENDLESS)
             torchs(alone, 0, 1, how.options(torchs, named))
+            alone.get(_key_in_group(0))  # where members find its address
         except Exception as error:  # noqa: BLE001 - whatever it is, torch's own way remains
             if len(given) == 3 and not _works(torchs, named):
                 return False
-            if all(self._verdicts.values()):
-                logger.warning(_LOST, torch.__version__, error)
+            private.lost(GLOO, f"is called in a way that it does not know ({error!r})")
             self._verdicts[call] = False
         else:
             self._verdicts[call] = True
         return self._verdicts[call]
-
-
-_LOST = (
-    "torch %s calls gloo in a way that hypercomm does not know (%r), so gloo groups are created as "
-    "torch does it: those of one call share no devices, and neither news of other ranks nor Ctrl-C "
-    "ends a wait for missing ranks before its timeout"
-)
 
 
 def _works(torchs: Any, named: Mapping[str, Any]) -> bool:

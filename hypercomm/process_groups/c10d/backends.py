@@ -1,0 +1,247 @@
+"""What backends the installed torch has, what they take, and which one WORLD runs."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import NotInitializedError
+from hypercomm.process_groups.c10d.private_names import (
+    GET_BACKEND,
+    OPTIONS_TIMEOUT,
+    PLUGINS,
+    SET_TIMEOUT,
+    WORLD_TABLES,
+    private,
+)
+from hypercomm.process_groups.c10d.stand_in_world import is_other_world
+
+NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
+"""torch's names for NCCL, as of 2.15."""
+
+_ENTRY_POINTS = "torch.distributed.backends"
+
+
+def is_live() -> bool:
+    """Tell whether torch.distributed is initialised."""
+    return dist.is_initialized()
+
+
+def world_group() -> ProcessGroup:
+    """Return WORLD.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise NotInitializedError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+        )
+    return world
+
+
+def default_backend() -> str:
+    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    return backend_of(world_group())
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """Return the backend of a group.
+
+    Where WORLD was made without one, torch calls it "undefined"; its parts have names.
+    """
+    tables = private.get(WORLD_TABLES)
+    name = str(dist.get_backend(group) if tables is None else tables.pg_map[group][0])
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
+
+
+@functools.lru_cache(maxsize=64)
+def single_backends(backend: str) -> tuple[str, ...]:
+    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    return tuple(part.rpartition(":")[2].strip() for part in backend.lower().split(","))
+
+
+def devices_of(backend: str) -> tuple[str, ...] | None:
+    """List the devices in a backend string such as "cpu:gloo,cuda:nccl"; None for "gloo"."""
+    if not {":", ","} & set(backend):
+        return None
+    return tuple(part.rpartition(":")[0].strip() for part in backend.lower().split(","))
+
+
+def known_backends() -> list[str]:
+    """List the backends that the installed torch knows by name.
+
+    From torch 2.14 on a package may bring one as an entry point, which is loaded at its first use.
+    """
+    names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
+    return [*names, *(name for name in _entry_points() if name not in names)]
+
+
+def is_known(backend: str) -> bool:
+    """Tell whether the installed torch knows a single backend by name."""
+    # Entry points are read from disk, which takes milliseconds: last.
+    listed = backend in dist.Backend.backend_list and backend != "undefined"
+    return listed or backend in _entry_points()
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points() -> tuple[str, ...]:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):  # before torch 2.14
+        return ()
+    return tuple(sorted({entry.name.lower() for entry in entry_points(group=_ENTRY_POINTS)}))
+
+
+def why_unavailable(backend: str) -> str | None:
+    """Say why this build of torch cannot run a single backend; None where it can."""
+    if is_other_world():
+        return None  # it is to be run elsewhere
+    # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
+    if backend == "fake":
+        plugins = private.get(PLUGINS)
+        loaded = plugins is None or "FAKE" in plugins
+        return None if loaded else "is not available outside of hypercomm.testing.fake_world"
+    try:
+        available = bool(dist.is_backend_available(backend))
+    except Exception as error:  # noqa: BLE001 - it is a third party's code that is loaded
+        return f"cannot be loaded ({error.__cause__ or error})"
+    return None if available else "is not available in this build of torch"
+
+
+def why_not_here(backend: str) -> str | None:
+    """Say why a single backend that this build of torch can run has nothing to run on here."""
+    if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
+        return "needs a GPU, and torch sees none on this host"
+    return None
+
+
+def takes_options(backend: str) -> bool:
+    """Tell whether torch hands `pg_options` to a single backend, rather than dropping them.
+
+    Since torch 2.14 its own backends are plugins, too, which are all handed them; but those that
+    are no NCCL leave them aside.
+    """
+    if backend in NCCL:
+        return True
+    plugins = private.get(PLUGINS)
+    if plugins is None:
+        return False
+    if backend in _entry_points():
+        why_unavailable(backend)  # loads it
+    plugin = plugins.get(backend.upper())
+    if plugin is None or not plugin.extended_api:
+        return False
+    return getattr(plugin.creator_fn, "__module__", None) != dist.distributed_c10d.__name__
+
+
+def holds_timeout(pg_options: Any) -> bool:
+    """Tell whether something is options of a backend of torch: all of those hold a timeout."""
+    return hasattr(pg_options, "_timeout") or not private.works(OPTIONS_TIMEOUT)
+
+
+def timeout_in(pg_options: Any) -> timedelta | None:
+    """Return the timeout that options of a backend hold, if they tell."""
+    try:
+        return getattr(pg_options, "_timeout", None)
+    except (AttributeError, RuntimeError):  # this version of torch does not show them
+        return None
+
+
+def put_timeout(pg_options: Any, timeout: timedelta) -> None:
+    """Set the timeout in options of a backend."""
+    pg_options._timeout = timeout
+
+
+def world_timeout(backend: str) -> timedelta | None:
+    """Return the timeout of WORLD, preferring that of its part that runs `backend`.
+
+    None where torch does not tell: the fake backend has no options, and gloo shows its own only
+    in recent versions.
+    """
+    timeouts = {
+        single: _part_timeout(part_on(torch.device(device)))
+        for device, single in parts_of_world().items()
+    }
+    wanted = [timeouts.get(single) for single in single_backends(backend)]
+    return next((timeout for timeout in [*wanted, *timeouts.values()] if timeout), None)
+
+
+def _part_timeout(part: Any) -> timedelta | None:
+    try:
+        return timeout_in(part.options)
+    except (AttributeError, RuntimeError):  # as above
+        return None
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return what torch gives a group when nobody says anything."""
+    c10d = dist.distributed_c10d
+    nccl: timedelta | None = getattr(c10d, "default_pg_nccl_timeout", None)
+    default: timedelta = getattr(c10d, "default_pg_timeout", timedelta(minutes=30))
+    return nccl or timedelta(minutes=10) if backend in NCCL else default
+
+
+def parts_of_world() -> dict[str, str]:
+    """Name the backend that WORLD runs on each device, by the name of the device."""
+    return _parts(dist.get_backend_config())
+
+
+def parts_of(backend: str) -> dict[str, str]:
+    """Name the backend that a group of `backend` runs on each device."""
+    return _parts(backend_config(backend))
+
+
+def backend_config(backend: str) -> str:
+    """Return what torch makes of a backend string: the backend of each device."""
+    return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(config: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.partition(":") for part in config.split(","))
+    return tuple((device.strip(), single.strip()) for device, _, single in pairs)
+
+
+def _parts(config: str) -> dict[str, str]:
+    return dict(_pairs(config))
+
+
+def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
+    """Return what runs a group, or WORLD, on a device; None where torch does not tell."""
+    if not private.works(GET_BACKEND):
+        return None
+    return (group or world_group())._get_backend(device)
+
+
+def device_type(group: ProcessGroup) -> str:
+    """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
+    parts = _parts(dist.get_backend_config(group))
+    if len(parts) == 1:
+        return next(iter(parts))
+    backends = set(parts.values()) - {"fake"}  # it is for all devices
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    made_for = [device for device, backend in defaults.items() if backend in backends]
+    return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
+
+
+def can_init_lazily() -> bool:
+    """Tell whether gloo in this torch can connect a pair of ranks at their first message."""
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    return "lazy_init" in (gloo.create_default_device.__doc__ or "") if gloo else False
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
+    """Change the timeout of a group, or of WORLD, from now on."""
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    elif private.works(SET_TIMEOUT):
+        try:
+            private.get(SET_TIMEOUT)(timeout, group)
+        except Exception as error:  # noqa: BLE001 - the arguments are right
+            private.lost(SET_TIMEOUT, f"raises {error!r}")

@@ -1,0 +1,13 @@
+"""A WORLD that seems to be bound to a device on which its backend can be split."""
+
+import torch
+
+from hypercomm.process_groups.c10d import binding
+
+CUDA = torch.device("cuda", 0)
+
+
+def bind(monkeypatch, device=CUDA):
+    """Let WORLD seem bound to a device for the length of a test."""
+    monkeypatch.setattr(binding, "split_device", lambda: device)
+    monkeypatch.setattr(binding, "_can_split", lambda _device_type: True)

@@ -1,0 +1,281 @@
+"""A stand-in for NCCL that needs no GPU, and records which calls of torch reach it.
+
+torch's own code creates the groups; the backend that it takes for NCCL's is ours.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend, HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+
+c10d = dist.distributed_c10d
+
+IS_PLUGIN = hasattr(Backend, "_ensure_backend_registered")
+"""Since 2.14 torch's own backends are plugins; before, it calls NCCL's class by its name."""
+
+DEVICES = 64
+"""GPUs that torch believes in while it is recorded."""
+
+
+class Call(NamedTuple):
+    """A call that reached the stand-in."""
+
+    what: str
+    """create; connect; no color (a non-member's part in a split); split (by split_group, of any
+    rank); abort; shutdown; group start and group end (before 2.14, when WORLD is aborted)."""
+    ranks: tuple[int, ...]
+    """The global ranks of the group; for "no color", those of the group that is split."""
+    splits: bool = False
+    """Whether the group is split off another."""
+    bound_to: torch.device | None = None
+    """The device that the group is bound to; before 2.14, "create" does not know it."""
+    options: Any = None
+    """Those given; before 2.14, torch makes some where there are none."""
+    timeout: timedelta | None = None
+    name: str = ""
+
+
+class NcclOptions:
+    """Stands for ProcessGroupNCCL.Options, where this torch has none or is to name our class."""
+
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.15":
+        lazy_init = False
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self._timeout = timedelta(minutes=10)
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+        self.split_from = None
+
+
+class StandIn:
+    """What a group has in place of NCCL's backend."""
+
+    Options = NcclOptions
+    supports_coalescing = False
+
+    def __init__(self, recorder: "Recorder", place: tuple, call: Call, parent: "StandIn | None"):
+        recorder.calls.append(call)
+        recorder.kept.append(self)  # torch keeps only the part of it that is in C++
+        self.recorder, self.ranks = recorder, call.ranks
+        self.own_options = NcclOptions() if call.options is None else call.options
+        self.own_options._timeout = call.timeout
+        if parent is not None:
+            parent.meet()
+        self.begin(*place, call.timeout)
+
+    @property
+    def supports_splitting(self) -> bool:
+        return self.recorder.supports_splitting
+
+    @property
+    def options(self) -> Any:
+        return self.own_options
+
+    def record(self, what: str, *others: Any) -> None:
+        self.recorder.calls.append(Call(what, self.ranks, *others))
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.record("no color", False, device)
+        self.meet()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.record("connect", False, device)
+
+    def comm_split_count(self) -> int:
+        return sum(call.splits for call in self.recorder.calls)
+
+
+class Connected(StandIn, ProcessGroupGloo):
+    """Its members connect and communicate as those of a gloo group do."""
+
+    def begin(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        ProcessGroupGloo.__init__(self, store, rank, size, timeout=timeout)
+
+    def meet(self) -> None:
+        """Wait for all members, as a split does."""
+        self.allreduce([torch.zeros(1)]).wait()
+
+
+class Alone(StandIn, torch._C._distributed_c10d.Backend if IS_PLUGIN else ProcessGroupGloo):
+    """It waits for nobody, and cannot communicate."""
+
+    def begin(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
+        if IS_PLUGIN:
+            super(StandIn, self).__init__(rank, size)
+        else:  # a class of Python can be no backend, but a gloo group; torch never asks its size
+            super(StandIn, self).__init__(HashStore(), 0, 1)
+
+    def meet(self) -> None:
+        pass
+
+    def getBackendName(self) -> str:  # noqa: N802 - this is what C++ calls
+        return self.recorder.name
+
+
+class Recorder(NamedTuple):
+    """What the stand-ins of one recording share."""
+
+    name: str
+    binds_itself: bool
+    supports_splitting: bool
+    communicates: bool
+    calls: list[Call]
+    kept: list[StandIn]
+
+    @property
+    def kind(self) -> type[StandIn]:
+        return Connected if self.communicates else Alone
+
+    def create(self, opts: Any, options: Any) -> StandIn:
+        """Be the creator of a plugin."""
+        group, parent = opts.process_group, opts.split_from
+        ranks = tuple(opts.global_ranks_in_group or range(opts.group_size))
+        if self.binds_itself and parent is None and group.bound_device_id is None:
+            group.bound_device_id = torch.device("cuda", ranks[opts.group_rank] % DEVICES)
+        how = (parent is not None, group.bound_device_id, options, opts.timeout, opts.group_id)
+        place = (opts.store, opts.group_rank, opts.group_size)
+        return self.kind(self, place, Call("create", ranks, *how), parent)
+
+    def as_class(self) -> type[StandIn]:
+        """Return what takes the place of ProcessGroupNCCL."""
+        recorder = self
+
+        class Named(self.kind):
+            def __init__(self, store: Any, rank: int, size: int, options: Any):
+                ranks = tuple(options.global_ranks_in_group or range(size))
+                how = (options.split_from is not None, None, options, options._timeout)
+                call = Call("create", ranks, *how, options.group_name)
+                super().__init__(recorder, (store, rank, size), call, options.split_from)
+
+            def _group_start(self) -> None:
+                self.record("group start")
+
+            def _group_end(self) -> None:
+                self.record("group end")
+
+            def abort(self) -> None:  # torch 2.6 calls this and the next, later ones the group's
+                self.record("abort")
+
+            def _shutdown(self) -> None:
+                self.record("shutdown")
+
+        return Named
+
+    def recording(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method for all groups that records those with a stand-in."""
+
+        def replacement(group: ProcessGroup, *args: Any, **named: Any) -> Any:
+            part = part_of(group)
+            if part is None:
+                return real(group, *args, **named)
+            if method == "split_group":
+                return self.split_group(group, part, *args, **named)
+            part.record(method)
+            return real(group)
+
+        return replacement
+
+    def split_group(
+        self, group: ProcessGroup, parent: StandIn, ranks: list[int], **given: Any
+    ) -> ProcessGroup | None:
+        """Be the part of `dist.split_group` that is in C++, and would split gloo."""
+        name, timeout = given["group_name"], given["timeout"]
+        members = tuple(parent.ranks[rank] for rank in ranks)
+        call = Call("split", members, True, group.bound_device_id, given["opts"], timeout, name)
+        if group.rank() not in ranks:
+            self.calls.append(call)
+            parent.meet()
+            return None
+        store = PrefixStore(f"{name}/", group.get_group_store())
+        rank, size, kind = (
+            ranks.index(group.rank()),
+            len(ranks),
+            Backend.backend_type_map[self.name],
+        )
+        child = ProcessGroup(store, rank, size)
+        child._set_default_backend(kind)
+        for device in given.get("device_types") or group._device_types:
+            if isinstance(group._get_backend(device), StandIn):
+                part = self.kind(self, (store, rank, size), call, parent)
+                child._register_backend(device, kind, part)
+            elif self.communicates:
+                part = ProcessGroupGloo(PrefixStore(f"{device}/", store), rank, size, timeout)
+                child._register_backend(device, ProcessGroup.BackendType.GLOO, part)
+        child._set_group_name(name)
+        child._set_group_desc(given["group_desc"] or "undefined")
+        return child
+
+
+def part_of(group: ProcessGroup) -> StandIn | None:
+    """Return the stand-in of a group, if it has one: `allreduce` and the like move CPU tensors."""
+    parts = (group._get_backend(device) for device in group._device_types)
+    return next((part for part in parts if isinstance(part, StandIn)), None)
+
+
+@contextlib.contextmanager
+def recorded_nccl(
+    name: str = "nccl",
+    *,
+    binds_itself: bool = False,
+    supports_splitting: bool = True,
+    communicates: bool = False,
+) -> Iterator[list[Call]]:
+    """Put a stand-in in place of a backend within a `with` block, which WORLD must not outlive.
+
+    Args:
+        name: "nccl"; since torch 2.14, also "nccl2", "nccl-lazy" or "nccl-legacy".
+        binds_itself: Whether a group that is created binds itself to a device, as in torch 2.15.
+        supports_splitting: What the stand-in answers torch.
+        communicates: Whether groups connect as gloo's do, and a split waits for all ranks of its
+            parent. Otherwise a process is alone, in a world of any size, and nothing waits.
+
+    Yields:
+        The calls so far.
+    """
+    if not IS_PLUGIN and (name != "nccl" or binds_itself):
+        raise ValueError("before torch 2.14 there is only nccl, and it binds nothing")
+    recorder = Recorder(name, binds_itself, supports_splitting, communicates, [], [])
+    with contextlib.ExitStack() as stack:
+        stack.callback(recorder.kept.clear)
+
+        def patch(target: Any, attribute: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(target, attribute, value, create=True))
+
+        patch(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+        patch(torch.accelerator, "is_available", lambda: True)
+        patch(torch.accelerator, "device_count", lambda: DEVICES)
+        patch(torch.cuda, "device_count", lambda: DEVICES)
+        patch(torch.cuda, "current_device", lambda: int(os.environ.get("LOCAL_RANK", "0")))
+        patch(torch.cuda.nccl, "version", lambda: (2, 0))  # torch logs it
+        patch(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+        for module in (c10d, dist):
+            patch(module, "is_nccl_available", lambda: True)
+            if not (IS_PLUGIN and hasattr(module, "ProcessGroupNCCL")):
+                patch(module, "ProcessGroupNCCL", recorder.as_class())
+        if IS_PLUGIN:
+            Backend._ensure_backend_registered(name)  # with torch's devices and type
+            plugin = Backend._BackendPlugin(recorder.create, extended_api=True)
+            stack.enter_context(mock.patch.dict(Backend._plugins, {name.upper(): plugin}))
+        for method in {"abort", "shutdown", "split_group"} & set(dir(ProcessGroup)):
+            patch(ProcessGroup, method, recorder.recording(method, getattr(ProcessGroup, method)))
+        yield recorder.calls
+
+
+@contextlib.contextmanager
+def lone_world(backend: str, world_size: int, rank: int = 0, **options: Any) -> Iterator[None]:
+    """Be one rank of a world that has no others, with options of `init_process_group`."""
+    store = HashStore()
+    dist.init_process_group(backend, store=store, world_size=world_size, rank=rank, **options)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
