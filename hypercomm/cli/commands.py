@@ -111,3 +111,17 @@ def check(layout: str, wanted: str | None, backend: str, timeout: float, as_json
 
     dims = None if wanted is None else parse_groups(wanted)
     return command.run(layout, dims, backend, timeout, as_json=as_json)
+
+
+@cli.command(short_help="Show versions, what works here, and why the rest does not.")
+@click.option("--all", "everything", is_flag=True, help="List every private name of torch.")
+@_as_json
+def doctor(*, everything: bool, as_json: bool) -> int:
+    """Show versions, backends, ways of creating groups, self-checks and environment variables.
+
+    Creates groups of this process alone. The exit code is 1 where something that this torch is to
+    have is lost, or no group can be created.
+    """
+    from hypercomm.cli import doctor as command
+
+    return command.run(everything=everything, as_json=as_json)
