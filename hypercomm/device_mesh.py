@@ -20,6 +20,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.axes import Axis, are_nested
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.messages import shown
+from hypercomm.process_groups import c10d
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +91,14 @@ def as_mesh(
         mesh_dim_names=tuple(map(mesh_dim_name, dims)),
     )
     setattr(mesh, _IN_ORDER, True)
+    if not _is_ascending(ranks):
+        c10d.keep_mesh_order(mesh)  # its slices have the order, too
     return mesh
+
+
+def _is_ascending(ranks: NDArray[np.int64]) -> bool:
+    """Whether the ranks of a mesh ascend along each dim, as torch sorts them."""
+    return all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim))
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | None]:
@@ -109,7 +117,8 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
             f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
     ranks = mesh.mesh.numpy()
-    if ranks.ndim > 1 and not getattr(mesh, _IN_ORDER, False):
+    in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
+    if ranks.ndim > 1 and not in_order:
         _check_ascending(ranks, names)
     layout = _layout_of(ranks, names)
     coordinate = mesh.get_coordinate()
@@ -128,7 +137,8 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
 
 _SORTED = (
     "; torch sorts the ranks of the groups that it makes for a mesh: give it ascending ranks, or "
-    "make it as grid.device_mesh() of a grid over a layout with ranks=, whose groups keep the order"
+    "preserve_rank_order=True (torch 2.15), or make it as grid.device_mesh() of a grid over a "
+    "layout with ranks=, whose groups keep the order"
 )
 
 

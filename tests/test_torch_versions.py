@@ -4,6 +4,9 @@ Where the torch at hand does not show a change itself, a stand-in has its new an
 """
 
 import itertools
+import json
+import multiprocessing
+import signal
 from datetime import timedelta
 
 import bound_world
@@ -13,8 +16,14 @@ import torch.distributed as dist
 import version_ranks
 
 from hypercomm import HyperCommGrid
+from hypercomm.errors import GroupOptionsError, LayoutError
 from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world, run_ranks
+
+VERSION = torch.torch_version.TorchVersion(torch.__version__)
+IS_PLUGIN = VERSION >= "2.14"
+
+needs_entry_points = pytest.mark.skipif(not IS_PLUGIN, reason="it came with torch 2.14")
 
 UNKNOWN = ["Later", "WithoutOptions", "Renamed", "Reordered"]
 """Calls of gloo that cannot be made in our way."""
@@ -117,7 +126,7 @@ def test_who_is_outside_a_split(monkeypatch, outside, own_turn):
 
 # The timeout of a group can be changed, without a warning of torch's ...
 @pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.13",
+    VERSION < "2.13",
     reason="gloo may keep its first timeout (it does in torch 2.6 and 2.8)",
 )
 def test_the_timeout_of_a_group():
@@ -136,3 +145,85 @@ def test_who_changes_the_timeout(monkeypatch, is_public):
     )
     c10d.set_timeout(timedelta(seconds=5), None)
     assert called == [(timedelta(seconds=5), None)]
+
+
+# ---- backends -----------------------------------------------------------------------------------
+
+
+# A third party's backend that its package names in an entry point (torch 2.14) is known before
+# anybody has loaded it, and its groups communicate; one that cannot be loaded says why.
+@needs_entry_points
+def test_a_backend_of_an_entry_point(tmp_path):
+    version_ranks.write_package(tmp_path)
+    for said, known, total in run_ranks(version_ranks.a_third_party, 2, args=(str(tmp_path),)):
+        assert total == 11
+        assert {"theirs", "broken", "nccl-lazy", "nccl2"} <= set(known)
+        assert "backend 'broken' cannot be loaded (No module named 'nowhere')" in said
+        assert "; use one of ['gloo'" in said
+
+
+# An older torch has no such entry points, and a backend of a newer one is refused with what to do.
+@pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer have them")
+def test_backends_of_a_newer_torch():
+    assert "nccl-lazy" not in c10d.known_backends()
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        with pytest.raises(
+            GroupOptionsError, match=r"unknown backend 'nccl-lazy'; this torch knows"
+        ):
+            grid.create_pg("dp", backend="nccl-lazy")
+        with pytest.raises(
+            GroupOptionsError, match=r"to have 'nccl2', install torch 2\.14 or newer"
+        ):
+            grid.create_pg("dp", backend="cuda:nccl2")
+
+
+# A newer torch has them, whether there is a GPU or not: one can plan with them in a fake world.
+@needs_entry_points
+def test_backends_of_this_torch():
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        for number, backend in enumerate(["nccl-lazy", "nccl2", "cpu:gloo,cuda:nccl2"]):
+            assert grid.create_pg("dp", name=str(number), backend=backend).size() == 4
+
+
+# ---- what newer releases can --------------------------------------------------------------------
+
+
+# A gloo job that can be reconfigured (torch 2.14) goes on after a death: the survivors abort their
+# grid, reconfigure WORLD, and a new grid of theirs works.
+@needs_entry_points
+def test_a_reconfigured_world(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=version_ranks.survive, args=(rank, store.port, str(tmp_path)))
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0, -signal.SIGKILL]
+    for rank in range(2):
+        before, world_size, after = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (before, world_size, after) == (111, 2, 11)
+
+
+# A DeviceMesh that keeps the order of its ranks (torch 2.15) is read as a grid, and a grid over
+# listed ranks gives one; slices keep it. DTensors are sharded by that order.
+@pytest.mark.skipif(VERSION < "2.15", reason="preserve_rank_order= came with torch 2.15")
+def test_meshes_keep_their_order():
+    ranks = [[1, 0], [3, 2]]
+    for own, grids, shards, given in run_ranks(version_ranks.permuted_meshes, 4, args=(ranks,)):
+        assert grids == [[1, 0, 3, 2], [[1, 0], [3, 2]], [[1, 3], [0, 2]]]
+        assert shards == [1.0, 0.0] if own < 2 else [3.0, 2.0]
+        assert given == [True, True, [ranks[own // 2]]]
+
+
+# Where torch sorts, a permuted mesh is refused, with what would do.
+def test_meshes_that_torch_sorts():
+    with fake_world(4):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
+        with pytest.raises(LayoutError, match=r"or preserve_rank_order=True \(torch 2\.15\)"):
+            HyperCommGrid.from_device_mesh(mesh)

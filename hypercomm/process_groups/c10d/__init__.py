@@ -39,6 +39,8 @@ from hypercomm.process_groups.c10d.binding import (
 from hypercomm.process_groups.c10d.extras import (
     fake_store,
     forget_meshes,
+    keep_mesh_order,
+    keeps_mesh_order,
     let_threads_finish,
     stop_telling_backward,
     symmetric_memory,
@@ -100,6 +102,8 @@ __all__ = [
     "is_other_world",
     "is_registered",
     "is_set",
+    "keep_mesh_order",
+    "keeps_mesh_order",
     "keeps_order",
     "kept",
     "known_backends",

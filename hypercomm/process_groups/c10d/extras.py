@@ -16,6 +16,7 @@ from hypercomm.process_groups.c10d.private_names import (
     DISPATCHER,
     FAKE,
     IS_STASHED,
+    MESH_ORDER,
     STASH,
     SYMMETRIC,
     UNSTASH,
@@ -38,6 +39,18 @@ def forget_meshes() -> None:
         getattr(remembered, "cache", remembered).cache_clear()
     if CLEAR_CACHE.is_due() and private.works(CLEAR_CACHE):
         private.get(CLEAR_CACHE)()
+
+
+def keeps_mesh_order(mesh: Any) -> bool:
+    """Tell whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
+    known = MESH_ORDER.is_due() and private.works(MESH_ORDER)
+    return known and bool(mesh._preserve_rank_order)
+
+
+def keep_mesh_order(mesh: Any) -> None:
+    """Say of a DeviceMesh, before anybody compares it, that its groups have its order."""
+    if MESH_ORDER.is_due() and private.works(MESH_ORDER):
+        mesh._preserve_rank_order = True
 
 
 def tell_backward(key: str) -> None:

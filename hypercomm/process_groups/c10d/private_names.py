@@ -49,7 +49,7 @@ class PrivateName:
     check: Callable[[Any], str | None]
     is_due: Callable[[], bool] = lambda: True
     module: str | None = None
-    _look_up: Callable[[Any], Any] = attrs.field(
+    look_up: Callable[[Any], Any] = attrs.field(
         default=attrs.Factory(lambda self: attrgetter(self.path), takes_self=True), repr=False
     )
 
@@ -61,8 +61,8 @@ class PrivateName:
         try:
             if self.module is not None:
                 importlib.import_module(self.module)
-            return self._look_up(root)
-        except (AttributeError, ImportError):
+            return self.look_up(root)
+        except Exception:  # noqa: BLE001 - a module of torch may fail to load in any way
             return None
 
 
@@ -95,7 +95,10 @@ class PrivateNames:
 
     def get(self, name: PrivateName) -> Any:
         """Return what a name stands for now; None where it cannot be used."""
-        found = name.find(self.root)
+        try:
+            found = name.look_up(self.root)
+        except AttributeError:
+            found = name.find(self.root)
         known = self._reasons.get(name.path)
         if known is None or known[0] is not found:
             known = self._checked(name, found)
@@ -278,6 +281,10 @@ def _check_symmetric(symmetric: Any) -> str | None:
     return _lacks(symmetric, ["empty", "rendezvous"])
 
 
+def _check_mesh(annotations: Any) -> str | None:
+    return None if "_preserve_rank_order" in annotations else "has no _preserve_rank_order"
+
+
 def _check_fake(fake: Any) -> str | None:
     return _lacks(fake, ["FakeStore"])
 
@@ -432,6 +439,15 @@ IS_STASHED = PrivateName(
     _check_lookup,
     is_due=lambda: since(_TLS_SINCE),
 )
+MESH_ORDER = PrivateName(
+    "distributed.device_mesh.DeviceMesh.__annotations__",
+    "a DeviceMesh made with preserve_rank_order=True is read, and one of listed ranks says so",
+    "it has _preserve_rank_order",
+    "a permuted DeviceMesh that hypercomm has not made is refused",
+    _check_mesh,
+    is_due=lambda: since("2.15"),
+    module="torch.distributed.device_mesh",
+)
 SYMMETRIC = PrivateName(
     "distributed._symmetric_memory",
     "buffers in symmetric memory, for Megatron's inference",
@@ -452,7 +468,7 @@ FAKE = PrivateName(
 PRIVATE_NAMES = (
     *(HELPER, STORE, WORLD_TABLES, GET_BACKEND, PLUGINS, OPTIONS_TIMEOUT, GLOO, NAME_GROUP, COLOR),
     *(TORCHCOMMS, SET_TIMEOUT, ABORT, DISPATCHER, CLEAR_CACHE, STASH, UNSTASH, IS_STASHED),
-    *(SYMMETRIC, FAKE),
+    *(MESH_ORDER, SYMMETRIC, FAKE),
 )
 
 private = PrivateNames(torch)
