@@ -13,11 +13,14 @@ from hypercomm import HyperCommGrid
 Shape = Sequence[int]
 Names = Sequence[str]
 Wanted = Sequence[Sequence[str]]
-Peer = Callable[[Shape, Names, Wanted], None]
+Peer = Callable[[Shape, Names, Wanted], object]
+"""Returns what is to live until the clock has stopped."""
 
 
-def hypercomm(shape: Shape, names: Names, wanted: Wanted) -> None:
-    HyperCommGrid(shape, names).create_pgs(wanted)
+def hypercomm(shape: Shape, names: Names, wanted: Wanted) -> object:
+    grid = HyperCommGrid(shape, names)
+    grid.create_pgs(wanted)
+    return grid
 
 
 def one_by_one(shape: Shape, names: Names, wanted: Wanted) -> None:
@@ -34,15 +37,16 @@ def lazy(shape: Shape, names: Names, wanted: Wanted) -> None:
     HyperCommGrid(shape, names, lazy_init=True).create_pgs(wanted)
 
 
-def megatron_grid(shape: Shape, names: Names, wanted: Wanted) -> None:
+def megatron_grid(shape: Shape, names: Names, wanted: Wanted) -> object:
     from megatron.core.hyper_comm_grid import HyperCommGrid as MegatronGrid
 
     grid = MegatronGrid(list(shape), list(names))
     for dims in wanted:
         grid.create_pg(list(dims))
+    return grid
 
 
-def device_mesh(shape: Shape, names: Names, wanted: Wanted) -> None:
+def device_mesh(shape: Shape, names: Names, wanted: Wanted) -> object:
     from torch.distributed.device_mesh import init_device_mesh
 
     # DeviceMesh numbers the other way round: its last dim varies fastest.
@@ -50,6 +54,7 @@ def device_mesh(shape: Shape, names: Names, wanted: Wanted) -> None:
     for dims in wanted:
         if len(dims) > 1:
             mesh[tuple(name for name in names[::-1] if name in dims)]._flatten("_".join(dims))
+    return mesh
 
 
 def new_group_loop(shape: Shape, names: Names, wanted: Wanted) -> None:

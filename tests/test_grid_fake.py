@@ -282,7 +282,7 @@ def test_fallback_without_torch_internals(monkeypatch, caplog):
         with monkeypatch.context() as patch:
             patch.setattr(c10d, "missing", lambda: ["its helper is not there"])
             group = grid.create_pg("tp")
-            assert "in this torch its helper is not there" in caplog.text
+            assert "in this torch, its helper is not there" in caplog.text
             with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
                 HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
         assert dist.get_process_group_ranks(group) == [2, 3]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import attrs
 import torch.distributed as dist
@@ -48,9 +49,13 @@ class GroupPlan:
             return None
         return OwnGroup(f"{self.name}/{index}", rank, self.groups[index])
 
-    @cached_property
+    @property
     def own_patience(self) -> Patience:
-        """The patience with members of the caller's group, by their positions."""
+        """The patience with members of the caller's group, by their positions.
+
+        It refers to the plan, which therefore does not keep it: neither would end before the
+        collector looks.
+        """
 
         def look(positions: Sequence[int], waited_s: float) -> None:
             if self.own is not None:
@@ -98,12 +103,23 @@ class CreatedGroup:
     """The group whose members say in the store that they are connected, if they must be."""
     owned: bool = True
     """Whether a grid created it; the last one that has it destroys it."""
-    holders: WeakSet[Holder] = attrs.field(factory=WeakSet, init=False, repr=False)
-    """What may have it under a key."""
+    holders: list[ref[Holder]] = attrs.field(factory=list, init=False, repr=False)
+    """What may have it under a key; a WeakSet is nine objects for the collector to look at."""
+
+    def hold(self, holder: Holder) -> None:
+        """File that something has it under a key."""
+        own = ref(holder)
+        for one in tuple(self.holders):
+            if one() is None:
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self.holders.remove(one)
+        if own not in self.holders:
+            self.holders.append(own)
 
     def is_held(self, besides: Holder | None = None) -> bool:
         """Tell whether some grid, or another one than that given, has it under a key."""
-        others = (holder for holder in self.holders if holder is not besides)
+        holders = (one() for one in self.holders)
+        others = (holder for holder in holders if holder is not None and holder is not besides)
         return any(self in holder.created.values() for holder in others)
 
 

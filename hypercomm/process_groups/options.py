@@ -85,6 +85,12 @@ class GroupOptions:
         lazy_init = self.lazy_init if connects else None
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 
+    def described(self, group_desc: str) -> GroupOptions:
+        """Return the same for another group."""
+        return GroupOptions(
+            self.backend, self.timeout, self.pg_options, group_desc, self.lazy_init, self.creation
+        )
+
 
 def check_timeout(timeout: timedelta | None) -> None:
     """Refuse what is no length of time; None stands for the default.

@@ -48,6 +48,9 @@ from hypercomm.process_groups.strategies import Choice, alternatives, choose, sp
 
 logger = logging.getLogger(__name__)
 
+Alike = dict[tuple[object, ...], tuple[Choice, GroupOptions]]
+"""What was decided for groups of one call, by what was asked for."""
+
 _ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
 
@@ -104,7 +107,9 @@ class GroupOwner:
 
     # ---- one group ------------------------------------------------------------------------------
 
-    def plan(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
+    def plan(
+        self, request: GroupRequest, batch: str = "", alike: Alike | None = None
+    ) -> PlannedGroup:
         """Check everything, and file what is to be created, alone or with others of a batch."""
         key = request.key
         self._check_steady()
@@ -118,15 +123,16 @@ class GroupOwner:
                 f"the process group over {key.as_call()} has already been {has}; {how}, or create "
                 f"another over the same dims under a name of its own, name=..."
             )
-        planned = self.draft(request, batch)
-        if c10d.is_live():
-            check_backend(planned.resolved.backend)  # a fake world has them all
+        planned = self.draft(request, batch, alike)
+        is_live = c10d.is_live()
+        if is_live and planned.resolved.backend != c10d.default_backend():
+            check_backend(planned.resolved.backend)
         strategy, reason = planned.choice
         asked_for = request.given.creation or self._creation
         if strategy == "enumerate" and asked_for == "auto" and reason not in self._told:
             self._told.add(reason)
             logger.warning("creating groups by enumeration: %s", reason)
-        if c10d.is_live():
+        if is_live:
             _ = self._agreement.name  # compares the grid while all ranks are at the same place
             if request.view is not None:
                 self._agreement.compare_view(request.view)
@@ -135,18 +141,21 @@ class GroupOwner:
         self.planned[key] = planned
         return planned
 
-    def draft(self, request: GroupRequest, batch: str = "") -> PlannedGroup:
+    def draft(
+        self, request: GroupRequest, batch: str = "", alike: Alike | None = None
+    ) -> PlannedGroup:
         """Check everything, and change nothing."""
-        given, groups, is_live = request.given, self._groups(request), c10d.is_live()
+        given, groups = request.given, self._groups(request)
         given.check()
-        choice = choose(
-            given.creation or self._creation,
-            given.backend,
-            groups,
-            lazily=given.lazy_init,
-            by_all=is_live and self.layout.size == dist.get_world_size(),
-        )
-        resolved = given.resolve(group_desc=str(request.key)) if is_live else given
+        wish = (given.backend, given.timeout, given.lazy_init, given.creation)
+        is_usual = given.pg_options is None and groups.is_sorted
+        if alike is None or not is_usual or wish not in alike:
+            choice, resolved = self._decide(given, groups, str(request.key))
+        else:
+            choice, resolved = alike[wish]
+            resolved = resolved.described(given.group_desc or str(request.key))
+        if alike is not None and is_usual:
+            alike[wish] = choice, resolved
         make = partial(self._make, request, batch)
         planned = PlannedGroup(
             str(request.key),
@@ -161,6 +170,20 @@ class GroupOwner:
         )
         planned.twin = find_twin(planned, self._shareable())
         return planned
+
+    def _decide(
+        self, given: GroupOptions, groups: RankGroups, group_desc: str
+    ) -> tuple[Choice, GroupOptions]:
+        """Choose how groups are created, and with what."""
+        is_live = c10d.is_live()
+        choice = choose(
+            given.creation or self._creation,
+            given.backend,
+            groups,
+            lazily=given.lazy_init,
+            by_all=is_live and self.layout.size == dist.get_world_size(),
+        )
+        return choice, given.resolve(group_desc) if is_live else given
 
     def create(self, request: GroupRequest) -> ProcessGroup | None:
         """Plan and create a group, or leave everything as it was."""
@@ -273,6 +296,7 @@ class GroupOwner:
                     f"{keys.index(key)} and {position}; leave one out, or give it a name of its "
                     f"own, name=..."
                 )
+        alike: Alike = {}
         mine: list[PlannedGroup] = []
         plans: list[tuple[PlannedGroup, GroupPlan]] = []
         counted = 0
@@ -280,10 +304,13 @@ class GroupOwner:
         try:
             with self._lock:
                 for request in requests:
-                    mine.append(self.plan(request, batch))  # noqa: PERF401 - the others are kept
-                self.progress.compare([describe(planned) for planned in mine])
+                    mine.append(self.plan(request, batch, alike))  # noqa: PERF401 - the others are kept
+                words: Iterator[str] = map(describe, mine)
+                if any(planned.derive is not None for planned in mine):
+                    words = iter(list(words))  # reads the groups, and what is wrong with them
+                self.progress.compare(words)
                 counted = len(mine)
-            if c10d.is_live():
+            if c10d.has_store():  # else there is nobody to tell that this rank gives up
                 plans = [
                     (planned, self._group_plan(request, batch, planned))
                     for request, planned in zip(requests, mine, strict=True)
@@ -468,7 +495,7 @@ class GroupOwner:
 
     def _hold(self, key: GroupKey, created: CreatedGroup) -> None:
         self.created[key] = created
-        created.holders.add(self)
+        created.hold(self)
 
     def settle(self, keys: Sequence[GroupKey], is_verified: bool) -> None:
         """Bring what is filed into an order that all ranks have alike, and compare from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from hypercomm.errors import PlanMismatchError
 from hypercomm.process_groups import c10d
@@ -78,14 +78,18 @@ class Progress:
 
     # ---- what is compared -----------------------------------------------------------------------
 
-    def compare(self, entries: Sequence[str]) -> None:
+    def compare(self, words: Iterable[str]) -> None:
         """Compare what a call is about to create with what other ranks create, and count it.
+
+        Args:
+            words: An entry for each group; not asked for where there is nobody to compare with.
 
         Raises:
             PlanMismatchError: They differ.
         """
         if not c10d.has_store():
             return
+        entries = list(words)
         try:
             self.agreement.compare(
                 self._compared, entries, self._position if self.is_verified else 0

@@ -124,7 +124,7 @@ _SORT_THEM = "use a layout whose ranks ascend along each dim"
 def _why_not_local(wanted: Wanted) -> str | None:
     lacks = c10d.missing()
     if lacks:
-        return f"in this torch {', and '.join(lacks)}"
+        return f"in this torch, {', and '.join(lacks)}"
     if "mpi" in c10d.single_backends(wanted.backend):
         return "MPI creates a group only with all ranks of the world"
     return c10d.why_not_alone(wanted.backend) or c10d.replaces_new_group()

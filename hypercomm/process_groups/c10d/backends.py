@@ -164,9 +164,9 @@ def world_timeout(backend: str) -> timedelta | None:
     None where torch does not tell: the fake backend has no options, and gloo shows its own only
     in recent versions.
     """
+    devices = {single: device for device, single in parts_of_world().items()}
     timeouts = {
-        single: _part_timeout(part_on(torch.device(device)))
-        for device, single in parts_of_world().items()
+        single: _part_timeout(part_on(torch.device(device))) for single, device in devices.items()
     }
     wanted = [timeouts.get(single) for single in single_backends(backend)]
     return next((timeout for timeout in [*wanted, *timeouts.values()] if timeout), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -136,10 +137,9 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
     return pg_options
 
 
-@contextlib.contextmanager
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
-) -> Iterator[tuple[Any, torch.device | None]]:
+) -> AbstractContextManager[tuple[Any, torch.device | None]]:
     """Let the members of a group create it within a `with` block without any other rank.
 
     Args:
@@ -149,18 +149,26 @@ def made_alone(
         lazily: Whether members of an NCCL group connect at their first message; None: as torch
             does, which on a bound WORLD connects them at once unless it has that for a switch.
 
-    Yields:
-        The options, and the device to connect on, with which torch is to create the group.
+    Returns:
+        A context manager, which yields the options, and the device to connect on, with which torch
+        is to create the group.
     """
     device = binding.device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
     if lazily is not False and (is_bound or lazily) and has_lazy_option(backend):
-        yield lazy_options(backend, pg_options, timeout), device
-        return
-    if not is_bound:
-        device = _current_device() if lazily is False and _is_nccl(backend) else None
-    with binding.hidden() if is_bound else contextlib.nullcontext():
-        yield pg_options, None if lazily else device
+        return contextlib.nullcontext((lazy_options(backend, pg_options, timeout), device))
+    if is_bound:
+        return _made_unbound(pg_options, None if lazily else device)
+    at_once = lazily is False and _is_nccl(backend)
+    return contextlib.nullcontext((pg_options, _current_device() if at_once else None))
+
+
+@contextlib.contextmanager
+def _made_unbound(
+    pg_options: Any, device: torch.device | None
+) -> Iterator[tuple[Any, torch.device | None]]:
+    with binding.hidden():
+        yield pg_options, device
 
 
 def _current_device() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,8 +39,8 @@ _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 
 def missing() -> list[str]:
     """Say what the installed torch lacks for creating a group under a name of our own."""
-    reasons = ((name, private.why_not(name)) for name in (WORLD_TABLES, STORE, HELPER))
-    return [f"{name} {reason}" for name, reason in reasons if reason is not None]
+    needed = (WORLD_TABLES, STORE, HELPER)
+    return [f"{name} {private.why_not(name)}" for name in needed if private.get(name) is None]
 
 
 def replaces_new_group() -> str | None:
@@ -128,8 +129,9 @@ def split_group(
     return as_member(part)
 
 
-@contextlib.contextmanager
-def connecting(backend: str, lazily: bool | None, patience: Patience) -> Iterator[object]:
+def connecting(
+    backend: str, lazily: bool | None, patience: Patience
+) -> AbstractContextManager[object]:
     """Choose how gloo connects the group that is created within a `with` block.
 
     Args:
@@ -137,12 +139,16 @@ def connecting(backend: str, lazily: bool | None, patience: Patience) -> Iterato
         lazily: Whether each pair of members connects at its first message.
         patience: For how long members are waited for.
 
-    Yields:
-        What must live as long as the group.
+    Returns:
+        A context manager, which yields what must live as long as the group.
     """
     if "gloo" not in single_backends(backend) or not has_store():
-        yield None
-        return
+        return contextlib.nullcontext()
+    return _connecting(lazily, patience)
+
+
+@contextlib.contextmanager
+def _connecting(lazily: bool | None, patience: Patience) -> Iterator[object]:
     with lazy_init.set_to(lazily), making.met(patience) as meetings:
         yield meetings
 
