@@ -32,6 +32,7 @@ __all__ = [
     "RankOutsideError",
     "SimulationError",
     "StateError",
+    "TorchVersionError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
@@ -152,6 +153,10 @@ class NcclConfigError(HyperCommError, RuntimeError, ValueError):
 
 class InstallError(HyperCommError, RuntimeError):
     """Modules cannot be replaced any more: install earlier, before the code that holds them."""
+
+
+class TorchVersionError(HyperCommError, ImportError):
+    """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
 
 
 class LaunchError(HyperCommError, ValueError):

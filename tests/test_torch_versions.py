@@ -7,6 +7,8 @@ import itertools
 import json
 import multiprocessing
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 
 import bound_world
@@ -227,3 +229,25 @@ def test_meshes_that_torch_sorts():
         mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
         with pytest.raises(LayoutError, match=r"or preserve_rank_order=True \(torch 2\.15\)"):
             HyperCommGrid.from_device_mesh(mesh)
+
+
+# A torch older than 2.6 is refused with its version and what to do, by the library and the command
+# line; layouts work with it all the same.
+@pytest.mark.parametrize("older", ["2.5.1", "1.13.0+cu117"])
+def test_a_torch_that_is_too_old(older):
+    said = (
+        f"torch {older} is installed, and hypercomm needs 2.6 or newer: pip install 'torch>=2.6'; "
+        f"hypercomm.layout, and hypercomm.RankLayout, need none"
+    )
+    begin = f"import torch; torch.__version__ = {older!r}\n"
+    use = "from hypercomm import RankLayout; RankLayout.parse('tp=2'); print('planned')\n"
+    for then, told in (
+        ("import hypercomm.grid", f"hypercomm.errors.TorchVersionError: {said}"),
+        ("from hypercomm.cli import main; raise SystemExit(main(['doctor']))", said),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", begin + use + then], capture_output=True, text=True, check=False
+        )
+        assert done.stdout.startswith("planned\n")
+        assert done.returncode in {1, 2}
+        assert told in " ".join((done.stderr + done.stdout).split())

@@ -4,6 +4,7 @@ Everything is looked up at call time, so that a patched torch.distributed is res
 against the sources of torch 2.6, 2.8, 2.10, 2.12, 2.13, 2.14 and 2.15.
 """
 
+from hypercomm.process_groups.c10d import oldest  # noqa: F401 - refuses an older torch at once
 from hypercomm.process_groups.c10d.backends import (
     NCCL,
     backend_config,
