@@ -156,9 +156,9 @@ def splits(world_size: int) -> Iterator[Table]:
     with (
         fake_world(world_size, world_size // 3),
         mock.patch.multiple(
-            c10d,
+            "hypercomm.process_groups.c10d.binding",
             split_device=lambda: torch.device("cuda", 0),
-            device_backend=lambda _device: "fake",
+            _can_split=lambda _device_type: True,
         ),
     ):
         with mock.patch.object(dist, "split_group", return_value=None) as split_group:

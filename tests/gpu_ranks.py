@@ -90,16 +90,19 @@ def mixed():
 def abort():
     """All ranks but the first begin a collective that waits for it, and give up."""
     rank = begin(bound=True)
-    before = registered()
+    store, before = dist.distributed_c10d._get_default_store(), registered()
     grid = HyperCommGrid([4], ["dp"])
     group = grid.create_pg("dp")
     sum_over(group)
-    took_s = 0.0
-    if rank:
-        work = dist.all_reduce(torch.ones(1, device="cuda"), group=group, async_op=True)
-        start = time.monotonic()
-        grid.abort()
-        took_s = time.monotonic() - start
-        del work
-    left = len(registered() - before) if rank else 0
-    return took_s, left
+    if rank == 0:
+        store.wait([f"aborted by {other}" for other in range(1, 4)], timedelta(seconds=100))
+        return 0.0, True, 0
+    work = dist.all_reduce(torch.ones(1, device="cuda"), group=group, async_op=True)
+    time.sleep(1)
+    is_pending = not work.is_completed()
+    start = time.monotonic()
+    grid.abort()
+    took_s = time.monotonic() - start
+    left = len(registered() - before)
+    store.set(f"aborted by {rank}", "1")
+    return took_s, is_pending, left

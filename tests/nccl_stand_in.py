@@ -73,7 +73,9 @@ class StandIn:
 
     @property
     def supports_splitting(self) -> bool:
-        return self.recorder.supports_splitting
+        # "Such a group can't be split from until its first operation", torch says of lazy_init.
+        is_lazy = getattr(self.own_options, "lazy_init", False)
+        return self.recorder.supports_splitting and not is_lazy
 
     @property
     def options(self) -> Any:

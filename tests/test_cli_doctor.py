@@ -258,7 +258,7 @@ def test_gpus(found):
 
 
 # What is printed, logged or warned of meanwhile is not seen, and afterwards all is as before.
-def testquiet(capfd, caplog, recwarn):
+def test_quiet(capfd, caplog, recwarn):
     import warnings
 
     with quiet():

@@ -4,6 +4,8 @@ torch's own functions create the groups. What a stand-in cannot show is NCCL its
 does, where there is a GPU.
 """
 
+import threading
+import time
 from datetime import timedelta
 
 import nccl_ranks
@@ -14,6 +16,7 @@ from nccl_stand_in import IS_PLUGIN, lone_world, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
+from hypercomm.process_groups.c10d import binding
 from hypercomm.testing import fake_world, run_ranks, simulate
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -53,7 +56,8 @@ def test_an_offset_grid_on_a_bound_world(creation, by_itself):
             grid.create_pgs(["tp", "dp"])
             made = [call for call in calls if call.what == "create"]
             assert what(made) == [("create", (4, 5), False), ("create", (5, 7), False)]
-            assert {call.what for call in calls} == {"create", "connect"}
+            connects = set() if HAS_SWITCH else {"connect"}
+            assert {call.what for call in calls} == {"create"} | connects
             assert [is_lazy(call) for call in made] == [HAS_SWITCH] * 2
             assert {call.timeout for call in made} == {timedelta(minutes=10)}
         assert dist.group.WORLD.bound_device_id == CUDA_5
@@ -91,23 +95,46 @@ def what_of(made):
 
 # A creation that fails leaves WORLD bound.
 def test_a_failure_leaves_world_bound(monkeypatch):
-    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+    with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         grid = HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, lazy_init=False)
         with monkeypatch.context() as patch:
-            part = type(calls[0])
 
             def fails(*_):
                 raise RuntimeError("out of memory on the GPU")
 
-            patch.setattr("nccl_stand_in.StandIn.begin", fails, raising=False)
             for kind in ("Alone", "Connected"):
                 patch.setattr(f"nccl_stand_in.{kind}.begin", fails)
             with pytest.raises(RuntimeError, match="out of memory on the GPU"):
                 grid.create_pg("tp")
-        assert part is type(calls[0])
         assert dist.group.WORLD.bound_device_id == CUDA_5
         assert grid.create_pg("tp") is not None
         grid.destroy()
+
+
+# Whoever asks meanwhile, in another thread, is told the device all the same, and in the end WORLD has
+# it.
+def test_threads_see_the_device():
+    with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        seen, is_over = set(), threading.Event()
+
+        def look():
+            while not is_over.is_set():
+                seen.add(binding.binding.device())
+
+        def hide():
+            while not is_over.is_set():
+                with binding.binding.hidden():
+                    assert dist.group.WORLD.bound_device_id is None
+
+        threads = [threading.Thread(target=work) for work in (look, look, hide, hide)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert seen == {CUDA_5}
+        assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
 # ---- lazily or at once --------------------------------------------------------------------------
@@ -122,11 +149,26 @@ def test_nccl_connects_lazily(bound, creation):
         calls.clear()
         with HyperCommGrid([4, 2], ["tp", "pp"], creation=creation, lazy_init=True) as grid:
             grid.create_pg("pp")
-            (made,) = [call for call in calls if call.what == "create"]
-            assert (made.ranks, made.splits) == ((1, 5), False)
-            assert is_lazy(made) == HAS_SWITCH
+            assert what(calls) == [("create", (1, 5), False)]
+            assert is_lazy(calls[0]) == HAS_SWITCH
             if not HAS_SWITCH:
-                assert what(calls) == [("create", (1, 5), False)]
+                with pytest.raises(CreationError, match="as it sees fit there, unlike lazy_init"):
+                    grid.create_pg("tp", creation="enumerate")
+            assert "a split connects all members at once" in str(grid.explain("tp"))
+
+
+# ... and NCCL of before, which does not know the switch, does so where it is not split off.
+@pytest.mark.skipif(not HAS_SWITCH, reason="torch 2.15 calls it nccl-legacy")
+def test_nccl_of_before_connects_lazily():
+    with (
+        recorded_nccl("nccl-legacy") as calls,
+        lone_world("nccl-legacy", 8, rank=5, device_id=CUDA_5),
+    ):
+        calls.clear()
+        with HyperCommGrid([4, 2], ["tp", "pp"], lazy_init=True) as grid:
+            grid.create_pg("pp")
+            assert what(calls) == [("create", (1, 5), False)]
+        assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
 # ... and lazy_init=False at the creation, also where it is not.
@@ -149,8 +191,9 @@ def test_options_are_kept():
         given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4) as grid:
             grid.create_pg("tp", pg_options=given)
-            assert calls[-2].options.is_high_priority_stream
-            assert is_lazy(calls[-2]) == HAS_SWITCH
+            (made,) = [call for call in calls if call.ranks == (4, 5) and call.what == "create"]
+            assert made.options.is_high_priority_stream
+            assert is_lazy(made) == HAS_SWITCH
         assert not getattr(given, "lazy_init", False)
 
 
@@ -302,3 +345,42 @@ def test_nccl_in_a_live_job_without_a_gpu():
             assert ("needs a GPU, and torch sees none on this host; use 'gloo'" in line) == has
             assert ("is not available in this build of torch; use one of" in line) != has
         assert left == {}
+
+
+def planned_before_the_job():
+    dist.destroy_process_group()
+    planned = HyperCommGrid([1], ["dp"], world_size=1).plan_pg("dp", backend="nccl")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return str(planned.create())
+    except GroupOptionsError as error:
+        return str(error)
+
+
+# A plan that was made before there was a job is checked when it is carried out.
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_a_plan_from_before_the_job():
+    for said in run_ranks(planned_before_the_job, 1, timeout=60):
+        assert said.startswith("backend 'nccl' ")
+        assert "use " in said
+
+
+# A backend string that torch could not read is refused, in a fake world, too.
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        (" gloo", "cannot be read"),
+        ("cpu:gloo, cuda:gloo", "cannot be read"),
+        ("cpu: gloo", "cannot be read"),
+        ("cuda:0:nccl", "cannot be read"),
+        ("cpu:gloo,", "cannot be read"),
+        ("foo:gloo", "names a device that torch does not know"),
+        ("cpu:gloo,cpu:gloo", "must name each device once"),
+    ],
+)
+def test_backend_strings(backend, says):
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        for call in (grid.create_pg, grid.explain):
+            with pytest.raises(GroupOptionsError, match=says):
+                call("dp", backend=backend)
+        assert dict(grid.pgs) == {}

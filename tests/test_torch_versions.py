@@ -20,6 +20,7 @@ import version_ranks
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, LayoutError
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.c10d.oldest import check, release_of
 from hypercomm.testing import fake_world, run_ranks
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -229,6 +230,12 @@ def test_meshes_that_torch_sorts():
         mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
         with pytest.raises(LayoutError, match=r"or preserve_rank_order=True \(torch 2\.15\)"):
             HyperCommGrid.from_device_mesh(mesh)
+
+
+# What NVIDIA's containers have is a release, though it says "a0": nobody is refused for that.
+def test_releases():
+    assert release_of("2.6.0a0+ecf3bae40a.nv25.01") == release_of("2.6") < release_of("2.15.1")
+    check("2.6.0a0+ecf3bae40a.nv25.01")
 
 
 # A torch older than 2.6 is refused with its version and what to do, by the library and the command

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -125,12 +126,14 @@ def quiet() -> Iterator[None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded
     level, stdout, null = logging.root.manager.disable, os.dup(1), os.open(os.devnull, os.O_WRONLY)
     logging.disable()
+    sys.stdout.flush()
     os.dup2(null, 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        sys.stdout.flush()
         os.dup2(stdout, 1)
         logging.disable(level)
         os.close(stdout)

@@ -385,7 +385,8 @@ class GridInterface:
     ) -> Explanation:
         """Say how the process groups over some dims were created, or would be, and why.
 
-        Creates nothing, and asks nobody.
+        Creates nothing, and asks nobody. What is said of a key that exists is how it was created,
+        whatever is asked for.
 
         Example:
             >>> from hypercomm import HyperCommGrid

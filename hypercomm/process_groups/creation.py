@@ -118,7 +118,7 @@ def give_up(plans: Iterable[GroupPlan]) -> None:
 
 def _left_by(plan: GroupPlan, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
     """What a creation that failed has registered; other threads may have registered theirs."""
-    if strategy == "local":
+    if strategy == "local" or (strategy == "split" and c10d.names_splits()):
         named = c10d.registered_as(plan.own.name) if plan.own and c10d.is_live() else set()
         return named - before
     return c10d.registered() - before - c10d.kept()  # torch has named it

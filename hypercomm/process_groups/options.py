@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from datetime import timedelta
 from typing import Any
 
 import attrs
+import torch
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import is_utf8
@@ -178,7 +180,7 @@ def check_backend(backend: str | None) -> None:
         reason = c10d.why_not_here(single)
         if reason is not None:
             raise GroupOptionsError(
-                f"backend {single!r} {reason}; use 'gloo' here, or plan with it in "
+                f"backend {single!r} {reason}; use 'gloo' here, or plan with {single!r} in "
                 f"hypercomm.testing.fake_world"
             )
 
@@ -191,6 +193,10 @@ def check_known(backend: str) -> None:
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
+    if not all(_PART.fullmatch(part) for part in backend.lower().split(",")):
+        raise GroupOptionsError(
+            f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl'"
+        )
     unknown = [single for single in c10d.single_backends(backend) if not c10d.is_known(single)]
     if unknown:
         raise GroupOptionsError(
@@ -198,10 +204,28 @@ def check_known(backend: str) -> None:
             f"{unknown[0]!r}, {_to_get(unknown[0])}"
         )
     devices = c10d.devices_of(backend)
-    if devices is not None and ("" in devices or len(set(devices)) < len(devices)):
+    if devices is None:
+        return
+    if not all(map(_is_device, devices)):
+        raise GroupOptionsError(
+            f"backend {backend!r} names a device that torch does not know; write it as "
+            f"'cpu:gloo,cuda:nccl'"
+        )
+    if len(set(devices)) < len(devices):
         raise GroupOptionsError(
             f"backend {backend!r} must name each device once; write it as 'cpu:gloo,cuda:nccl'"
         )
+
+
+_PART = re.compile(r"([a-z_]+:)?[\w.-]+")
+"""A backend, and the type of its device, if it says one."""
+
+
+def _is_device(kind: str) -> bool:
+    try:
+        return bool(torch.device(kind))
+    except RuntimeError:
+        return False
 
 
 _FROM = {

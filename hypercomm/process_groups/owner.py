@@ -516,7 +516,10 @@ class GroupOwner:
         planned = self.planned.get(request.key) or self.draft(request)
         strategy, reason = planned.choice
         backend = planned.resolved.backend
-        others = {} if planned.is_adopted else alternatives(strategy, backend, planned.groups)
+        others = {}
+        if not planned.is_adopted:
+            lazily = planned.given.lazy_init
+            others = alternatives(strategy, backend, planned.groups, lazily=lazily)
         turns = len(split_turns(planned.groups)) if strategy == "split" else 1
         if turns > 1:
             reason += f", in {turns} turns, because torch's colours of some groups are equal"
@@ -569,6 +572,10 @@ class GroupOwner:
     ) -> CreatedGroup:
         self.check_alive()
         key = request.key
+        if planned.resolved is planned.given and c10d.is_live():  # planned before there was a job
+            decided = self._decide(planned.given, planned.groups, str(key))
+            check_backend(decided[1].backend)
+            planned.choice, planned.resolved = decided
         if planned.twin is not None and planned.twin.is_gone:
             planned.twin = None
         if planned.twin is not None:

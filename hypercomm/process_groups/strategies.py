@@ -88,11 +88,13 @@ def choose(
     )
 
 
-def alternatives(strategy: str, backend: str | None, groups: RankGroups | None) -> dict[str, str]:
+def alternatives(
+    strategy: str, backend: str | None, groups: RankGroups | None, *, lazily: bool | None = None
+) -> dict[str, str]:
     """Say of each other way of creating groups what speaks against it."""
     if not c10d.is_live():
         return {}
-    wanted = Wanted((backend or c10d.default_backend()).lower(), groups)
+    wanted = Wanted((backend or c10d.default_backend()).lower(), groups, lazily)
     return {
         name: why_not(wanted) or f"it would work too: {cost}"
         for name, (why_not, cost, _) in STRATEGIES.items()
@@ -203,6 +205,9 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
 
 
 def _why_not_enumerate(wanted: Wanted) -> str | None:
+    of_nccl = wanted.lazily is not None and c10d.is_nccl(wanted.backend)
+    if of_nccl and not c10d.connects_as_told(wanted.backend):
+        return f"torch connects NCCL groups as it sees fit there, unlike lazy_init={wanted.lazily}"
     if wanted.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
         return None
     return f"new_group of this torch sorts the ranks of each group, unlike {wanted.groups!r}"

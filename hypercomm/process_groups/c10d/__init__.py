@@ -29,11 +29,11 @@ from hypercomm.process_groups.c10d.backends import (
     world_timeout,
 )
 from hypercomm.process_groups.c10d.binding import (
-    has_lazy_option,
+    connects_as_told,
+    is_nccl,
     keeps_order,
     lazy_options,
     split_colors,
-    split_device,
     why_not_alone,
     why_not_split,
 )
@@ -63,6 +63,7 @@ from hypercomm.process_groups.c10d.groups import (
     replaces_new_group,
     split_group,
 )
+from hypercomm.process_groups.c10d.naming import names_splits
 from hypercomm.process_groups.c10d.private_names import PRIVATE_NAMES, private
 from hypercomm.process_groups.c10d.stand_in_world import is_other_world, other_world
 from hypercomm.process_groups.c10d.store import (
@@ -86,6 +87,7 @@ __all__ = [
     "backend_of",
     "can_init_lazily",
     "connecting",
+    "connects_as_told",
     "default_backend",
     "default_timeout",
     "destroy",
@@ -95,11 +97,11 @@ __all__ = [
     "forget",
     "forget_meshes",
     "forget_non_members",
-    "has_lazy_option",
     "has_store",
     "holds_timeout",
     "is_known",
     "is_live",
+    "is_nccl",
     "is_other_world",
     "is_registered",
     "is_set",
@@ -111,6 +113,7 @@ __all__ = [
     "lazy_options",
     "let_threads_finish",
     "missing",
+    "names_splits",
     "new_group",
     "other_world",
     "private",
@@ -126,7 +129,6 @@ __all__ = [
     "set_value",
     "single_backends",
     "split_colors",
-    "split_device",
     "split_group",
     "stop_telling_backward",
     "store_identity",

@@ -154,8 +154,9 @@ def timeout_in(pg_options: Any) -> timedelta | None:
 
 
 def put_timeout(pg_options: Any, timeout: timedelta) -> None:
-    """Set the timeout in options of a backend."""
-    pg_options._timeout = timeout
+    """Set the timeout in options of a backend, where torch's own code looks for it."""
+    if private.works(OPTIONS_TIMEOUT):
+        pg_options._timeout = timeout
 
 
 def world_timeout(backend: str) -> timedelta | None:

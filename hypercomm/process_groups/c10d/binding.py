@@ -8,6 +8,7 @@ WORLD must come. A rank that creates its own group alone tells torch not to: by 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from hypercomm.process_groups.c10d.backends import (
     parts_of_world,
     put_timeout,
     single_backends,
+    why_unavailable,
 )
 from hypercomm.process_groups.c10d.private_names import COLOR, private, signature_of, since
 
@@ -44,10 +46,12 @@ class Binding:
 
     def device(self) -> torch.device | None:
         """Return the device, hidden or not; None where WORLD is bound to none."""
-        world = dist.group.WORLD
-        hidden = self._hidden
-        if hidden is not None and hidden[0] is world:
-            return hidden[1]
+        with self._lock:
+            return self._device(dist.group.WORLD)
+
+    def _device(self, world: ProcessGroup | None) -> torch.device | None:
+        if self._hidden is not None and self._hidden[0] is world:
+            return self._hidden[1]
         return getattr(world, "bound_device_id", None)
 
     def can_be_hidden(self) -> bool:
@@ -66,20 +70,18 @@ class Binding:
     def hidden(self) -> Iterator[None]:
         """Hide the device from torch within a `with` block, which other threads may enter, too."""
         world: Any = dist.group.WORLD
-        device = self.device()
-        if device is None:
-            yield
-            return
         with self._lock:
-            self._hiding += 1
-            self._hidden = (world, device)
-            world.bound_device_id = None
+            device = self._device(world)
+            if device is not None:
+                self._hiding += 1
+                self._hidden = (world, device)
+                world.bound_device_id = None
         try:
             yield
         finally:
             with self._lock:
-                self._hiding -= 1
-                if not self._hiding:
+                self._hiding -= device is not None
+                if device is not None and not self._hiding:
                     world.bound_device_id = device
                     self._hidden = None
 
@@ -104,20 +106,28 @@ def device_backend(device: torch.device) -> str:
 def why_not_alone(backend: str) -> str | None:
     """Say why a group of a backend cannot be created by its members alone; None where it can."""
     device = split_device()
-    if device is None or parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
+    if device is None:
         return None
-    if has_lazy_option(backend) or binding.can_be_hidden():
+    if (reason := _why_unknown(backend)) is not None:
+        return reason
+    if parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
+        return None
+    if connects_as_told(backend) or binding.can_be_hidden():
         return None
     return f"WORLD is bound to {device}, and every rank must take part in splitting it"
 
 
-def has_lazy_option(backend: str) -> bool:
-    """Tell whether NCCL's options can say that a group connects at its first message (2.15)."""
+def connects_as_told(backend: str) -> bool:
+    """Tell whether torch's options say when an NCCL group connects: nccl2 and nccl-lazy (2.15)."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in a build without it
-    return _is_nccl(backend) and nccl is not None and hasattr(nccl.Options, "lazy_init")
+    if nccl is None or not hasattr(nccl.Options, "lazy_init"):
+        return False
+    legacy = {"nccl-legacy", *({"nccl"} if os.environ.get("TORCH_DIST_USE_NCCL2") == "0" else ())}
+    return any(single in NCCL - legacy for single in single_backends(backend))
 
 
-def _is_nccl(backend: str) -> bool:
+def is_nccl(backend: str) -> bool:
+    """Tell whether NCCL runs a group, or a part of it."""
     return any(single in NCCL for single in single_backends(backend))
 
 
@@ -126,7 +136,7 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
 
     Options as given where torch has no such switch.
     """
-    if not has_lazy_option(backend):
+    if not connects_as_told(backend):
         return pg_options
     if pg_options is None:
         nccl: Any = dist
@@ -155,11 +165,11 @@ def made_alone(
     """
     device = binding.device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
-    if lazily is not False and (is_bound or lazily) and has_lazy_option(backend):
+    if lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         return contextlib.nullcontext((lazy_options(backend, pg_options, timeout), device))
     if is_bound:
         return _made_unbound(pg_options, None if lazily else device)
-    at_once = lazily is False and _is_nccl(backend)
+    at_once = lazily is False and is_nccl(backend)
     return contextlib.nullcontext((pg_options, _current_device() if at_once else None))
 
 
@@ -187,6 +197,8 @@ def why_not_split(backend: str) -> str | None:
         return "this torch lacks torch.distributed.split_group"
     if COLOR.is_due() and not private.works(COLOR):
         return f"{COLOR} {private.why_not(COLOR)}, so that groups may be mistaken for each other"
+    if (reason := _why_unknown(backend)) is not None:
+        return reason
     bound = device_backend(device)
     world, wanted = parts_of_world(), parts_of(backend)
     if wanted.get(device.type) != bound or not wanted.items() <= world.items():
@@ -197,6 +209,12 @@ def why_not_split(backend: str) -> str | None:
         return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
     whole = [name for part, name in wanted.items() if not _can_split(part)]
     return f"WORLD's {whole[0]!r} cannot be split" if whole else None
+
+
+def _why_unknown(backend: str) -> str | None:
+    """Why torch cannot say on which devices a backend runs: it must be loaded for that."""
+    reasons = ((single, why_unavailable(single)) for single in single_backends(backend))
+    return next((f"{single!r} {reason}" for single, reason in reasons if reason is not None), None)
 
 
 def _can_split(device_type: str) -> bool:

@@ -206,8 +206,8 @@ class GlooMaking:
 
     def _can_stand_in(self) -> bool:
         """Make the class that stands in for torch's, if that can be derived from."""
-        torchs = getattr(dist.distributed_c10d, "ProcessGroupGloo", None)
         with self._lock:
+            torchs = getattr(dist.distributed_c10d, "ProcessGroupGloo", None)
             if self._creating or (self._ours is not None and self._ours.__base__ is torchs):
                 return True
             try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,9 +90,28 @@ def new_group(
             group_desc=group_desc,
         )
     _kept[group] = kept
-    positions = {rank: position for position, rank in enumerate(members)}
-    private.get(WORLD_TABLES).pg_group_ranks[group] = positions
+    private.get(WORLD_TABLES).pg_group_ranks[group] = Positions(members)
     return group  # type: ignore[no-any-return]
+
+
+class Positions(Mapping[int, int]):
+    """The position of each member in a group, which torch seldom asks for: made when it does."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members = members
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self._members)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._positions[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
 
 
 def split_group(

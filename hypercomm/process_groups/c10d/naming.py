@@ -39,7 +39,9 @@ class _Naming:
                     torchs_name: str = torchs(ranks, use_hashed_name)  # counts the group
                     return _name.get() or torchs_name
 
-                c10d._process_group_name = _process_group_name
+                wrapper: Any = _process_group_name
+                wrapper.__wrapped__ = torchs
+                c10d._process_group_name = wrapper
             self._users += 1
 
     def end(self) -> None:
@@ -51,6 +53,11 @@ class _Naming:
 
 
 _naming = _Naming()
+
+
+def names_splits() -> bool:
+    """Tell whether groups that are split off WORLD get names of ours."""
+    return private.works(NAME_GROUP)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from hypercomm.errors import TorchVersionError
 
 OLDEST = "2.6"
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the release that a version is of, which one made before it counts as.
+
+    Example:
+        >>> release_of("2.6.0a0+ecf3bae40a.nv25.01"), release_of("2.15")
+        ((2, 6), (2, 15))
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check(installed: str) -> None:
@@ -24,7 +36,7 @@ def check(installed: str) -> None:
         Traceback (most recent call last):
         hypercomm.errors.TorchVersionError: torch 2.5.1 is installed, and hypercomm needs 2.6 or ...
     """
-    if torch.torch_version.TorchVersion(installed) < OLDEST:
+    if release_of(installed) < release_of(OLDEST):
         raise TorchVersionError(
             f"torch {installed} is installed, and hypercomm needs {OLDEST} or newer: "
             f"pip install 'torch>={OLDEST}'; hypercomm.layout, and hypercomm.RankLayout, need none"

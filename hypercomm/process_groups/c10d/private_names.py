@@ -19,6 +19,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from hypercomm.process_groups.c10d.oldest import release_of
+
 logger = logging.getLogger(__name__)
 
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_to_tag", "tags_to_pg")
@@ -221,7 +223,7 @@ def _check_naming(name_group: Any) -> str | None:
     tables = private.get(WORLD_TABLES)
     count = getattr(tables, "group_count", None)
     name = name_group([0], use_hashed_name=True)
-    if count is not None:
+    if count is not None and tables.group_count == count + 1:
         tables.group_count = count  # newer ones count what they name
     return None if isinstance(name, str) else "answers no text"
 
@@ -301,13 +303,13 @@ def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter
 
 def since(release: str) -> bool:
     """Tell whether this torch is a release or one after it."""
-    return torch.torch_version.TorchVersion(torch.__version__) >= release
+    return release_of(torch.__version__) >= release_of(release)
 
 
 # ---- the table --------------------------------------------------------------------------------
 
 _C10D = "distributed.distributed_c10d"
-_TLS_SINCE = "2.10"
+_TLS_SINCE = "2.13"
 """The first release in which a key that was stashed can be removed."""
 
 HELPER = PrivateName(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hypercomm.process_groups.c10d.backends import default_backend, is_live, single_backends
+import torch.distributed as dist
+
+from hypercomm.process_groups.c10d.backends import backend_of, single_backends
 from hypercomm.process_groups.c10d.private_names import STORE, private
 from hypercomm.process_groups.c10d.stand_in_world import is_other_world
 
@@ -17,9 +19,10 @@ _store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 def has_store() -> bool:
     """Tell whether the ranks of this world can meet in a store; those of a fake one cannot."""
-    if is_other_world() or not is_live():
+    world = dist.group.WORLD
+    if world is None or is_other_world():
         return False
-    return "fake" not in single_backends(default_backend()) and private.works(STORE)
+    return "fake" not in single_backends(backend_of(world)) and private.works(STORE)
 
 
 def store() -> Any:
