@@ -111,7 +111,7 @@ def test_a_failure_leaves_world_bound(monkeypatch):
         grid.destroy()
 
 
-# Whoever asks meanwhile, in another thread, is told the device all the same; in the end WORLD has it.
+# Whoever asks meanwhile, in another thread, is told the device all the same; WORLD has it again.
 def test_threads_see_the_device():
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         seen, is_over = set(), threading.Event()
