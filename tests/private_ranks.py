@@ -2,11 +2,11 @@
 
 import functools
 import inspect
-import logging
 
 import torch
 import torch.distributed as dist
 from batch_ranks import registered, sum_over
+from version_ranks import Heard
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import parallel_state
@@ -73,18 +73,6 @@ class Without:
         if path not in self._made:
             self._made[path] = Other() if how == "other" else Raising(honest)
         return self._made[path]
-
-
-class Heard(logging.Handler):
-    """Keeps what hypercomm logs."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-        logging.getLogger("hypercomm").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def begin_anew(broken):

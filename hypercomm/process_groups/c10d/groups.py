@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.process_groups.c10d.backends import (
-    NCCL,
     backend_of,
     default_timeout,
     part_on,
     single_backends,
 )
-from hypercomm.process_groups.c10d.binding import binding, made_alone, split_backend
+from hypercomm.process_groups.c10d.binding import binding, is_nccl, made_alone, split_backend
 from hypercomm.process_groups.c10d.gloo import lazy_init, making
 from hypercomm.process_groups.c10d.gloo_store import ENDLESS, Patience
 from hypercomm.process_groups.c10d.naming import named
@@ -237,7 +236,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
     """
     errors: list[Exception] = []
     pending = [group for group in groups if is_registered(group)]
-    nccl = [group for group in pending if NCCL & {*single_backends(backend_of(group))}]
+    nccl = [group for group in pending if is_nccl(backend_of(group))]
     if nccl:
         try:
             with _at_once(nccl[0]):
