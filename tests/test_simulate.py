@@ -10,11 +10,12 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import fresh_programs
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import get_rank as bound_early
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,9 +33,6 @@ from hypercomm.errors import (
 )
 from hypercomm.testing import fake_world, registered_groups, simulate
 from hypercomm.testing.rendezvous import Creation, find_disagreements
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 
 def five_groups():
@@ -183,6 +181,7 @@ def test_states_of_this_process():
 
 
 # Also where the function is the first to import them: nothing of the last rank stays.
+@pytest.mark.long
 def test_imports_within_the_function():
     program = """
 from hypercomm.testing import simulate
@@ -430,3 +429,27 @@ def test_a_stand_in():
     got = simulate(run, 4).returned[3]
     assert got.startswith("<simulated group hypercomm/")
     assert got.endswith("/dp/1: rank 1 of 2>")
+
+
+AFRESH = """
+import logging
+logging.basicConfig(format="logged: %(message)s")
+from hypercomm import HyperCommGrid
+from hypercomm.process_groups.c10d.private_names import private
+from hypercomm.testing import fake_world, simulate
+
+def program():
+    HyperCommGrid([2, 4], ["tp", "dp"]).create_pgs(["tp", "dp"])
+
+simulate(program, 8).check()
+with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+    grid.create_pg("tp")
+    print([str(verdict.name) for verdict in private.verdicts() if verdict.state == "lost"])
+"""
+
+
+# What torch has is not judged by a simulated job, which lacks most of it, for all that follows.
+def test_a_simulation_comes_first():
+    done = fresh_programs.run(AFRESH)
+    assert "logged: " not in done.stderr
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.process_groups.c10d.oldest import release_of
+from hypercomm.process_groups.c10d.stand_in_world import is_other_world
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,10 @@ def _name_of(world: Any) -> str:
 
 
 def _check_store(get_store: Any) -> str | None:
-    return _lacks(get_store(), _STORE_CALLS) if dist.is_initialized() else None
+    # A simulated job has no store, and what it lacks says nothing of torch.
+    is_real = dist.is_initialized() and not is_other_world()
+    what = get_store() if is_real else dist.Store  # type: ignore[attr-defined]
+    return _lacks(what, _STORE_CALLS)
 
 
 def _check_tables(world: Any) -> str | None:
@@ -205,7 +209,7 @@ def _check_tables(world: Any) -> str | None:
 
 def _check_get_backend(get_backend: Any) -> str | None:
     world = dist.group.WORLD
-    if not isinstance(world, dist.ProcessGroup):
+    if not isinstance(world, dist.ProcessGroup) or is_other_world():
         return None
     device = dist.get_backend_config().split(":")[0]
     return _lacks(get_backend(world, torch.device(device)), ["supports_splitting"])
