@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hypothesis import strategies as st
-from hypothesis.errors import InvalidArgument
+try:
+    from hypothesis import strategies as st
+    from hypothesis.errors import InvalidArgument
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the strategies of hypercomm.testing need hypothesis: pip install 'hypercomm[testing]'",
+        name="hypothesis",
+    ) from error
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
