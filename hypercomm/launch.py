@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import IO, Any, TypeVar
 
@@ -153,6 +153,7 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
     """Start the ranks of a job; on leaving, all of them are gone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hypercomm.preload"])
+    _start_fork_server()
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, ranks)
@@ -169,6 +170,16 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
             theirs.close()
             ranks.append(_Rank(number, _pid(process), process, ours, dump))
         yield ranks
+
+
+def _start_fork_server() -> None:
+    """Start the fork server, if there is none; Ctrl-C does not reach it before it ignores it."""
+    resource_tracker.ensure_running()  # which lets signals through again once it has started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -8,6 +8,7 @@ to the other ranks, and b"leave" once every rank has returned.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -101,6 +102,7 @@ def report(value: object) -> None:
 def serve(job: RankJob, rank: int, link: connection.Connection, fds: list[int]) -> None:
     """Be one rank: join the job, run the function, say what came of it, wait for the others."""
     os.setpgid(0, 0)  # so that what this rank starts ends with it
+    gc.freeze()  # else its first full collection walks all of torch, and copies it page by page
     stdout, stderr, stack = fds
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

@@ -15,6 +15,7 @@ _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 def _load() -> None:
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # who started it has blocked it
     before = {name: os.environ.get(name) for name in _SINGLE_THREADED}
     os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
     try:
