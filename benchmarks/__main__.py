@@ -3,6 +3,7 @@
     pip install '.[test,viz]' && python benchmarks
 
 Writes results.json and growth.png into --out. README.md tells what the figures do not show.
+With --compare a few are measured, and held against those of the page; nothing is written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import warnings
@@ -24,11 +26,13 @@ import large_worlds
 import mappings
 import megatron_state
 import real_ranks
+import staleness
 from chart import draw
 from measure import Table, as_text
 
 import hypercomm
 
+PAGE = Path(__file__).parent
 SIZES = [1024, 4096, 16_384, 65_536, 262_144, 1_048_576]
 Tables = dict[str, Callable[[], Iterator[Table]]]
 
@@ -96,8 +100,19 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
         "hypercomm": hypercomm.__version__,
+        "commit": commit(),
         "load_before": os.getloadavg()[0],
     }
+
+
+def commit() -> str:
+    """The commit that is measured, with a "+" where the tree has changes; "unknown" without git."""
+    command = ["git", "-C", str(PAGE), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+        return done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def main() -> None:
@@ -108,11 +123,15 @@ def main() -> None:
         "--nprocs", nargs="+", type=int, choices=real_ranks.SHAPES, default=[*real_ranks.SHAPES]
     )
     parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--compare", action="store_true", help="what became worse; two minutes")
+    parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     told, rows = machine(), []
     print(", ".join(f"{name} {value}" for name, value in told.items()), file=sys.stderr)
+    if options.compare:
+        worse = staleness.worse_than(PAGE / "results.json")
+        sys.exit("\n".join(["worse than on the page:", *worse]) if worse else 0)
     tables = quick() if options.quick else every(options.runs, options.nprocs)
     for name in options.only or tables:
         begin = time.perf_counter()

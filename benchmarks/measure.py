@@ -8,6 +8,9 @@ from typing import Any
 
 import attrs
 
+MANY = 4
+"""Rounds from which quartiles say something."""
+
 
 @attrs.frozen
 class Goal:
@@ -44,6 +47,15 @@ class Table:
     def medians(self) -> dict[str, float]:
         return {who: statistics.median(seen) for who, seen in self.samples.items()}
 
+    def noise(self, who: str) -> float:
+        """From the lower to the upper quartile of the ratios of each round."""
+        peer = self.samples[self.reference]
+        ratios = [own / other for own, other in zip(self.samples[who], peer, strict=False) if other]
+        if len(ratios) < MANY:
+            return 0.0
+        lower, _, upper = statistics.quantiles(ratios, n=4)
+        return upper - lower
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each who, ready for JSON."""
         medians = self.medians()
@@ -61,6 +73,7 @@ class Table:
                     "runs": len(seen),
                     "ratio": medians[who] / medians[self.reference],
                     "ratio_to": self.reference,
+                    "noise": self.noise(who),
                     "goal": goal and goal.text(self.unit),
                     "reached": goal and goal.is_reached(medians[who], medians),
                 }

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,17 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import measure
     import peers
+    import staleness
 
-    yield measure, peers
-    for name in ("measure", "peers"):
+    yield SimpleNamespace(measure=measure, peers=peers, staleness=staleness)
+    names = ("measure", "peers", "staleness", "large_worlds", "megatron_state", "real_ranks")
+    for name in names:
         sys.modules.pop(name, None)
 
 
 # One command runs everything, prints one table, writes JSON and draws a chart.
+@pytest.mark.clients
+@pytest.mark.timeout(300)
 def test_everything_runs(tmp_path):
     command = [sys.executable, str(BENCHMARKS), "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -70,7 +75,7 @@ def test_everything_runs(tmp_path):
 
 # Ways take turns, the first round does not count, and each keeps its own samples.
 def test_interleaved(modules):
-    measure, _ = modules
+    measure = modules.measure
     calls = []
 
     def way(name):
@@ -83,7 +88,7 @@ def test_interleaved(modules):
 
 # Ratios are to the reference, and a goal is a number or a share of somebody's median.
 def test_goals(modules):
-    measure, _ = modules
+    measure = modules.measure
     samples = {"ours": [1.0, 5.0, 3.0], "peer": [4.0, 4.0, 40.0]}
     goals = {"ours": measure.Goal(0.7, "peer")}
     ours, peer = measure.Table("creation", "ms", samples, "peer", goals).rows()
@@ -102,7 +107,7 @@ def test_goals(modules):
 
 # What the loop of new_group enumerates is every group of the dims, once, in ascending order.
 def test_enumeration(modules):
-    _, peers = modules
+    peers = modules.peers
     shape, names = (2, 3, 4), ("tp", "cp", "dp")
     table = np.arange(24).reshape(shape, order="F")
     tp, cp_dp = peers.enumerated(shape, names, [("tp",), ("cp", "dp")])
@@ -110,3 +115,30 @@ def test_enumeration(modules):
         tuple(table[:, cp, dp]) for cp in range(3) for dp in range(4)
     )
     assert sorted(map(tuple, cp_dp)) == [tuple(sorted(table[rank].ravel())) for rank in range(2)]
+
+
+# What became worse than on the page is said only where two measurements agree, by more than the
+# noise of their rounds; who is no hypercomm, or is not on the page, is left out.
+@pytest.mark.parametrize(
+    ("first", "second", "verdicts"),
+    [
+        ([2.0] * 5, None, ["as it was"]),
+        ([2.4] * 5, None, ["as it was"]),
+        ([1.0] * 5, None, ["better"]),
+        ([3.0] * 5, [2.0] * 5, ["worse", "as it was"]),
+        ([3.0] * 5, [3.0] * 5, ["worse", "worse"]),
+        ([1.0, 1.0, 3.0, 5.0, 5.0], None, ["as it was"]),
+    ],
+)
+def test_what_became_worse(modules, tmp_path, first, second, verdicts):
+    page, said = tmp_path / "results.json", []
+    page.write_text(json.dumps({"rows": [{"what": "it", "who": "hypercomm", "ratio": 2.0}]}))
+    rounds = iter([first, second])
+
+    def measure():
+        samples = {"hypercomm": next(rounds), "peer": [1.0] * 5, "hypercomm, new": [9.0] * 5}
+        yield modules.measure.Table("it", "ms", samples, "peer")
+
+    worse = modules.staleness.worse_than(page, measure, said.append)
+    assert [line.rpartition(": ")[2] for line in said] == verdicts
+    assert len(worse) == (verdicts[-1] == "worse")
