@@ -118,8 +118,8 @@ def planted(key, value):
     with HyperCommGrid([2], ["dp"], name="planted", verify=True) as grid:
         if rank == 1:
             time.sleep(0.6)  # so that rank 0 looks
-        said = attempt(lambda: sum_over(grid.create_pg("dp", timeout=timedelta(seconds=2))))
-        verified = attempt(lambda: grid.verify(timedelta(seconds=2)))
+        said = attempt(lambda: sum_over(grid.create_pg("dp", timeout=SHORT)))
+        verified = attempt(lambda: grid.verify(SHORT))
         is_clean = isinstance(said[0], int) or not grid.pgs
     dist.barrier()
     if rank == 0:
@@ -129,17 +129,10 @@ def planted(key, value):
         return said, verified, is_clean, sum_over(grid.create_pg("x"))
 
 
-def keys_of_a_creation():
-    """The keys of ours that the store holds while a verified grid lives, and after it."""
-    seen = []
+def name_of_a_grid():
+    """What the store's keys of a grid begin with."""
     with HyperCommGrid([2], ["dp"], name="planted", verify=True) as grid:
-        grid.create_pg("dp")
-        dist.barrier()
-        seen.append([key for key in store().list_keys() if "hypercomm" in key])
-        dist.barrier()
-    dist.barrier()
-    seen.append([key for key in store().list_keys() if "/dp/" in key])
-    return seen
+        return grid.create_pg("dp").group_name.rpartition("/dp/")[0]
 
 
 def threads(count):

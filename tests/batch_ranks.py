@@ -208,7 +208,7 @@ def another_thread_meanwhile():
     return outcomes, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
 
 
-def dies_in_a_batch(rank, port, folder):
+def dies_in_a_batch(rank, port, folder, timeout_s):
     """Create a batch on four ranks, where rank 2 is killed after its first group."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
@@ -227,7 +227,7 @@ def dies_in_a_batch(rank, port, folder):
         dist.distributed_c10d._new_process_group_helper = dying
     said, begin = None, time.monotonic()
     try:
-        grid.create_pgs(["tp", "dp", ["tp", "dp"]], timeout=timedelta(seconds=3))
+        grid.create_pgs(["tp", "dp", ["tp", "dp"]], timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}"
     told = [said, time.monotonic() - begin, registered() == before, len(grid.pgs)]

@@ -14,7 +14,6 @@ from hypercomm import HyperCommGrid
 from hypercomm.process_groups.c10d.gloo_store import Meeting
 
 WORLD_SIZE = 4
-TIMEOUT_S = 3.0
 EVERY = ["tp", "dp"]
 
 
@@ -55,7 +54,7 @@ def attempt(action):
     return said, time.monotonic() - begin
 
 
-def take_part(rank, port, folder, fault, victim, number):
+def take_part(rank, port, folder, fault, victim, number, timeout_s):
     """Be one rank of a job in which the victim has a fault."""
     is_master = port == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
@@ -71,11 +70,11 @@ def take_part(rank, port, folder, fault, victim, number):
         elif fault == "during":
             once_its_address_is_known(number)
         elif fault == "late":
-            time.sleep(TIMEOUT_S / 2)
+            time.sleep(timeout_s / 2)
         elif fault == "store":
-            time.sleep(0.5)
+            time.sleep(timeout_s / 6)
             signal_self(number)
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=timeout_s)
     told = [attempt(lambda: grid.create_pg(EVERY, timeout=timeout) is not None)]
     told.append((f"{registered() - before} more, {len(grid.pgs)} in the grid", 0.0))
     if fault == "after" and rank == victim:

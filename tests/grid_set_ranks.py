@@ -129,14 +129,14 @@ def one_fails(kind, verify, fails):
         return outcomes, sums_of(created)
 
 
-def one_is_late(kind):
+def one_is_late(kind, timeout_s):
     """Rank 3 comes when the others have given up, and are about to try again."""
     requests = {"a": ["tp"], "b": ["tp"]}
     with GridSet(SETS[kind]) as grids:
-        time.sleep(5 if dist.get_rank() == 3 else 0)
+        time.sleep(timeout_s * 5 / 3 if dist.get_rank() == 3 else 0)
         outcomes = []
         while not outcomes or outcomes[-1][0] is not None:
-            outcomes.append(attempt(grids, requests, timeout=timedelta(seconds=3)))
+            outcomes.append(attempt(grids, requests, timeout=timedelta(seconds=timeout_s)))
         created = {name: list(grid.pgs.values()) for name, grid in grids.items()}
         return outcomes, sums_of(created)
 

@@ -177,10 +177,10 @@ def one_fails(failing, calls, verify):
         return said, is_same, totals, again, sums(grid)
 
 
-def one_is_killed(rank, port, folder, victim, target):
+def one_is_killed(rank, port, folder, victim, target, timeout_s):
     """A rank dies between the meeting and the creation; the others are as before, and go on."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    timeout = timedelta(seconds=3)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     grid.create_pgs(["tp", "dp"])

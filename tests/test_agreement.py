@@ -16,6 +16,7 @@ USUAL = [{"dims": "tp"}, {"dims": "dp"}, {"dims": ["tp", "dp"]}]
 
 # A rank with another tp size, order, offset or set of dims is named within five seconds, with both
 # values, by itself or by those that wait for it; nothing is left; and all can build the same grid.
+@pytest.mark.long
 @pytest.mark.parametrize("comes", ["first", "last"])
 @pytest.mark.parametrize(
     ("odd", "arguments", "words"),
@@ -45,6 +46,7 @@ def test_another_grid(odd, arguments, words, comes):
 
 # In verify mode the first creation that differs is named, on all ranks, long before the timeout.
 # Without it, ranks that wait for each other are named when that ends, else by verify().
+@pytest.mark.long
 @pytest.mark.parametrize("verified", [True, False])
 @pytest.mark.parametrize(
     ("differing", "position", "creates"),
@@ -84,6 +86,7 @@ def test_another_plan(differing, position, creates, verified):
 
 
 # Ranks that agree are told nothing, however late one of them is; a rank outside need not ask.
+@pytest.mark.long
 @pytest.mark.parametrize("verified", [True, False])
 def test_agreeing_ranks(verified):
     got = run_ranks(agreement_ranks.agreeing, 5, args=(verified,))
@@ -103,10 +106,17 @@ def test_not_all_verify():
 
 
 # Grids beside each other, and ones that only some ranks have, are no disagreement.
+@pytest.mark.long
 def test_uneven_grids():
     for _ in range(3):
         got = run_ranks(agreement_ranks.uneven_grids, 4)
         assert got == [[11, 1111, 1111]] * 2 + [[1111, 1111]] * 2
+
+
+@pytest.fixture(scope="module")
+def kind():
+    """What the store's keys of a grid begin with."""
+    return run_ranks(agreement_ranks.name_of_a_grid, 2)[0]
 
 
 FOREIGN = ["", "{", "[]", "null", '{"rank": 0}', "[[1], 2]", "\x00", "9" * 5000, "[" * 100_000]
@@ -114,6 +124,7 @@ FOREIGN = ["", "{", "[]", "null", '{"rank": 0}', "[[1], 2]", "\x00", "9" * 5000,
 
 # What no rank of ours wrote is an error that names the key; it crashes nobody, and never passes for
 # an agreement.
+@pytest.mark.long
 @pytest.mark.parametrize("value", FOREIGN)
 @pytest.mark.parametrize(
     "key",
@@ -125,10 +136,8 @@ FOREIGN = ["", "{", "[]", "null", '{"rank": 0}', "[[1], 2]", "\x00", "9" * 5000,
         "hypercomm/2/rank 1",
     ],
 )
-def test_planted_values(key, value):
-    kind = run_ranks(agreement_ranks.keys_of_a_creation, 2)[0][0]
-    named = next(name for name in kind if name.endswith("/plan 0")).removesuffix("/plan 0")
-    key = key.format(kind=named)
+def test_planted_values(kind, key, value):
+    key = key.format(kind=kind)
     told = []
     for said, verified, is_clean, total in run_ranks(
         agreement_ranks.planted, 2, args=(key, value), timeout=60

@@ -1,7 +1,6 @@
 """Several groups in one call, and lazy connections, on real gloo processes."""
 
 import json
-import multiprocessing
 import signal
 import socket
 
@@ -9,7 +8,7 @@ import batch_ranks
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from mortal_ranks import exit_codes
 
 from hypercomm.testing import run_ranks
 
@@ -60,6 +59,7 @@ def test_a_rank_that_differs():
 
 
 # A mistake on one rank alone fails that batch on all ranks, and the next ones are in step again.
+@pytest.mark.long
 def test_a_local_mistake():
     got = run_ranks(batch_ranks.local_mistake, 2, timeout=60)
     assert got == [["GroupCreationTimeout", 11, 11], ["ValueError", 11, 11]]
@@ -87,23 +87,15 @@ def test_a_foreign_value():
 
 # A rank killed in the middle of a batch: each other ends with an error within the timeout and
 # two seconds, names it if it waited for it, and has nothing left.
-def test_a_rank_that_dies(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=batch_ranks.dies_in_a_batch, args=(rank, store.port, str(tmp_path)))
-        for rank in range(4)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0, 0, -signal.SIGKILL, 0]
+@pytest.mark.long
+def test_a_rank_that_dies(tmp_path, timeout_s):
+    codes = exit_codes(batch_ranks.dies_in_a_batch, 4, str(tmp_path), timeout_s)
+    assert codes == [0, 0, -signal.SIGKILL, 0]
     for rank in (0, 1, 3):
         said, waited, is_clean, left = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said.startswith("GroupCreationTimeout: the process group over "), said
         assert f"rank 2 (tp=0, dp=1; host {HOST}) did not come" in said
-        assert waited < 3 + 2
+        assert waited < timeout_s + 2
         assert is_clean
         assert left == 0
 
@@ -144,6 +136,7 @@ def test_lazy_groups_connect_when_used():
 
 
 # A lazy group is created without waiting for the other members, in every way of creating.
+@pytest.mark.long
 @needs_lazy
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 def test_lazy_groups_wait_for_nobody(creation):
@@ -153,6 +146,7 @@ def test_lazy_groups_wait_for_nobody(creation):
 
 
 # Created, used and destroyed at once, again and again: nothing breaks, and nothing is left.
+@pytest.mark.long
 @needs_lazy
 def test_lazy_cycles():
     assert run_ranks(batch_ranks.lazy_cycles, 4, args=(40,), timeout=120) == [(120, 1)] * 4

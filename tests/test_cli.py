@@ -14,11 +14,12 @@ import rank_functions
 from hypercomm import RankLayout, __version__
 from hypercomm.launch import run_ranks
 
-RANK_FREE = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-}
+LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def rank_free():
+    """The environment of a process that no launcher has started."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED}
 
 
 def hypercomm(*arguments, timeout=120):
@@ -27,7 +28,7 @@ def hypercomm(*arguments, timeout=120):
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=RANK_FREE,
+        env=rank_free(),
         check=False,
     )
 
@@ -48,6 +49,7 @@ def test_check():
 
 
 # --groups chooses, --json prints one JSON object and nothing else, sizes of 1 have no figures.
+@pytest.mark.long
 def test_check_as_json():
     done = hypercomm("check", "tp=2,cp=1,dp=2", "--groups", "tp,dp+cp,cp", "--json")
     assert done.returncode == 0, done.stderr
@@ -66,6 +68,7 @@ def test_check_as_json():
 
 
 # torchrun starts the ranks, and the check joins them; an open size is inferred from their number.
+@pytest.mark.long
 def test_check_under_torchrun():
     done = subprocess.run(
         ["torchrun", "--nproc-per-node", "4", "-m", "hypercomm", "check", "tp=2,dp=-1", "--json"],
@@ -73,7 +76,7 @@ def test_check_under_torchrun():
         check=False,
         text=True,
         timeout=120,
-        env=RANK_FREE,
+        env=rank_free(),
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -122,7 +125,7 @@ def start_check(*arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=RANK_FREE,
+        env=rank_free(),
         start_new_session=True,
     )
     assert "checked" in process.stderr.readline()
@@ -132,7 +135,7 @@ def start_check(*arguments):
 def session_of(process):
     """The processes of a session, without its leader."""
     listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "-s", str(process.pid)],
+        ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)],
         capture_output=True,
         text=True,
         check=False,
@@ -149,6 +152,8 @@ def assert_session_is_empty(process):
 
 
 # Ctrl-C ends the check and all of its processes within seconds, with exit code 130 and one line.
+@pytest.mark.long
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c():
     process = start_check("tp=2,cp=2,dp=2")
     begin = time.monotonic()
@@ -162,14 +167,16 @@ def test_ctrl_c():
 
 
 # Ctrl-C while torch is still being loaded ends it as well, without a traceback from anywhere.
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.1, 0.4])
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_the_start(seconds):
     with subprocess.Popen(
         [sys.executable, "-m", "hypercomm", "check", "tp=2,cp=2,dp=2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=RANK_FREE,
+        env=rank_free(),
         start_new_session=True,
     ) as process:
         while not any("forkserver" in args for args in session_of(process).values()):
@@ -184,6 +191,7 @@ def test_ctrl_c_at_the_start(seconds):
 
 
 # A killed rank ends the check within seconds: which rank, where it was, and in which group.
+@pytest.mark.long
 def test_a_killed_rank():
     process = start_check("tp=2,cp=2,dp=2")
     forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
@@ -201,6 +209,7 @@ def test_a_killed_rank():
 
 
 # A check that hangs ends after --timeout and says which rank is where.
+@pytest.mark.long
 def test_a_check_that_hangs():
     process = start_check("tp=2,cp=2,dp=2", "--timeout", "8")
     forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
@@ -233,6 +242,7 @@ def test_plan():
 
 
 # A million ranks are planned in under a second, process start included, without loading torch.
+@pytest.mark.alone
 def test_plan_of_a_million_ranks():
     begin = time.monotonic()
     done = hypercomm("plan", "tp=8,cp=2,dp=1024,pp=64")
@@ -247,6 +257,7 @@ def test_plan_of_a_million_ranks():
 
 
 # Every mistake in a call ends with exit code 2, nothing on stdout, and the offending part.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

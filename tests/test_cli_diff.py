@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.torch_free
+
 
 def diff(*arguments):
     return subprocess.run(
@@ -129,6 +131,7 @@ def test_odd_layouts():
 
 
 # Every mistake in a call ends with exit code 2, nothing on stdout, and what was wrong.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

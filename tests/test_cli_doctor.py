@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 
+import fresh_programs
 import pytest
 
 from hypercomm import __version__
@@ -39,12 +40,14 @@ torch.cuda.device_count, torch.cuda.get_device_name = lambda: 3, name
 def doctor(*arguments, before="", **variables):
     """What the command prints in a fresh process, in which something was done before."""
     program = f"{before}\nimport sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = UNTOUCHED | variables
+    if before != WITHOUT_TORCH:
+        return fresh_programs.run(program, "doctor", *arguments, environment=environment)
     return subprocess.run(
         [sys.executable, "-c", program, "doctor", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
-        env=UNTOUCHED | variables,
+        env=environment,
         check=False,
     )
 

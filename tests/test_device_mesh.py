@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_mesh_ranks import grids_one_after_another, redistribute_on_a_grid
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_functions import registered
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,7 +56,6 @@ def expected_mesh(shape, offset, rank, spans):
     return part.reshape([math.prod(shape[dim] for dim in span) for span in spans])
 
 
-@settings(deadline=None)
 @given(meshes())
 def test_meshes(case):
     shape, offset, rank, spans = case
@@ -84,7 +83,6 @@ def test_meshes(case):
 
 
 # A mesh of all dims, adopted again, is the same grid with the same groups, of another owner.
-@settings(deadline=None)
 @given(grids(), st.data())
 def test_there_and_back(case, data):
     shape, offset, rank = case
@@ -322,12 +320,14 @@ def test_listed_grid_there_and_back(ranks):
 
 
 # DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
+@pytest.mark.long
 def test_grids_one_after_another():
     for found in run_ranks(grids_one_after_another, 4):
         np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
 
 
 # DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.
+@pytest.mark.long
 def test_real_ranks():
     got = run_ranks(redistribute_on_a_grid, 9)
     assert got[0] == ([], [], 0)

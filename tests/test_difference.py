@@ -6,13 +6,15 @@ import sys
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError
 from hypercomm.layout.difference import MOST_DIMS, GroupsChange, LayoutDifference, difference
 from hypercomm.testing import layouts
+
+pytestmark = pytest.mark.torch_free
 
 LISTED = {}
 """The ranks of layouts over a list, by their places in it, as they were drawn."""
@@ -90,7 +92,6 @@ PAIRS = st.one_of(
 # some of its groups, and the numbers are what tuples of ranks say: how many groups there are, how
 # large, and how many are in both, members in the same order.
 @given(PAIRS)
-@settings(deadline=None)
 def test_changes(pair):
     before, after = map(groups_by_dims, pair)
     changes = difference(*pair)
@@ -121,7 +122,6 @@ def test_changes(pair):
 
 # The totals are those of the unions of all sets: no group is counted twice.
 @given(PAIRS)
-@settings(deadline=None)
 def test_totals(pair):
     before, after = (set().union(*groups_by_dims(layout).values()) for layout in pair)
     changes = difference(*pair)
@@ -133,7 +133,6 @@ def test_totals(pair):
 
 # A rank changes coordinates when some dim's index does, and a dim that is not there has index 0.
 @given(PAIRS)
-@settings(deadline=None)
 def test_ranks(pair):
     before, after = map(coordinates_of, pair)
     dims = {*pair[0].dim_names, *pair[1].dim_names}
@@ -151,7 +150,6 @@ def test_ranks(pair):
 
 # From a layout to itself, or to one with other names, everything is kept.
 @given(gappy_layouts())
-@settings(deadline=None)
 def test_nothing_changes(layout):
     renamed = layout.rename(**{dim: f"{dim}_" for dim in layout.dim_names})
     for after in (layout, renamed):
@@ -163,7 +161,6 @@ def test_nothing_changes(layout):
 
 # On the way back, what was gone is new, and what was new is gone.
 @given(PAIRS)
-@settings(deadline=None)
 def test_the_way_back(pair):
     there, back = difference(*pair), difference(*reversed(pair))
     assert {change.before for change in there.gone} == {change.after for change in back.new}

@@ -13,6 +13,8 @@ from pathlib import Path
 import elastic_training
 import pytest
 
+pytestmark = pytest.mark.clients
+
 LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 PROGRAM = elastic_training.__file__
 

@@ -38,6 +38,7 @@ def test_all_are_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(TOLERANCES)
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize(
     "name",
     [
@@ -70,6 +71,7 @@ def test_example(name):
 
 
 # The figure that is compared is one that training changes: losses differ from step to step.
+@pytest.mark.clients
 @pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "data_parallel"])
 def test_losses_change(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")

@@ -1,16 +1,15 @@
 """ezpz.tp on a grid: the seed's examples, all sizes against numpy, states, globals, bad calls."""
 
 import functools
-import subprocess
-import sys
 import textwrap
 from datetime import timedelta
 
+import fresh_programs
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_functions import registered
 
@@ -95,7 +94,6 @@ def configurations(draw):
 
 
 # The world is an array over (dp, pp, cp, tp), as ezpz builds it: a group is a line through it.
-@settings(deadline=None)
 @given(configurations())
 def test_all_sizes(configuration):
     (dp, pp, cp, size), rank = configuration
@@ -338,13 +336,7 @@ def run(tmp_path, program, *, with_ezpz=True):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = fresh_programs.run(textwrap.dedent(program), folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

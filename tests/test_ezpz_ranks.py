@@ -2,6 +2,7 @@
 
 import ezpz_ranks
 import numpy as np
+import pytest
 import torch
 
 from hypercomm import run_ranks
@@ -20,6 +21,7 @@ def test_every_group_communicates():
 
 
 # Fifty times leave as many groups, threads and files as one.
+@pytest.mark.long
 def test_cycles():
     for before, after in run_ranks(ezpz_ranks.cycles, 4, args=(50,)):
         assert after == before

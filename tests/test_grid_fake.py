@@ -11,6 +11,7 @@ import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_functions import registered
@@ -43,7 +44,7 @@ def numpy_group(layout, dims, rank):
 
 
 # torch registers for a rank exactly the members that numpy finds, for any layout, dims and rank.
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_membership(data):
     layout = data.draw(layouts())
@@ -417,6 +418,7 @@ def test_looks():
 
 
 # torch's own messages do not reach a user who made no mistake.
+@pytest.mark.long
 def test_a_plain_run_is_silent():
     program = (
         "from hypercomm.testing import fake_world\n"

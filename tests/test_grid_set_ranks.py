@@ -115,9 +115,10 @@ def test_one_fails(kind, verify, fails):
 
 # Ranks that wait in vain for one that comes late all give up; it meets those that try again, and
 # succeeds with its first call.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_is_late(kind):
-    got = run_ranks(grid_set_ranks.one_is_late, 4, args=(kind,), timeout=120)
+def test_one_is_late(kind, timeout_s):
+    got = run_ranks(grid_set_ranks.one_is_late, 4, args=(kind, timeout_s), timeout=120)
     for rank, (outcomes, sums) in enumerate(got):
         errors = [error for error, _, _ in outcomes]
         assert errors[-1] is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import host_ranks
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough by themselves
 
 TIMEOUT_S = host_ranks.TIMEOUT.total_seconds()
 LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

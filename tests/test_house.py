@@ -111,6 +111,7 @@ def test_the_ground_floor_needs_no_torch():
 
 
 # ... and the test above can fail: the grid does load it.
+@pytest.mark.long
 def test_the_grid_loads_torch():
     assert loads_torch("from hypercomm import HyperCommGrid")
 
@@ -166,6 +167,7 @@ def test_public_names_have_docstrings(name):
 
 
 # Every example in a docstring runs and says what it prints.
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     failures, _ = doctest.testmod(importlib.import_module(name))

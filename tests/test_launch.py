@@ -95,6 +95,7 @@ def test_a_rank_that_dies(function, args, reason):
 
 
 # Ranks that do not return in time are ended, and the error says where each of them was.
+@pytest.mark.long
 def test_ranks_that_hang():
     pids = []
     with pytest.raises(RankFailedError) as caught:
@@ -113,6 +114,7 @@ def test_ranks_that_hang():
 
 
 # A stopped rank cannot say where it is, and is ended all the same.
+@pytest.mark.long
 def test_a_rank_that_is_stopped():
     pids = []
     with pytest.raises(RankFailedError, match=r"ranks \[1\] are at\n  \(it does not answer\)"):
@@ -162,7 +164,9 @@ if __name__ == "__main__":
 
 
 # Whatever ends the caller, its ranks and the fork server end with it.
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_caller_that_ends(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
@@ -172,7 +176,7 @@ def test_a_caller_that_ends(tmp_path, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": here},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
         start_new_session=True,
     ) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(3)]
@@ -227,7 +231,11 @@ def test_bad_calls(call, error, message):
 
 # The fork server has torch loaded: ranks that do nothing are done in a fraction of the time that
 # loading torch in each of them takes. The bound is the issue's, on 2 cores, with a cold server.
-@pytest.mark.parametrize(("nprocs", "seconds"), [(8, 8), (16, 12)])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("nprocs", "seconds"), [(8, 8), pytest.param(16, 12, marks=pytest.mark.slow)]
+)
+@pytest.mark.alone
 def test_start_is_fast(tmp_path, nprocs, seconds):
     script = tmp_path / "script.py"
     script.write_text(

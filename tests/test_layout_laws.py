@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +15,7 @@ from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
+pytestmark = pytest.mark.torch_free
 
 NAMES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -198,7 +198,7 @@ def test_merge_moves_no_rank_and_split_undoes_it(layout, data):
 
 
 # Neighbours merge whatever their gaps are; it takes a list of the ranks where their steps differ.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(numbered(min_dims=3, max_size=2), st.data())
 def test_merge_lists_exactly_the_gaps(case, data):
     layout, ranks = case

@@ -13,6 +13,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch.distributed as dist
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_group_laws import slice_groups
@@ -25,9 +26,6 @@ from hypercomm.layout.placement import hosts_touched
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.strategies import alternatives, choose
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 NAMES = ("tp", "cp", "dp", "pp")
 SOME = [3, 1, 7, 5]  # is no lattice, with gaps
@@ -120,7 +118,7 @@ def grouped(draw):
 
 
 # Position p of the dense numbering has rank ranks[p]; coordinates and ranks are inverse.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed())
 def test_coords_and_rank_are_inverse(case):
     layout, table = case
@@ -130,7 +128,7 @@ def test_coords_and_rank_are_inverse(case):
 
 
 # A layout holds the ranks of its list, in that order, and no others.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed())
 def test_a_layout_holds_its_ranks_and_no_others(case):
     layout, table = case
@@ -146,7 +144,7 @@ def test_a_layout_holds_its_ranks_and_no_others(case):
 
 
 # A shift rolls the table along one axis, or ends at its edges.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed(), st.integers(-9, 9), st.data())
 def test_shift_walks_the_table(case, by, data):
     layout, table = case
@@ -164,7 +162,7 @@ def test_shift_walks_the_table(case, by, data):
 
 
 # The ranks where some coordinates are given are the indexed table's, in the order of the list.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed(), st.data())
 def test_ranks_where_and_select_agree_with_indexing(case, data):
     layout, table = case
@@ -178,7 +176,7 @@ def test_ranks_where_and_select_agree_with_indexing(case, data):
 
 
 # Every way to read groups agrees with numpy and plain slices: members keep the layout's order.
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(grouped())
 def test_all_ways_to_read_groups_agree(case):
     groups, expected = case
@@ -201,7 +199,7 @@ def test_all_ways_to_read_groups_agree(case):
 
 
 # The groups of any dims partition the ranks.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(listed(), st.data())
 def test_groups_partition_the_ranks(case, data):
     layout, table = case
@@ -210,7 +208,7 @@ def test_groups_partition_the_ranks(case, data):
 
 
 # Enumerated ranks are numpy's transpose with the dims as named; reversed ones give the groups.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed(), st.data())
 def test_enumerate_ranks_agrees_with_transpose(case, data):
     layout, table = case
@@ -222,7 +220,7 @@ def test_enumerate_ranks_agrees_with_transpose(case, data):
 
 
 # The hosts that a group touches are the distinct host numbers of its members, in any order.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(grouped(), st.integers(1, 9))
 def test_hosts_touched_counts_hosts(case, ranks_per_host):
     groups, expected = case
@@ -234,7 +232,7 @@ def test_hosts_touched_counts_hosts(case, ranks_per_host):
 
 
 # Splitting a dim reshapes the table.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(listed(max_dims=3, max_size=12), st.data())
 def test_split_moves_no_rank(case, data):
     layout, table = case
@@ -248,7 +246,7 @@ def test_split_moves_no_rank(case, data):
 
 # Merging neighbours reshapes the table, and splitting them again undoes it; also where the list
 # turned out to be steps with gaps, which no stride joins.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(listed(), st.data())
 def test_merge_moves_no_rank_and_split_undoes_it(case, data):
     layout, table = case
@@ -262,7 +260,7 @@ def test_merge_moves_no_rank_and_split_undoes_it(case, data):
 
 
 # Renaming moves no rank; reordering reads the same list over the dims in another order.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(listed(), st.data())
 def test_rename_and_reorder(case, data):
     layout, table = case
@@ -279,7 +277,7 @@ def test_rename_and_reorder(case, data):
 
 # A layout with gaps that a selection made is merged and reordered as any list is: to numpy it is
 # one. What splits and merges again is as before.
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(layouts(max_ranks=128), st.data())
 def test_gaps_are_merged_and_reordered(whole, data):
     kept = data.draw(dim_subsets(whole))
@@ -300,7 +298,7 @@ def test_gaps_are_merged_and_reordered(whole, data):
 
 
 # What was written as JSON, pickle or repr reads back as an equal layout that answers alike.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(listed())
 def test_written_layouts_read_back(case):
     layout, table = case
@@ -330,7 +328,7 @@ def test_pickles_stay_small():
 
 
 # A list that strides can make, dense or with gaps, is the ordinary layout, in every respect.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(layouts(max_ranks=128), st.data())
 def test_a_list_of_even_steps_is_no_list(layout, data):
     kept = data.draw(st.sampled_from(layout.dim_names))
@@ -350,7 +348,7 @@ def test_a_list_of_even_steps_is_no_list(layout, data):
 
 
 # Layouts are equal exactly when dims and tables are.
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(*2 * [listed(max_dims=2, max_size=2)])
 def test_layouts_compare_by_value(one, other):
     values = [
@@ -362,7 +360,7 @@ def test_layouts_compare_by_value(one, other):
 
 # Groups are equal exactly when they hold the same ranks in the same order, whatever numbering they
 # were made by: other dims, another order of dims over another list, or no list at all.
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(listed(max_dims=3, max_size=3), listed(max_dims=2, max_size=3), st.data())
 def test_groups_compare_by_value(one, other, data):
     layout, table = one

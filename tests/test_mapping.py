@@ -11,6 +11,7 @@ import attrs
 import mapping_ranks
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +22,10 @@ from hypercomm.testing import layouts
 
 DIMS = ("tp", "cp", "dp", "pp")
 many = settings(
-    max_examples=2000,
-    deadline=None,
+    max_examples=examples(2000),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
-some = settings(many, max_examples=300)
+some = settings(many, max_examples=examples(300))
 
 
 # ---- the independent source ---------------------------------------------------------------------
@@ -147,6 +147,7 @@ def test_every_element_arrives_once(case):
 
 
 # What ranks send, what they receive and the table are one set of messages.
+@pytest.mark.long
 @many
 @given(cases())
 def test_sends_receives_and_table_agree(case):
@@ -173,6 +174,7 @@ def test_sends_receives_and_table_agree(case):
 
 # A rank that has what it wants gets it from itself; the others are shared out among those that
 # have it. So says looking at every pair of ranks.
+@pytest.mark.long
 @many
 @given(cases())
 def test_who_serves_whom(case):
@@ -182,6 +184,7 @@ def test_who_serves_whom(case):
 
 
 # Of n ranks that want a part of what R have, none of these serves more than ceil(n / R) others.
+@pytest.mark.long
 @many
 @given(cases())
 def test_replicas_share_the_work(case):
@@ -577,6 +580,7 @@ LARGE = [
 
 # The table of 16,384 by 16,384 ranks takes under two seconds, and one rank under a millisecond,
 # on a quiet machine: three times that here, at best of some runs.
+@pytest.mark.alone
 @pytest.mark.parametrize(("source", "target"), LARGE)
 def test_large_worlds(source, target):
     before, after = RankLayout.parse(source), RankLayout.parse(target, rank_offset=16_384)

@@ -78,6 +78,7 @@ COLOCATED = [
 
 # An encoder and a language model, each with its own tp, cp, dp and pp, learn over the bridge what
 # they learn unsplit in one process: activations forward, gradients back, every weight's gradient.
+@pytest.mark.long
 @pytest.mark.parametrize("pairs", [APART, COLOCATED], ids=["apart", "colocated"])
 def test_a_bridge_between_two_models(pairs):
     ranks = run_ranks(mapping_ranks.bridges, WORLD, args=(pairs,), timeout=180)

@@ -1,9 +1,8 @@
 """install() and uninstall(), each in a fresh interpreter: what is imported when decides all."""
 
-import subprocess
-import sys
 import textwrap
 
+import fresh_programs
 import pytest
 
 HIDE = """
@@ -53,12 +52,7 @@ def held_by_megatron():
 def run(*parts):
     quiet = "import sys, warnings; warnings.simplefilter('ignore')"
     program = "\n".join([quiet, *map(textwrap.dedent, parts)])
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return fresh_programs.run(program)
 
 
 def succeeds(*parts):
@@ -67,6 +61,7 @@ def succeeds(*parts):
 
 
 # Installed first, Megatron's own modules come up with ours in place of the three.
+@pytest.mark.long
 def test_before_megatron():
     succeeds(
         OURS,
@@ -88,6 +83,7 @@ def test_before_megatron():
 
 # Installed later, what holds one of the old modules, functions or classes holds ours, in modules of
 # Megatron's and of the user; uninstalled, each has its own again.
+@pytest.mark.long
 def test_after_megatron():
     succeeds(
         """
@@ -141,6 +137,7 @@ def test_without_megatron():
 
 
 # What cannot be replaced is named, and nothing is changed.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("obstacle", "sentence"),
     [

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator as TheirGenerator
 from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_globals, theirs
@@ -71,7 +71,6 @@ def generators(draw):
 
 
 # A RankGenerator has Megatron's attributes, masks and ranks, or is refused as Megatron refuses it.
-@settings(deadline=None)
 @given(generators(), st.lists(st.sampled_from(["tp", "ep", "dp", "pp", "cp"]), min_size=1))
 def test_rank_generator(arguments, dims):
     token = "-".join(dims)

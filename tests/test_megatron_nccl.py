@@ -14,12 +14,12 @@ import megatron_facts as facts
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import utils as their_utils
 from megatron_facts import ours, theirs
 from rank_functions import registered
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.errors import NcclConfigError
 from hypercomm.testing import fake_world
@@ -68,6 +68,8 @@ def shown(options):
 @pytest.fixture
 def with_nccl(monkeypatch):
     """A torch that looks as if it was built with NCCL."""
+    if FakeProcessGroup.Options is Backend.Options:
+        pytest.skip("the fake backend of this torch has no options, and is handed none")
     stub = SimpleNamespace(Options=NcclOptions)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", stub, raising=False)
 
@@ -357,7 +359,6 @@ def test_get_nccl_options_refuses(name, value):
 
 
 # Overwriting sets one option of one group, in place, as Megatron's does.
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(KEYS[:3]), st.sampled_from(["a", "b"]), st.integers()),
@@ -674,7 +675,6 @@ requests = st.lists(
 
 
 # For any requests, shapes, dtypes and reuse are Megatron's, and so is when memory is allocated.
-@settings(deadline=None)
 @given(requests)
 def test_memory_buffer_is_megatrons(asked):
     seen = []

@@ -3,16 +3,13 @@
 import os
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import hyper_comm_grid
 from megatron.core.parallel_state import RankGenerator
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 MEGATRON_NAMES = ("tp", "cp", "ep", "dp", "pp")
 FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some are parts of others

@@ -41,11 +41,13 @@ def expected_sums(arguments, rank, world_size=8):
     return sums
 
 
-# Fifty times over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
+# Over and over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
 # puts into a group takes part in its sums; groups, threads and files are back where they started.
+@pytest.mark.long
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
-def test_fifty_cycles(arguments):
-    found = run_ranks(partial(megatron_ranks.cycles, 50, arguments), 8, timeout=300)
+def test_cycles(arguments, count):
+    found = run_ranks(partial(megatron_ranks.cycles, count, arguments), 8, timeout=300)
     for rank, cycle in enumerate(found):
         assert cycle["sums"] == expected_sums(arguments, rank)
         assert cycle["always the same"]
@@ -92,6 +94,7 @@ def test_share_identical(arguments):
 
 
 # A rank that comes too late is named, nothing is left behind, and a second try works.
+@pytest.mark.long
 def test_a_late_rank():
     found = run_ranks(partial(megatron_ranks.one_rank_late, 3), 4)
     for rank, (said, left, total) in enumerate(found):
@@ -102,6 +105,7 @@ def test_a_late_rank():
 
 
 # megatron-core's own layers train to the same losses, bit for bit, on its state and on ours.
+@pytest.mark.clients
 def test_layers_train_alike():
     arguments = {"tensor_model_parallel_size": 2}
     on_theirs = run_ranks(partial(megatron_ranks.train, arguments, False), 4)

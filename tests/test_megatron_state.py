@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+from effort import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from megatron_facts import ours, read_globals, state_of, theirs
@@ -66,7 +68,8 @@ def ranks_to_ask(world_size, data):
 
 # Each group, list of ranks, size, rank, stage and flag is Megatron's; what Megatron refuses, we
 # refuse with an error that its callers catch.
-@settings(max_examples=200, deadline=None)
+@pytest.mark.long
+@settings(max_examples=examples(200))
 @given(configurations(), st.data())
 def test_a_state_is_megatrons(configuration, data):
     world_size, arguments = configuration
@@ -110,7 +113,7 @@ def broken_configurations(draw):
 
 # Whatever is wrong, our error is caught by whoever catches Megatron's, and nothing is left; what
 # Megatron accepts, we accept, but for hybrid groups that would not come out even.
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(broken_configurations())
 def test_refusals_are_megatrons(configuration):
     world_size, arguments = configuration
@@ -143,7 +146,7 @@ def shift(value, offset):
 
 # A model that begins at another rank, or has fewer ranks than the job, is Megatron's model of its
 # own size, shifted; ranks outside have no groups.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(configurations(), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_offsets_shift(configuration, offset, spare, data):
     world_size, arguments = configuration

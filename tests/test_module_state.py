@@ -442,6 +442,7 @@ def test_answers_without_a_world():
 
 
 # A size or rank that is set wins wherever Megatron lets it win, 0 included; None takes it back.
+@pytest.mark.long
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_overrides_win_as_megatrons(name, value, when):
@@ -726,6 +727,7 @@ def test_a_scope_left_elsewhere():
 
 
 # torch.compile traces getters whole, and follows what is written later.
+@pytest.mark.long
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     "getter",

@@ -73,6 +73,7 @@ def test_a_rank_outside_of_an_offset_grid():
 
 
 # ... and it is true of real ranks: two create their group while the other two sleep.
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nobody_outside_is_waited_for(backend):
     got = run_ranks(nccl_ranks.members_alone, 4, args=(backend, "auto"), timeout=60)

@@ -6,6 +6,7 @@ from datetime import timedelta
 import megatron_facts as facts
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection as TheirCollection
@@ -25,9 +26,6 @@ from hypercomm.errors import (
 )
 from hypercomm.presets import create_megatron_pgs, megatron_requests
 from hypercomm.testing import fake_world
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 FIELDS = (
     *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
@@ -83,7 +81,7 @@ def models(draw):
 
 # Every field of the collection has the ranks that Megatron's has, for any sizes, order and rank.
 @given(models())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_collections_are_megatrons(model):
     world_size, rank, arguments = model
     wanted = megatrons_fields(world_size, rank, **arguments)
@@ -94,7 +92,7 @@ def test_collections_are_megatrons(model):
 
 # What Megatron refuses because sizes do not fit the world is refused here too.
 @given(models())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_what_megatron_refuses(model):
     world_size, rank, arguments = model
     assume(megatrons_fields(world_size, rank, **arguments) is None)
@@ -104,7 +102,7 @@ def test_what_megatron_refuses(model):
 
 # After a reshape, of sizes or of their order, every field is Megatron's at the new sizes.
 @given(models(), models(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_reshaped(before, after, data):
     world_size, rank, arguments = before
     others = after[2]

@@ -28,6 +28,7 @@ def found():
 
 # With each name missing, with another signature, or raising, and with all of them gone at once,
 # groups are created by public functions, communicate rightly, and leave nothing behind.
+@pytest.mark.long
 def test_groups_are_right_without_private_names(found):
     for rank, of_rank in enumerate(found):
         assert len(of_rank) == 1 + 3 * (len(DUE) + 1)
@@ -37,6 +38,7 @@ def test_groups_are_right_without_private_names(found):
 
 
 # The log says once of each name that was wanted that it is lost, and of no other.
+@pytest.mark.long
 def test_the_log_says_once_what_is_lost(found):
     for of_rank in found:
         _, lines, wanted, _ = of_rank["nothing", "nothing"]
@@ -54,7 +56,7 @@ def test_the_log_says_once_what_is_lost(found):
         for how in ("missing", "other", "raising"):
             _, lines, asked, _ = of_rank["all", how]
             told = [line for line in lines if line.startswith("torch ")]
-            assert len(told) == len(asked) > 5
+            assert len(told) == len(asked) >= 5
 
 
 # The table says of each name what a user needs to know, and names each once.
@@ -66,6 +68,7 @@ def test_the_table():
 
 
 # All checks together take less than 2 ms, once what they look at is loaded.
+@pytest.mark.alone
 def test_checks_are_fast():
     with fake_world(8), HyperCommGrid([8], ["dp"]) as grid:
         grid.create_pg("dp")

@@ -7,6 +7,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,10 +66,11 @@ def orders(draw, size, offset):
 # For any two layouts, keys and rank: each surviving key has a group of numpy's ranks; what has the
 # ranks and options of an old group is the same object, its own key's where it can be, and as many
 # as possible are kept; the rest is created or, if old, gone from torch.
+@pytest.mark.deep
 def test_what_survives():
     seen = Counter()
 
-    @settings(max_examples=1200, deadline=None, database=None)
+    @settings(max_examples=examples(1200), database=None)
     @given(st.data())
     def check(data):
         size, offset = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2))
@@ -128,8 +130,9 @@ def test_what_survives():
         assert not dist.is_initialized()
 
     check()
-    assert min(seen[what] for what in ("kept", "created", "gone")) > 100, seen
-    assert seen["renamed"] > 10
+    assert min(seen[what] for what in ("kept", "created", "gone")) > examples(100), seen
+    if examples(1200) == 1200:  # it is rare
+        assert seen["renamed"] > 10
 
 
 def plain(key):

@@ -1,22 +1,17 @@
 """Reshaping on real gloo processes: numbers summed over a group say who is in it."""
 
-import contextlib
 import json
-import multiprocessing
-import os
-import signal
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import reshape_ranks
-import torch.distributed as dist
+from mortal_ranks import exit_codes
 
 from hypercomm.testing import run_ranks
 
 SHAPES = {"tp=2,cp=2,dp=2": {"tp": 2, "cp": 2, "dp": 2}, "tp=4,dp=2": {"tp": 4, "dp": 2}}
 KEYS = [tuple([dims] if isinstance(dims, str) else dims) for dims in reshape_ranks.KEYS]
-TIMEOUT = timedelta(seconds=3)
 
 
 def numpy_sum(sizes, dims, rank, order=None):
@@ -79,6 +74,7 @@ def test_partial_survival(verify):
 
 # A rank that reshapes to something else: every rank raises within seconds, however late it or the
 # others are; each grid is as it was and works; and the next reshape works on all.
+@pytest.mark.long
 @pytest.mark.parametrize("late_s", [0, 1.0, -1.0])
 @pytest.mark.parametrize(("odd", "verify"), [(0, False), (5, True)])
 def test_another_target(odd, verify, late_s):
@@ -110,15 +106,16 @@ def test_another_view():
 
 
 # Who does not call it is named, each time; the grids stay usable; then a call by all works.
+@pytest.mark.long
 @pytest.mark.parametrize(("absent", "verify"), [(0, False), (2, False), (3, True)])
-def test_a_rank_that_does_not_call(absent, verify):
-    sleep_s = 2 * TIMEOUT.total_seconds() + 0.5
+def test_a_rank_that_does_not_call(absent, verify, timeout_s):
+    sleep_s = 2 * timeout_s + 0.5
     got = run_ranks(
         reshape_ranks.does_not_call,
         4,
         args=(absent, verify, sleep_s),
         timeout=90,
-        group_timeout=TIMEOUT,
+        group_timeout=timedelta(seconds=timeout_s),
     )
     place = f"rank {absent} (tp={absent % 2}, dp={absent // 2}; host "
     for rank, (told, sums) in enumerate(got):
@@ -127,7 +124,7 @@ def test_a_rank_that_does_not_call(absent, verify):
         for said, waited, is_same in told[::2]:
             assert said.startswith("GroupCreationTimeout: reshape() of the grid tp=2,dp=2 waited")
             assert place in said
-            assert TIMEOUT.total_seconds() <= waited < TIMEOUT.total_seconds() + 2
+            assert timeout_s <= waited < timeout_s + 2
             assert is_same
         for still in told[1::2]:
             apart = {0: 3, 1: 2, 2: 1, 3: 0}[absent]  # shares no group with the absent one
@@ -135,11 +132,15 @@ def test_a_rank_that_does_not_call(absent, verify):
 
 
 # Who comes once the others have given up meets them where they try again, in one call.
+@pytest.mark.long
 @pytest.mark.parametrize("late", [0, 3])
-def test_a_rank_that_comes_late(late):
-    sleep_s = TIMEOUT.total_seconds() + 1
+def test_a_rank_that_comes_late(late, timeout_s):
     got = run_ranks(
-        reshape_ranks.comes_late, 4, args=(late, sleep_s), timeout=60, group_timeout=TIMEOUT
+        reshape_ranks.comes_late,
+        4,
+        args=(late, timeout_s + 0.5),
+        timeout=60,
+        group_timeout=timedelta(seconds=timeout_s),
     )
     for rank, (said, result, sums) in enumerate(got):
         assert said.startswith("GroupCreationTimeout: ") == (rank != late)
@@ -169,28 +170,16 @@ def test_one_rank_fails(failing, calls, verify):
 
 # A rank is killed after the ranks have met, whether or not something is to be created: the others
 # end in time with an error, are as they were, and their groups without it still work.
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["dp=2,tp=2", "tp=4"])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_is_killed(tmp_path, victim, target):
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(
-            target=reshape_ranks.one_is_killed, args=(rank, store.port, tmp_path, victim, target)
-        )
-        for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
+    exit_codes(reshape_ranks.one_is_killed, 4, tmp_path, victim, target, timeout_s)
     for rank in set(range(4)) - {victim}:
         said, waited, is_same, alive = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said.startswith(("GroupCreationTimeout: ", "PlanMismatchError: ")), said
         assert f"rank {victim} (" in said
-        assert waited < TIMEOUT.total_seconds() + 3
+        assert waited < timeout_s + 3
         assert is_same
         groups = [{0, 1}, {2, 3}, {0, 2}, {1, 3}]
         assert sorted(alive) == sorted(
@@ -203,6 +192,7 @@ def test_a_rank_is_killed(tmp_path, victim, target):
 
 # Twenty reshapes leave no thread and no group; files may differ by a few that gloo is about to
 # close, where a group left by each reshape would hold two sockets at least.
+@pytest.mark.long
 def test_no_leftovers():
     reshapes = 20
     for before, after in run_ranks(reshape_ranks.many, 8, args=(reshapes // 2,), timeout=180):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.hyper_comm_grid import HyperCommGrid as TheirGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
@@ -15,9 +15,6 @@ from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
 from hypercomm.layout import stages
 from hypercomm.testing import dim_subsets, layouts
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 DIMS = st.sampled_from(["pp", "tp", "none"])
 

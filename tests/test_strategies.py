@@ -9,8 +9,7 @@ from hypothesis.errors import InvalidArgument, NoSuchExample
 from hypercomm import RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
+pytestmark = pytest.mark.torch_free
 
 LAYOUT = RankLayout.parse("tp=2,cp=3,dp=4", rank_offset=5)
 GAPS = LAYOUT.select(cp=1)
@@ -60,6 +59,7 @@ def test_layouts_keep_the_default_bounds(layout):
 
 
 # Each bound can be reached, so none is tighter than it says.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "reached"),
     [

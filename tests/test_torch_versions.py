@@ -5,7 +5,6 @@ Where the torch at hand does not show a change itself, a stand-in has its new an
 
 import itertools
 import json
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import version_ranks
+from mortal_ranks import exit_codes
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, LayoutError
@@ -62,6 +62,7 @@ def test_a_trial_that_fails():
 
 # Also then a rank that does not come is named, after the timeout and no later than two seconds
 # after it; and all may try again.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_missing_rank_in_a_later_torch(kind):
     got = run_ranks(version_ranks.a_rank_is_missing, 3, args=(kind,), timeout=60)
@@ -195,17 +196,8 @@ def test_backends_of_this_torch():
 # grid, reconfigure WORLD, and a new grid of theirs works.
 @needs_entry_points
 def test_a_reconfigured_world(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=version_ranks.survive, args=(rank, store.port, str(tmp_path)))
-        for rank in range(3)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0, 0, -signal.SIGKILL]
+    codes = exit_codes(version_ranks.survive, 3, str(tmp_path))
+    assert codes == [0, 0, -signal.SIGKILL]
     for rank in range(2):
         before, world_size, after = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (before, world_size, after) == (111, 2, 11)
@@ -240,6 +232,7 @@ def test_releases():
 
 # A torch older than 2.6 is refused with its version and what to do, by the library and the command
 # line; layouts work with it all the same.
+@pytest.mark.long
 @pytest.mark.parametrize("older", ["2.5.1", "1.13.0+cu117"])
 def test_a_torch_that_is_too_old(older):
     said = (

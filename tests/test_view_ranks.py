@@ -42,6 +42,7 @@ VIEW = "ep=2,expt_dp=2,pp=2 sharing pp"
 
 # A rank with a view of other sizes, order or shared dims: it and those that meet it raise within
 # seconds, and name both views; nothing is left; other groups work, and so does a new grid.
+@pytest.mark.long
 @pytest.mark.parametrize("comes", ["first", "last"])
 @pytest.mark.parametrize(
     ("odd", "arguments", "words"),
@@ -74,6 +75,7 @@ def test_another_view(odd, arguments, words, comes):
 # Destroyed and created again under the same keys, ten times: every sum is right, the group that
 # stays works, and neither torch nor the store keeps anything of them. The store keeps one key for
 # each call that ranks compare; what torch's own enumeration leaves there is torch's.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("creation", "verify", "is_batched", "compared"),
     [
