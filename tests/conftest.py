@@ -43,8 +43,7 @@ def pytest_cmdline_main(config):
     if is_whole_suite(config) and not is_asked and not is_one:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         share = 1.5 if option.markexpr == "quick" else 2  # workers of a core: few of these wait
-        option.numprocesses = min(round(share * cores), 8)
-        option.dist = "loadgroup" if option.markexpr == "slow" else "worksteal"
+        option.numprocesses, option.dist = min(round(share * cores), 8), "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,6 +67,16 @@ def pytest_configure(config):
         settings.load_profile("quick")  # --hypothesis-profile=deep loads the other one, afterwards
 
 
+def pytest_report_header(config):
+    manager = config.pluginmanager
+    lacks = {"xdist": "on one worker, so slowly", "timeout": "a test that hangs does so for ever"}
+    return [
+        f"without pytest-{name}: {what}"
+        for name, what in lacks.items()
+        if not manager.hasplugin(name)
+    ]
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # who waits, last
@@ -78,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
         return
     for item in items:
         if item.get_closest_marker("timeout") is None:
-            is_slow = item.get_closest_marker("slow") is not None
+            is_slow = any(item.get_closest_marker(name) for name in ("slow", "clients"))
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S if is_slow else LIMIT_S))
 
 

@@ -205,7 +205,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def survey(tree, mutants, workers):
+def survey(tree, mutants, marks, workers):
     """Run every test once past the marks; by mutant its tests, and of each test what is known."""
     by_file = defaultdict(list)
     for number, mutant in enumerate(mutants):
@@ -214,7 +214,7 @@ def survey(tree, mutants, workers):
         (tree / file).write_bytes(marked((tree / file).read_bytes(), numbered))
     hits, tests = tree / "hits.jsonl", tree / "tests.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", "-p", "no:cacheprovider"]
-    command += ["-m", "not alone", "-n", str(workers), "--dist", "worksteal"]
+    command += ["-m", marks, "-n", str(workers), "--dist", "worksteal"]
     with (tree / "survey.log").open("w") as log:
         subprocess.run(
             command,
@@ -303,7 +303,8 @@ def measure(name, scratch, mutants, options, commit=None):
     """One row of judgements, by mutant; told as they come."""
     folder = scratch / name
     begin = time.monotonic()
-    reached, known = survey(tree_of(folder / "marked", commit), mutants, options.workers)
+    marks = "not alone" + " and not slow and not clients" * options.fast
+    reached, known = survey(tree_of(folder / "marked", commit), mutants, marks, options.workers)
     print(f"{name}: {len(known)} tests passed in {time.monotonic() - begin:.0f} s", flush=True)
 
     def one(number):
@@ -355,6 +356,7 @@ def main():
         metavar="SECONDS",
         help="leave open a mutant whose tests of a lane would take longer",
     )
+    parser.add_argument("--fast", action="store_true", help="without the lanes slow and clients")
     parser.add_argument("--out", type=Path, help="a JSON file for every judgement")
     options = parser.parse_args()
     mutants = drawn(options.count, options.seed)

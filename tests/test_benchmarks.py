@@ -28,7 +28,6 @@ def modules(monkeypatch):
 
 # One command runs everything, prints one table, writes JSON and draws a chart.
 @pytest.mark.clients
-@pytest.mark.timeout(300)
 def test_everything_runs(tmp_path):
     command = [sys.executable, str(BENCHMARKS), "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
