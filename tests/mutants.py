@@ -35,6 +35,8 @@ LANES = ("quick", "default", "all")
 """From the fewest tests to all of them: what one notices, the next ones do, too."""
 KINDS = ("deleted", "inverted", "off by one")
 SIMPLE = (ast.Assign, ast.AugAssign, ast.Delete, ast.Expr, ast.Raise, ast.Return)
+CONTROLS = 500
+"""Tests that must pass where no mistake was made, before any judgement counts."""
 UNMARKED = "quick", "slow", "clients", "alone"
 
 
@@ -65,7 +67,10 @@ def pytest_runtest_logreport(report):
 def pytest_collection_modifyitems(items):
     """As a plugin of pytest: run the tests that are asked for, in that order."""
     if "MUTANTS_ONLY" in os.environ:
-        place = {test: at for at, test in enumerate(json.load(open(os.environ["MUTANTS_ONLY"])))}  # noqa: PTH123, SIM115
+        place = {
+            test: at
+            for at, test in enumerate(json.loads(Path(os.environ["MUTANTS_ONLY"]).read_text()))
+        }
         items[:] = sorted(
             (item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid]
         )
@@ -306,6 +311,11 @@ def measure(name, scratch, mutants, options, commit=None):
     marks = "not alone" + " and not slow and not clients" * options.fast
     reached, known = survey(tree_of(folder / "marked", commit), mutants, marks, options.workers)
     print(f"{name}: {len(known)} tests passed in {time.monotonic() - begin:.0f} s", flush=True)
+
+    control = tree_of(folder / "control", commit)  # no mistake, so nothing may be noticed
+    some = sorted(known, key=lambda test: known[test][0])[:CONTROLS]
+    if (failed := notices(control, some, sum(known[test][0] for test in some))) is not None:
+        raise RuntimeError(f"without a mutant {failed} fails: {control / 'run.log'}")
 
     def one(number):
         told = judge(
