@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import calls
 import large_worlds
 import mappings
 import megatron_state
@@ -60,6 +61,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
             *(megatron_state.real_ranks(count, runs, 5) for count in nprocs if 8 <= count <= 16),
         ),
         "getters": lambda: megatron_state.getters(runs),
+        "calls": calls.creation,
         "mapping": lambda: mappings.mapping(runs, 16_384),
     }
 
@@ -80,6 +82,7 @@ def quick() -> Tables:
             megatron_state.large_worlds(1024, 1, None), megatron_state.real_ranks(8, 1, 1)
         ),
         "getters": lambda: megatron_state.getters(1),
+        "calls": calls.creation,
         "mapping": lambda: mappings.mapping(1, 1024),
     }
 

@@ -20,6 +20,7 @@ from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.c10d.gloo_store import ENDLESS
 from hypercomm.testing import fake_world, simulate
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -134,6 +135,7 @@ def memory(world_size: int) -> Iterator[Table]:
 
     def torch_alone() -> object:
         options = {"timeout": None, "pg_options": None, "group_desc": "alone", "lazily": None}
+        options["patience"] = ENDLESS
         return [
             c10d.new_group(str(dims), layout.groups(*dims).of(rank), backend="fake", **options)
             for dims in FIVE
@@ -214,13 +216,38 @@ def _initialise() -> None:
     )
 
 
+def _start_up() -> None:
+    """Do as a training script before its first step."""
+    from hypercomm.compat.megatron import parallel_state
+
+    arguments = [{"lr": 1e-4} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(arguments, src=0)
+    dist.barrier()
+    _initialise()
+    first, whole = torch.zeros(1), torch.arange(8)
+    tp = parallel_state.get_tensor_model_parallel_group()
+    for group in (
+        tp,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+    ):
+        dist.all_reduce(first, group=group)
+    dist.broadcast(whole, parallel_state.get_tensor_model_parallel_src_rank(), group=tp)
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+    dist.barrier()
+
+
 def simulation(world_size: int) -> Iterator[Table]:
     """All ranks of a Megatron initialisation, one after the other, compared."""
-    begin = time.perf_counter()
-    simulate(_initialise, world_size).check()
-    seen = {"hypercomm": [time.perf_counter() - begin]}
-    what = f"simulate a Megatron initialisation, all of {world_size:,} ranks"
-    yield Table(what, "s", seen, "hypercomm", {"hypercomm": Goal(30)})
+    for name, program in [("initialisation", _initialise), ("start-up", _start_up)]:
+        begin = time.perf_counter()
+        simulate(program, world_size).check()
+        seen = {"hypercomm": [time.perf_counter() - begin]}
+        what = f"simulate a Megatron {name}, all of {world_size:,} ranks"
+        yield Table(what, "s", seen, "hypercomm", {"hypercomm": Goal(30)})
 
 
 def _timed(function: Callable[[], object], scale: float) -> Callable[[], float]:

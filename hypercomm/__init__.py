@@ -1,38 +1,55 @@
 """hypercomm: an object-oriented, N-dimensional communication grid for torch.distributed.
 
-Names resolve on first use, so planning with `RankLayout` never loads torch.
+Names resolve on first use, so planning with `RankLayout` never loads torch. Errors are here, too.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hypercomm import errors
+from hypercomm.errors import *  # noqa: F403 - all of them: it says which
+
 if TYPE_CHECKING:
-    from hypercomm.compat.megatron.requests import megatron_requests as megatron_requests
+    from hypercomm import cli as cli
+    from hypercomm import compat as compat
+    from hypercomm import launch as launch
+    from hypercomm import layout as layout
+    from hypercomm import testing as testing
+    from hypercomm.compat.megatron.groups.requests import megatron_requests as megatron_requests
+    from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
+    from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid_set import GridSet as GridSet
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
-    from hypercomm.presets import create_megatron_pgs as create_megatron_pgs
-    from hypercomm.presets import megatron_grids as megatron_grids
-    from hypercomm.process_groups.keys import GroupKey as GroupKey
+    from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.transfers.transfer import transfer as transfer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "GridSet": "hypercomm.grid_set",
-    "GroupKey": "hypercomm.process_groups.keys",
+    "GroupKey": "hypercomm.process_groups.spec",
     "HyperCommGrid": "hypercomm.grid",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
-    "create_megatron_pgs": "hypercomm.presets",
-    "megatron_grids": "hypercomm.presets",
-    "megatron_requests": "hypercomm.compat.megatron.requests",
+    "cli": "hypercomm.cli",
+    "compat": "hypercomm.compat",
+    "create_megatron_pgs": "hypercomm.compat.megatron.presets",
+    "launch": "hypercomm.launch",
+    "layout": "hypercomm.layout",
+    "megatron_grids": "hypercomm.compat.megatron.presets",
+    "megatron_requests": "hypercomm.compat.megatron.groups.requests",
     "run_ranks": "hypercomm.launch",
+    "testing": "hypercomm.testing",
+    "transfer": "hypercomm.transfers.transfer",
 }
 
 __all__ = [
@@ -47,15 +64,26 @@ __all__ = [
     "megatron_grids",
     "megatron_requests",
     "run_ranks",
+    "transfer",
 ]
+__all__ += errors.__all__
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make a module's `__getattr__`, which imports what is asked for from its home."""
+
+    def resolve(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home = importlib.import_module(homes[name])
+        value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return resolve
+
+
+__getattr__ = _resolver(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -23,10 +23,13 @@ __all__ = [
     "InstallError",
     "LaunchError",
     "LayoutError",
+    "MissingPackageError",
     "NcclConfigError",
     "NotInitializedError",
+    "NotPicklableError",
     "NotationError",
     "OrderError",
+    "OutcomeUnknownError",
     "PlanMismatchError",
     "RankFailedError",
     "RankOutsideError",
@@ -124,6 +127,14 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         self.waited = waited
 
 
+class OutcomeUnknownError(CreationError):
+    """The job's store was lost while ranks decided: nobody can tell how; restart the job."""
+
+
+class NotPicklableError(HyperCommError, TypeError):
+    """A grid owns live process groups, which stay in their process: send its layout instead."""
+
+
 class ForkedError(HyperCommError, RuntimeError):
     """The grid belongs to the process that forked this one: build what this process needs anew."""
 
@@ -159,12 +170,16 @@ class TorchVersionError(HyperCommError, ImportError):
     """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
 
 
+class MissingPackageError(HyperCommError, ImportError):
+    """A call needs a package that is not installed: install it, or do without the call."""
+
+
 class LaunchError(HyperCommError, ValueError):
     """`run_ranks` was given something that cannot work, or cannot reach another process."""
 
 
 class DisagreementError(HyperCommError, AssertionError):
-    """Simulated ranks do not create the same process groups in an order that works."""
+    """Simulated ranks do not create the same groups, or call the same, in an order that works."""
 
 
 class SimulationError(HyperCommError, RuntimeError, AttributeError):

@@ -20,7 +20,7 @@ from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.ezpz.state import current as ezpz_current
 from hypercomm.compat.megatron import parallel_state as mpu
-from hypercomm.compat.megatron.state import current as mpu_current
+from hypercomm.compat.megatron.state.state import current as mpu_current
 from hypercomm.layout import RankGroups
 from hypercomm.testing import fake_world
 
@@ -111,7 +111,7 @@ _SCALARS = [
     '{"shape": [1e400], "dim_names": ["tp"]}',
     *(b"", b"tp", b"tp=2", bytearray(b"tp"), memoryview(b"tp")),
     *(np.int64(5), np.int64(-1), np.int8(2), np.uint64(2**63), np.float64(2), np.bool_(True)),
-    *(np.str_("tp"), np.datetime64("NaT"), timedelta(0), timedelta(seconds=-1), timedelta.max),
+    *(np.str_("tp"), np.datetime64("NaT", "s"), timedelta(0), timedelta(seconds=-1), timedelta.max),
     *(timedelta.min, timedelta(microseconds=1), timedelta(hours=1)),
     *(range(0), range(3), range(2**70), slice(None), len, print, raising),
     *(LAYOUT, LAYOUT.groups("dp"), fake_world),
@@ -406,8 +406,8 @@ class Stage:
         if self.grid is not None:
             found["pgs"] = dict(self.grid.pgs)
             found["plans"] = list(self.grid._state.owner.planned)
-            found["repr"] = repr(self.grid)
+            found["repr"] = str(self.grid)
             found["views"] = dict(self.grid.views)
         if self.grids is not None:
-            found["set"] = [(repr(grid), dict(grid.pgs)) for grid in self.grids.values()]
+            found["set"] = [(str(grid), dict(grid.pgs)) for grid in self.grids.values()]
         return found

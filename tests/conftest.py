@@ -110,9 +110,11 @@ def turn(request, tmp_path_factory):
 def fork_server():
     """Start a worker's fork server with all that ranks of several tests would load, each anew."""
     if "PYTEST_XDIST_WORKER" in os.environ and is_there("torch"):
-        from mortal_ranks import CONTEXT
+        from ranks.mortal_ranks import CONTEXT
 
-        CONTEXT.set_forkserver_preload(["hypercomm.preload", "torch.distributed.tensor.parallel"])
+        CONTEXT.set_forkserver_preload(
+            ["hypercomm.launch.preload", "torch.distributed.tensor.parallel"]
+        )
         process = CONTEXT.Process(target=int)
         process.start()
         process.join()

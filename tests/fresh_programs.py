@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
-from mortal_ranks import CONTEXT
+from ranks.mortal_ranks import CONTEXT
 
 
 def run(program, *arguments, environment=None, folder=None, seconds=100):
@@ -33,4 +34,6 @@ def _be(program, arguments, environment, folder, *said):
     os.chdir(folder)
     sys.path.insert(0, "")
     sys.argv = ["-c", *arguments]
-    exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # it was pytest
+    sys.modules.pop("__mp_main__", None)
+    exec(compile(program, "<string>", "exec"), vars(main))

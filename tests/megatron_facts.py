@@ -1,5 +1,6 @@
 """Everything that can be asked of a parallel state, asked of Megatron's or of ours alike."""
 
+import functools
 import inspect
 import itertools
 import warnings
@@ -8,6 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state as theirs
+from megatron.core.process_groups_config import ProcessGroupCollection as TheirCollection
 
 from hypercomm.compat.megatron import parallel_state as ours
 from hypercomm.testing import fake_world
@@ -16,6 +18,18 @@ UNLIKE = {
     "get_nccl_options",  # no getter
     "get_hybrid_data_context_parallel_groups",  # takes a size; asked for below
 }
+TAKEN = set(inspect.signature(theirs.initialize_model_parallel).parameters)
+"""The arguments of the Megatron that is installed."""
+
+
+def taken_by(module, arguments):
+    """Arguments without those that Megatron has in other releases only."""
+    if module is not theirs:
+        return arguments
+    moved = {"create_all_gather_group", "hybrid_context_parallel", "sharp_enabled_group"} - TAKEN
+    return {name: value for name, value in arguments.items() if name not in moved}
+
+
 GETTERS = [
     name
     for name, value in vars(theirs).items()
@@ -106,7 +120,7 @@ def state_of(module, world_size, rank, arguments):
     with fake_world(world_size, rank), gloo_made_fake(module), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            module.initialize_model_parallel(**arguments)
+            module.initialize_model_parallel(**taken_by(module, arguments))
         except Exception as error:  # noqa: BLE001 - whatever Megatron raises
             return error
         else:
@@ -124,3 +138,35 @@ def forget(module):
 
 
 __all__ = ["ours", "state_of", "theirs"]
+
+
+FIELDS = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
+    *("tp_dp_cp", "dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt"),
+)
+"""What both have with one optimizer instance."""
+
+LONG = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "expt_tp": "expert_tensor_parallel_size",
+    "order": "order",
+}
+
+
+@functools.cache
+def megatrons_fields(world_size, rank, **arguments):
+    """The ranks of each group of Megatron's collection, or None where Megatron refuses."""
+    named = {LONG[name]: value for name, value in arguments.items() if value is not None}
+    with fake_world(world_size, rank), gloo_made_fake(theirs):
+        try:
+            theirs.initialize_model_parallel(**named)
+        except (AssertionError, RuntimeError):
+            return None
+        else:
+            collection = TheirCollection.use_mpu_process_groups()
+            return {name: plain(getattr(collection, name, None)) for name in FIELDS}
+        finally:
+            forget(theirs)

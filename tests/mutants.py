@@ -6,8 +6,9 @@
 A mutant is the library with a line deleted, a condition inverted, or a number that is one too
 large, inside a function. All of them are first marked in one copy of the tree, in which every test
 runs once: it says which tests come past which mutant, in whatever process. Then each mutant is
-made in a copy of its own, and these tests run on it, the fastest first, until one fails. Nothing
-is changed in the tree that this lies in. Tests marked `alone`, which ask for speed, take no part.
+made in a copy of its own, and these tests run on it, the fastest first, until one fails, and
+fails again by itself. Nothing is changed in the tree that this lies in.
+Tests marked `alone`, which ask for speed, take no part.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def hit(number):
 
 def pytest_runtest_logreport(report):
     """As a plugin of pytest: note what each test took, and whether it passed."""
-    if report.when == "call" and "MUTANTS_TESTS" in os.environ:
+    if (report.when == "call" or report.failed) and "MUTANTS_TESTS" in os.environ:
         marks = [name for name in UNMARKED if name in report.keywords]
         line = [report.nodeid, report.outcome == "passed", report.duration, marks]
         with open(os.environ["MUTANTS_TESTS"], "a") as file:  # noqa: PTH123
@@ -203,11 +204,32 @@ def tree_of(folder, commit=None):
 def environment(tree, **more):
     path = os.pathsep.join([str(tree), str(tree / "tests")])
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MUTANTS_")}
-    return {**plain, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more}
+    # One hash seed: the names of some tests have a set in them.
+    return {
+        **plain,
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        **more,
+    }
 
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def unreadable(tree):
+    """Files of tests that cannot be collected: another commit's may ask for what is gone."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(tree),
+    )
+    lines = (line.split() for line in done.stdout.splitlines() if line.startswith("ERROR "))
+    return sorted({words[1] for words in lines})
 
 
 def survey(tree, mutants, marks, workers):
@@ -219,7 +241,9 @@ def survey(tree, mutants, marks, workers):
         (tree / file).write_bytes(marked((tree / file).read_bytes(), numbered))
     hits, tests = tree / "hits.jsonl", tree / "tests.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", "-p", "no:cacheprovider"]
-    command += ["-m", marks, "-n", str(workers), "--dist", "worksteal"]
+    command += [] if marks is None else ["-m", marks]
+    command += ["-n", str(workers), "--dist", "worksteal"] if workers else ["-p", "no:xdist"]
+    command += [f"--ignore={file}" for file in unreadable(tree)]
     with (tree / "survey.log").open("w") as log:
         subprocess.run(
             command,
@@ -245,6 +269,8 @@ def lane_of(marks):
 
 def notices(tree, tests, expected_s):
     """The first of some tests that fails in a tree, or None; a run that hangs has failed."""
+    if not tests:
+        return None
     only = tree / "only.json"
     only.write_text(json.dumps(tests))
     (tree / "done.jsonl").unlink(missing_ok=True)
@@ -292,13 +318,12 @@ def judge(folder, number, mutant, reached, known, commit, budget_s):
                 key=lambda test: known[test][0],
             )
             expected_s = sum(known[test][0] for test in tests)
-            if not tests:
-                continue
             if expected_s > budget_s:
                 return "?", f"{len(tests)} tests of {lane} would take {expected_s:.0f} s", 0.0
-            failed = notices(tree, tests, expected_s)
-            if failed is not None:
-                return lane, failed, time.monotonic() - begin
+            while (failed := notices(tree, tests, expected_s)) is not None:
+                if failed not in tests or notices(tree, [failed], expected_s) is not None:
+                    return lane, failed, time.monotonic() - begin
+                tests.remove(failed)  # a busy machine had failed it, not the mutant
         return None, f"{len(here)} tests", time.monotonic() - begin
     finally:
         shutil.rmtree(tree)
@@ -309,7 +334,11 @@ def measure(name, scratch, mutants, options, commit=None):
     folder = scratch / name
     begin = time.monotonic()
     marks = "not alone" + " and not slow and not clients" * options.fast
-    reached, known = survey(tree_of(folder / "marked", commit), mutants, marks, options.workers)
+    marks = marks if commit is None else None  # others have marks of their own
+    workers = options.workers if commit is None else 0  # others may list their tests unlike
+    reached, known = survey(tree_of(folder / "marked", commit), mutants, marks, workers)
+    if not known:
+        raise RuntimeError(f"no test passed: {folder / 'marked' / 'survey.log'}")
     print(f"{name}: {len(known)} tests passed in {time.monotonic() - begin:.0f} s", flush=True)
 
     control = tree_of(folder / "control", commit)  # no mistake, so nothing may be noticed

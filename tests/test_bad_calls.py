@@ -1,6 +1,7 @@
 """The table of bad calls, and the exact sentence that each one gets."""
 
 import itertools
+import pickle
 import re
 from datetime import timedelta
 
@@ -8,9 +9,9 @@ import pytest
 
 from hypercomm import HyperCommGrid, RankLayout, errors
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
-from hypercomm.layout import notation
+from hypercomm.layout.reading import notation
 from hypercomm.process_groups import c10d
-from hypercomm.testing import fake_world, run_ranks, simulate
+from hypercomm.testing import fake_world, local_ranks, run_ranks, simulate
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")
@@ -31,6 +32,17 @@ def in_a_world(call):
     return called
 
 
+def in_a_view(call):
+    """Make a call with a grid of 8 ranks that has a view "expert"."""
+
+    def called():
+        grid = HyperCommGrid([2, 4], ["tp", "dp"], world_size=8)
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        call(grid)
+
+    return called
+
+
 def after_destroy(grid):
     grid.destroy()
     grid.create_pg("tp")
@@ -42,7 +54,7 @@ LAYOUT_CALLS = [
         lambda: RankLayout([2, 4], ["tp"]),
         ValueError,
         errors.LayoutError,
-        "shape (2, 4) has 2 sizes, but dim_names ('tp',) has 1 names; give one name for each size",
+        "len(shape) [2, 4] != len(dim_names) ['tp']: 2 and 1; give one size for each name",
     ),
     (
         lambda: RankLayout([], []),
@@ -96,7 +108,7 @@ LAYOUT_CALLS = [
         lambda: RankLayout([2, 4], ["tp", "tp"]),
         ValueError,
         errors.LayoutError,
-        "dim name 'tp' comes twice in ('tp', 'tp')",
+        "duplicate dim_names: 'tp' comes twice in ('tp', 'tp')",
     ),
     (
         lambda: RankLayout([2, 4], ["tp", ""]),
@@ -327,6 +339,24 @@ TEXT_CALLS = [
         "the size of dim 'dp' is open; give it, or give world_size=",
     ),
     (
+        lambda: RankLayout.parse("tp8"),
+        ValueError,
+        errors.NotationError,
+        "the size of dim 'tp8' is open; give it, or give world_size=; did you mean 'tp=8'?",
+    ),
+    (
+        lambda: RankLayout.parse("tp:8", world_size=8),
+        ValueError,
+        errors.NotationError,
+        "'tp:8' has ':' between a dim and its size, and no '='; write it like 'tp=2,dp=4'",
+    ),
+    (
+        lambda: RankLayout.parse("tp2dp4"),
+        ValueError,
+        errors.NotationError,
+        "'tp2dp4' has no '='; did you mean 'tp=2,dp=4'?",
+    ),
+    (
         lambda: RankLayout.parse("tp,dp=-1", world_size=8),
         ValueError,
         errors.NotationError,
@@ -337,8 +367,8 @@ TEXT_CALLS = [
         RuntimeError,
         errors.WorldSizeError,
         (
-            "tp=3 = 3 does not divide world_size 8, so no size of 'dp' fits; the nearest world "
-            "sizes that work are 6 and 9"
+            "tp=3 = 3 ranks, but world_size is 8, no multiple of 3, so no size of 'dp' fits; the "
+            "nearest numbers of ranks that would do are 6 and 9"
         ),
     ),
     (
@@ -357,22 +387,71 @@ TEXT_CALLS = [
         lambda: RankLayout.from_order("tp--dp"),
         ValueError,
         errors.NotationError,
-        "name 1 of order 'tp--dp' is empty; write it like 'tp-cp-dp'",
+        "part 2 of 'tp--dp' is empty; write it like 'tp-cp-dp'",
     ),
     (
         lambda: notation.parse_groups("tp,dp+"),
         ValueError,
         errors.NotationError,
-        "'dp+' has no dim name; write it like 'tp,dp+cp'",
+        "'dp+' lacks a dim name; write dims like 'dp+cp'",
     ),
 ]
 
 GRID_CALLS = [
     (
+        lambda: grid([2, -1]),
+        ValueError,
+        errors.LayoutError,
+        (
+            "dim_names are missing: give ([2, 4], ['tp', 'dp']), or in one, 'tp=2,dp=4'; got "
+            "[2, -1] alone"
+        ),
+    ),
+    (
+        lambda: grid("tp=2", ["tp"]),
+        ValueError,
+        errors.LayoutError,
+        "dim_names may not be given beside 'tp=2', which names the dims",
+    ),
+    (
+        lambda: grid(RankLayout([2], ["tp"]), None, 4),
+        ValueError,
+        errors.LayoutError,
+        (
+            "a RankLayout has its dim_names and rank_offset: give neither beside "
+            "RankLayout(shape=(2,), dim_names=('tp',), rank_offset=0, strides=(1,))"
+        ),
+    ),
+    (
+        grid,
+        ValueError,
+        errors.LayoutError,
+        (
+            "a grid needs its sizes, as in HyperCommGrid('tp=2,dp=-1'), or the environment's "
+            "HYPERCOMM_LAYOUT"
+        ),
+    ),
+    (
+        lambda: grid("tp=2,dp=-1", None, 5),
+        RuntimeError,
+        errors.WorldSizeError,
+        (
+            "tp=2 = 2 ranks, but 3 ranks are left from rank 5 on, no multiple of 2, so no size of "
+            "'dp' fits; the nearest numbers of ranks that would do are 2 and 4"
+        ),
+    ),
+    (
+        lambda: grid([-1, -1], ["tp", "dp"]),
+        ValueError,
+        errors.NotationError,
+        ("only one size can be inferred, but tp, dp are all open; give the sizes of all but one"),
+    ),
+    (
         lambda: grid([4, 4], ["tp", "dp"]),
         RuntimeError,
         errors.WorldSizeError,
         (
+            "Grid shape [4, 4] is over sized: "
             "the grid tp=4 * dp=4 = 16 ranks at rank_offset 0 needs ranks up to 15, but the world "
             "has 8 (ranks 0..7); make a size smaller, or start at least 16 ranks"
         ),
@@ -382,6 +461,7 @@ GRID_CALLS = [
         RuntimeError,
         errors.WorldSizeError,
         (
+            "Grid shape [4] is over sized: "
             "the grid tp=4 = 4 ranks at rank_offset 5 needs ranks up to 8, but the world has 8 "
             "(ranks 0..7); make a size smaller, or start at least 9 ranks"
         ),
@@ -406,6 +486,52 @@ GRID_CALLS = [
         ValueError,
         errors.GroupOptionsError,
         "creation must be one of ['auto', 'local', 'split', 'enumerate'], got 'magic'",
+    ),
+    (
+        lambda: grid([8], ["tp"], creation="locl"),
+        ValueError,
+        errors.GroupOptionsError,
+        (
+            "creation must be one of ['auto', 'local', 'split', 'enumerate'], got 'locl'; did you "
+            "mean 'local'?"
+        ),
+    ),
+    (
+        in_a_view(lambda grid: grid.group_ranks("ep", 0)),
+        KeyError,
+        errors.UnknownDimError,
+        (
+            "'ep' is not in view 'base' with dim_names ('tp', 'dp'), but in view 'expert'; ask "
+            "with view='expert', or ask grid.view('expert')"
+        ),
+    ),
+    (
+        in_a_view(lambda grid: grid.view("expert").get_rank_enum("tp")),
+        KeyError,
+        errors.UnknownDimError,
+        (
+            "'tp' is not in view 'expert' with dim_names ('ep', 'edp'), but in view 'base', the "
+            "grid's own dims; ask with view='base', or ask the grid itself"
+        ),
+    ),
+    (
+        in_a_view(lambda grid: grid["tpp"]),
+        KeyError,
+        errors.UnknownDimError,
+        (
+            "unknown dim 'tpp'; this layout has dims ('tp', 'dp'); did you mean 'tp'?; the views "
+            "have others: expert (ep=4,edp=2)"
+        ),
+    ),
+    (
+        in_a_view(pickle.dumps),
+        TypeError,
+        errors.NotPicklableError,
+        (
+            "HyperCommGrid(tp=2,dp=4): ranks 0..7 of a world of 8 cannot be pickled or copied: it "
+            "owns live process groups; send its layout, grid.layout, which is a value, and build "
+            "the grid there: HyperCommGrid.from_layout(layout)"
+        ),
     ),
     (
         lambda: grid([8], ["tp"], world_size=0),
@@ -437,7 +563,7 @@ GRID_CALLS = [
         KeyError,
         errors.GroupExistsError,
         (
-            "the process group over 'dp' has already been created; get it with get_pg('dp'), "
+            "Process group 'dp' has already been created; get it with get_pg('dp'), "
             "create it once with ensure_pg, or create another over the same dims under a name of "
             "its own, name=..."
         ),
@@ -447,7 +573,7 @@ GRID_CALLS = [
         KeyError,
         errors.GroupMissingError,
         (
-            "the process group over ['tp', 'cp'] has not been created; call create_pg(['tp', "
+            "Process group for ['tp', 'cp'] hasn't been created; call create_pg(['tp', "
             "'cp']) first, on every rank of the grid; created so far: dp"
         ),
     ),
@@ -456,7 +582,7 @@ GRID_CALLS = [
         KeyError,
         errors.GroupMissingError,
         (
-            "the process group over 'dp', name='twin' has not been created; call create_pg('dp', "
+            "Process group for 'dp', name='twin' hasn't been created; call create_pg('dp', "
             "name='twin') first, on every rank of the grid; created so far: dp"
         ),
     ),
@@ -467,10 +593,16 @@ GRID_CALLS = [
         "dims is empty; name at least one of ('tp', 'cp', 'dp')",
     ),
     (
-        in_a_world(lambda grid: grid.create_pg("dp-cp")),
+        in_a_world(lambda grid: grid.create_pg("dpp+cp")),
         ValueError,
         errors.UnknownDimError,
-        "unknown dim 'dp-cp'; this layout has dims ('tp', 'cp', 'dp')",
+        "unknown dim 'dpp'; this layout has dims ('tp', 'cp', 'dp'); did you mean 'dp'?",
+    ),
+    (
+        in_a_world(lambda grid: grid.create_pg("dp,cp")),
+        ValueError,
+        errors.NotationError,
+        "'dp,cp' would be several sets of groups; one is written 'dp+cp'",
     ),
     (
         in_a_world(lambda grid: grid.create_pg(7)),
@@ -522,6 +654,27 @@ GRID_CALLS = [
         ValueError,
         errors.GroupOptionsError,
         "timeout must be a datetime.timedelta, got True; write timedelta(seconds=...)",
+    ),
+    (
+        lambda: local_ranks("8").__enter__(),
+        ValueError,
+        errors.LayoutError,
+        "world_size must be an int, got '8'",
+    ),
+    (
+        lambda: local_ranks(8, 8).__enter__(),
+        ValueError,
+        errors.LayoutError,
+        "rank must be in range(8), got 8",
+    ),
+    (
+        lambda: local_ranks(4097).__enter__(),
+        ValueError,
+        errors.LayoutError,
+        (
+            "world_size must be at most 4096, got 4097; hypercomm.testing's fake_world() and "
+            "simulate() stand for larger jobs, without numbers"
+        ),
     ),
     pytest.param(
         in_a_world(lambda grid: grid.create_pg("tp", pg_options=7)),

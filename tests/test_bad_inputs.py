@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import traceback
 import types
 import warnings
@@ -18,21 +19,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, UnsatisfiedAssumption
 
-from hypercomm import (
-    GridSet,
-    HyperCommGrid,
-    RankGroups,
-    RankLayout,
-    RankMapping,
-    launch,
-    presets,
-    testing,
-)
+from hypercomm import GridSet, HyperCommGrid, RankGroups, RankLayout, RankMapping, testing, transfer
+from hypercomm.compat.deepspeed import Mpu, topology_axes
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import parallel_state as mpu
-from hypercomm.compat.megatron import process_groups_config
+from hypercomm.compat.megatron import presets, process_groups_config
 from hypercomm.errors import HyperCommError
-from hypercomm.layout import difference, notation, stages
+from hypercomm.launch import run as launch
+from hypercomm.layout import difference
+from hypercomm.layout import pipelines as stages
+from hypercomm.layout.reading import notation
 from hypercomm.process_groups.options import GroupOptions
 
 pytestmark = pytest.mark.slow
@@ -93,12 +89,27 @@ GOOD = {
     "RankMapping.broadcast_siblings.rank": lambda: 8,
     "RankMapping.slices.pair": lambda: (0, 8),
     "RankMapping.shape": lambda: [8, 8, 8],
-    "RankMapping.tensor": lambda: torch.zeros(8, 8, 8),
-    "RankMapping.groups": lambda: None,
-    "RankMapping.out": lambda: None,
+    "transfer.mapping": lambda: MAPPINGS[0],
+    "transfer.tensor": lambda: torch.zeros(8, 8, 8),
+    "transfer.groups": lambda: None,
+    "transfer.out": lambda: None,
+    "transfer.verify": lambda: True,
+    "GridSet.transfer.tensor": lambda: torch.zeros(8, 8, 8),
+    "GridSet.transfer.groups": lambda: None,
+    "GridSet.transfer.out": lambda: None,
+    "GridSet.transfer.verify": lambda: True,
+    "GridSet.roles": lambda: {"leaders": False},
     "RankMapping.leaders": lambda: False,
     "RankMapping.backward": lambda: False,
-    "RankMapping.verify": lambda: True,
+    "Mpu.grid": lambda: STAGE.grid,
+    "Mpu.tp": lambda: "tp",
+    "Mpu.pp": lambda: "pp",
+    "Mpu.dp": lambda: ["dp"],
+    "Mpu.sp": lambda: "cp",
+    "topology_axes.layout": lambda: LAYOUT,
+    "topology_axes.tp": lambda: "tp",
+    "topology_axes.pp": lambda: "pp",
+    "topology_axes.dp": lambda: ["cp", "dp"],
     "GridSet.source": lambda: "a",
     "GridSet.target": lambda: "b",
     "GridSet.requests": lambda: {"b": ["tp"]},
@@ -133,6 +144,7 @@ GOOD = {
     "run_ranks.function": lambda: os.getpid,
     "run_ranks.args": lambda: (),
     "fake_world.rank": lambda: 3,
+    "local_ranks.rank": lambda: 3,
     "RankGenerator.order": lambda: "tp-cp-ep-dp-pp",
     "RankGenerator.ep": lambda: 1,
     "RankGenerator.get_mask.order": lambda: "tp-dp",
@@ -191,6 +203,7 @@ LEFT_OUT = {
     "RankGroups.count": "collections.abc.Sequence's: it compares",
     "notation.format_sizes": "writes what was checked",
     "notation.format_coords": "writes what was checked",
+    "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
     "Simulation": "made by simulate, whose arguments are",
     "create_group": "torch.distributed.new_group, whose errors are torch's",
     "get_embedding_ranks": "a default, called with ranks of ours",
@@ -240,11 +253,19 @@ class Target:
         return self.name
 
 
-def signature_of(function, *, bound):
+def signature_of(function, *, bound=False):
+    """What a function takes, with each keyword that a TypedDict names."""
     found = inspect.signature(function)
-    if not bound:
-        return found
-    return found.replace(parameters=list(found.parameters.values())[1:])
+    parameters = list(found.parameters.values())[bound:]
+    unpacked = parameters and re.fullmatch(r"Unpack\[(\w+)\]", str(parameters[-1].annotation))
+    if unpacked and unpacked[1] in function.__globals__:
+        named = inspect.get_annotations(function.__globals__[unpacked[1]])
+        parameters[-1:] = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in named.items()
+            if name not in found.parameters
+        ]
+    return found.replace(parameters=parameters)
 
 
 def methods_of(kind, prefix, stages, receivers=(), find=None, extra=()):
@@ -273,7 +294,9 @@ def functions_of(module, stages):
         )
         if name.startswith("_") or not ours or name in LEFT_OUT:
             continue
-        helper = getattr(value, "__module__", "").endswith((".getters", ".configuration"))
+        helper = getattr(value, "__module__", "").endswith(
+            (".getters", ".configuration", ".layouts")
+        )
         if isinstance(value, types.FunctionType) and not helper:
             yield Target(name, stages, lambda _, f=value: f, inspect.signature(value))
 
@@ -290,9 +313,13 @@ class ChangedError(AssertionError):
 
 
 def is_misfit(error):
-    """Tell whether a call did not fit the signature: raised at the call itself."""
-    own = error.__traceback__
-    return isinstance(error, TypeError) and own is not None and own.tb_next is None
+    """Tell whether a call did not fit the signature: raised at the call itself.
+
+    Or at one behind it, of a name that it hands on.
+    """
+    depth = len(list(traceback.walk_tb(error.__traceback__)))
+    most = 4 if "unexpected keyword argument" in str(error) else 1
+    return isinstance(error, TypeError) and depth <= most
 
 
 def is_callers(error):
@@ -357,7 +384,8 @@ def own_targets():
         if target.name.startswith("parse"):
             yield target
     yield constructor(RankMapping, EMPTY)
-    yield from methods_of(RankMapping, "RankMapping", ("world", "nothing"), tuple(MAPPINGS))
+    yield from methods_of(RankMapping, "RankMapping", EMPTY, tuple(MAPPINGS))
+    yield Target("transfer", ("world", "nothing"), lambda _: transfer, inspect.signature(transfer))
     for target in functions_of(stages, EMPTY):
         if target.find(None).__module__ == stages.__name__:
             yield target
@@ -368,7 +396,7 @@ def own_targets():
     for name in ("megatron_grids", "create_megatron_pgs", "megatron_requests"):
         function = getattr(presets, name)
         finder = lambda _, f=function: f  # noqa: E731
-        yield Target(name, IN_SET, finder, inspect.signature(function))
+        yield Target(name, IN_SET, finder, signature_of(function), allowed=NO_FILE)
     yield constructor(HyperCommGrid, ("world", "nothing"))
     yield from methods_of(
         HyperCommGrid,
@@ -410,6 +438,8 @@ def compat_targets():
     multi = process_groups_config.MultiModuleProcessGroupCollection
     yield constructor(multi, EMPTY)
     yield from methods_of(multi, multi.__name__, EMPTY, (multi({"a": collection()}),))
+    yield constructor(Mpu, IN_GRID)
+    yield Target("topology_axes", EMPTY, lambda _: topology_axes, inspect.signature(topology_axes))
     for target in functions_of(ezpz, ("ezpz", "world")):
         starts = target.name == "initialize_tensor_parallel"
         stages = ("world", "world", "world", "ezpz", "nothing") if starts else target.stages
@@ -455,7 +485,7 @@ def outcome(target, data):
     result, wrong = "accepted", None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = STAGE.seen(), repr(receiver), hash_of(receiver)
+        before = STAGE.seen(), str(receiver), hash_of(receiver)
         try:
             with patience():
                 made = function(*call.args, **call.kwargs)
@@ -469,7 +499,7 @@ def outcome(target, data):
         except (Exception, HangError) as error:  # noqa: BLE001 - the question is which
             result = "own"
             wrong = None if is_misfit(error) or is_callers(error) else error
-        after = STAGE.seen(), repr(receiver), hash_of(receiver)
+        after = STAGE.seen(), str(receiver), hash_of(receiver)
         changed = differences(before, after) if result != "accepted" else []
     if wrong is not None or changed or (result == "accepted" and target.stages != EMPTY):
         STAGE.leave()

@@ -1,5 +1,6 @@
 """The benchmarks run, measure what they say, and hold it against goals as they say."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -16,12 +17,25 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def modules(monkeypatch):
     """The modules of the benchmarks, which are scripts and no package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import calls
     import measure
     import peers
     import staleness
+    import store
 
-    yield SimpleNamespace(measure=measure, peers=peers, staleness=staleness)
-    names = ("measure", "peers", "staleness", "large_worlds", "megatron_state", "real_ranks")
+    yield SimpleNamespace(
+        calls=calls, measure=measure, peers=peers, staleness=staleness, store=store
+    )
+    names = (
+        "calls",
+        "measure",
+        "peers",
+        "staleness",
+        "large_worlds",
+        "megatron_state",
+        "real_ranks",
+        "store",
+    )
     for name in names:
         sys.modules.pop(name, None)
 
@@ -52,6 +66,7 @@ def test_everything_runs(tmp_path):
         "get_tensor_model_parallel_rank",
         "all messages, 1,024 ranks to 1,024",
         "messages of one rank, 1,024 ranks to 1,024",
+        "one create_pg before torch: changes of file",
     ):
         assert what in measured
     assert {row["who"] for row in rows} >= {
@@ -104,6 +119,46 @@ def test_goals(modules):
     assert text[2].split() == ["peer", "4.00", "ms", "4.00..40.0", "1"]
 
 
+# A toy whose calls can be counted by hand: `start` calls `step` three times, which calls `leaf`
+# twice; what lies elsewhere does not count, nor does what follows the end.
+def test_calls(modules, tmp_path, monkeypatch):
+    sources = {
+        "toy_start": "import toy_step\ndef start(end):\n    for _ in range(3):\n"
+        "        toy_step.step()\n    end()\n    toy_step.step()\n",
+        "toy_step": "import toy_leaf\ndef step():\n    toy_leaf.leaf()\n    toy_leaf.leaf()\n",
+        "toy_leaf": "def leaf():\n    pass\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start = importlib.import_module("toy_start").start
+
+    def end():
+        pass
+
+    calls = modules.calls.calls_before({end.__code__}, lambda: start(end), tmp_path)
+    step = [("toy_step.py", 2, 1), ("toy_leaf.py", 1, 2), ("toy_leaf.py", 1, 2)]
+    expected = [("toy_start.py", 2, 0), *step, *step, *step]
+    assert [(call.file, call.line, call.depth) for call in calls] == expected
+    changes = 1 + 3 + 2  # into the first step, into each first leaf, and back for the other steps
+    assert modules.calls.counts(calls) == {"calls": 10, "files": 3, "changes of file": changes}
+    assert str(calls[1]) == "  step  toy_step.py:2"
+    with pytest.raises(RuntimeError, match="never came to its end"):
+        modules.calls.calls_before(set(), lambda: start(end), tmp_path)
+
+
+# The script itself counts a creation: each call of a file, each change to one that is called.
+@pytest.mark.long
+def test_calls_of_a_creation():
+    command = [sys.executable, str(BENCHMARKS / "calls.py"), "--trace"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    trace, _, table = done.stdout.partition("\n\n")
+    places = [line.split()[-1] for line in trace.splitlines()]
+    assert places[0].startswith("grid/")
+    assert f"{len(places)} calls" in table or f"{len(places)}.0 calls" in table
+
+
 # What the loop of new_group enumerates is every group of the dims, once, in ascending order.
 def test_enumeration(modules):
     peers = modules.peers
@@ -141,3 +196,26 @@ def test_what_became_worse(modules, tmp_path, first, second, verdicts):
     worse = modules.staleness.worse_than(page, measure, said.append)
     assert [line.rpartition(": ")[2] for line in said] == verdicts
     assert len(worse) == (verdicts[-1] == "worse")
+
+
+# What a call costs the store is counted in a simulated job; the start of a job is reckoned from it.
+def test_store(modules):
+    store = modules.store
+    counts = store.counted(8, "nccl")
+    joining = counts["another grid: joining"]
+    assert {cost.questions for cost in joining} == {2}
+    assert max(cost.questions for cost in counts["verify()"]) < 15
+    head, *lines = store.lines_of(counts)
+    assert len({len(line) for line in (head, *lines)}) == 1
+    cost = sum((store.mean(counts[what]) for what in store.STARTS), store.Cost(0, 0, 0, 0))
+    one, *sizes = store.reckoned(counts, store.Rate(1, 1.0, 10.0, 0.0))
+    assert one.endswith(f"= {10 * cost.questions:,.0f} us")
+    assert [line.split()[0] for line in sizes] == ["1,024", "16,384", "131,072"]
+
+
+# The server's time for a question is found with many clients.
+@pytest.mark.clients
+def test_rate_of_a_store(modules):
+    rate = modules.store.measured(8, 0.4)
+    assert rate.a_second > 100
+    assert 0 < rate.question_us < 10_000

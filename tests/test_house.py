@@ -4,85 +4,119 @@ import ast
 import doctest
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from architecture import BEGIN, END, PAGE, House, with_drawing
 
 import hypercomm
+from hypercomm import errors
+from hypercomm.process_groups.c10d.self_checks import OLDEST, since
 
 PACKAGE = Path(hypercomm.__file__).parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+HOUSE = House(PACKAGE)
+SOURCES = list(HOUSE.modules.values())
+module_of, imports_of = HOUSE.name_of, HOUSE.imports_of
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages([str(PACKAGE)], "hypercomm.")
     if not module.name.endswith("__main__")
 )
 
-# From the ground up: a module may import from its own floor and from those below.
+# From the ground up: a module may import from its own floor and from those below. The longest name
+# that fits is a module's floor; `hypercomm` itself has none: it resolves names when they are used.
 FLOORS = [
     ("hypercomm.errors",),
+    ("hypercomm.layout.reading",),
+    ("hypercomm.layout.numbering",),
+    ("hypercomm.layout.groups",),
+    ("hypercomm.layout.rank_layout",),
     ("hypercomm.layout",),
-    ("hypercomm.process_groups", "hypercomm.launch", "hypercomm.local_rank"),
-    ("hypercomm.device_mesh", "hypercomm.preload"),
+    ("hypercomm.launch",),
+    ("hypercomm.process_groups.c10d",),
+    ("hypercomm.process_groups.job", "hypercomm.process_groups.world"),
+    ("hypercomm.process_groups.options",),
+    ("hypercomm.process_groups.agreement",),
+    ("hypercomm.process_groups.creation",),
+    ("hypercomm.process_groups",),
+    ("hypercomm.transfers",),
     ("hypercomm.grid",),
-    ("hypercomm.compat.module_state", "hypercomm.compat.replacement"),
+    ("hypercomm.grid_set",),
+    ("hypercomm.training",),
+    ("hypercomm.compat.module_state", "hypercomm.compat.public_groups"),
+    ("hypercomm.compat.replacement",),
+    ("hypercomm.compat.megatron.releases",),
+    ("hypercomm.compat.megatron.groups",),
+    ("hypercomm.compat.megatron.state",),
     ("hypercomm.compat",),
-    ("hypercomm.grid_set", "hypercomm.presets"),
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]
-# What moves tensors is loaded when one is moved: an import inside a method.
-STEPS_UP = {("hypercomm.layout.mapping", "hypercomm.process_groups.transfer")}
 TORCH_FREE = ["hypercomm", *(name for name in MODULES if name.startswith("hypercomm.layout"))]
+LONGEST = 400
+"""Lines of a file, but for lists of names: `LISTS`."""
+LISTS = {"hypercomm.compat.megatron.parallel_state"}
+MOST_FILES = 10
+"""Files of a folder, its __init__ aside."""
 
 
 def floor_of(module):
-    for height, names in enumerate(FLOORS):
-        if any(module == name or module.startswith(f"{name}.") for name in names):
-            return height
-    return None
+    heights = [
+        (len(name), height)
+        for height, names in enumerate(FLOORS)
+        for name in names
+        if module == name or module.startswith(f"{name}.")
+    ]
+    return max(heights)[1] if heights else None
 
 
-def imports_of(source):
-    """The modules of ours that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if name.name.startswith("hypercomm"))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hypercomm"):
-            yield node.module
-            yield from (
-                f"{node.module}.{name.name}"
-                for name in node.names
-                if f"{node.module}.{name.name}" in MODULES
-            )
-
-
-def module_of(source):
-    parts = source.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
-
-
-# Imports run downwards only. The two modules at the top level that stand outside the house,
-# __init__ (lazy names) and __main__ (the script), are above all of it.
+# Imports run downwards only, also those inside a function or for types.
 @pytest.mark.parametrize("source", SOURCES, ids=module_of)
 def test_imports_run_downwards(source):
     here = floor_of(module_of(source))
     if source.parent == PACKAGE and source.stem in {"__init__", "__main__"}:
         return
     assert here is not None, f"{module_of(source)} has no floor"
-    for imported in imports_of(source):
-        if imported != "hypercomm" and (module_of(source), imported) not in STEPS_UP:
-            assert floor_of(imported) <= here, f"{module_of(source)} imports {imported}"
+    up = [name for name in imports_of(source) if name != "hypercomm" and floor_of(name) > here]
+    assert not up
 
 
 # The map of floors can fail: it knows up from down.
 def test_floors_have_an_order():
-    assert (
-        floor_of("hypercomm.layout.axes") < floor_of("hypercomm.grid") < floor_of("hypercomm.cli")
-    )
+    rooms = ("hypercomm.layout.numbering.axes", "hypercomm.layout", "hypercomm.grid.view")
+    assert [floor_of(room) for room in rooms] == sorted({floor_of(room) for room in rooms})
     assert "hypercomm.layout" in set(imports_of(PACKAGE / "grid" / "hyper_comm_grid.py"))
+
+
+def circles(graph):
+    """What is left when modules that import nothing of it are taken away, again and again."""
+    left = {name: set(imported) & set(graph) - {name} for name, imported in graph.items()}
+    while free := {name for name, imported in left.items() if not imported & set(left)}:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    return left
+
+
+# No module imports one that imports it, by however many steps.
+def test_no_circles():
+    graph = {
+        module_of(source): set(imports_of(source)) - {"hypercomm"}
+        for source in SOURCES
+        if module_of(source) != "hypercomm"
+    }
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}).keys() == {"a", "b", "c"}
+    assert circles(graph) == {}
+
+
+# A folder's listing is its table of contents, and a file is read in one sitting.
+def test_sizes_of_rooms():
+    lines = {module_of(source): len(source.read_text().splitlines()) for source in SOURCES}
+    assert {name for name, count in lines.items() if count > LONGEST} <= LISTS
+    folders = Counter(source.parent for source in SOURCES if source.stem != "__init__")
+    assert {folder.name for folder, count in folders.items() if count > MOST_FILES} == set()
 
 
 def loads_torch(statement):
@@ -166,10 +200,16 @@ def test_public_names_have_docstrings(name):
     assert [where for where in silent if where.rpartition(".")[2] not in overrides] == []
 
 
+NEED_TORCH = {"hypercomm.testing.local": "2.10"}
+"""Modules whose examples need a newer torch than the oldest."""
+
+
 # Every example in a docstring runs and says what it prints.
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
+    if not since(NEED_TORCH.get(name, OLDEST)):
+        pytest.skip(f"its examples need torch {NEED_TORCH[name]}")
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
@@ -181,3 +221,57 @@ def test_public_names():
         assert name in dir(hypercomm)
     with pytest.raises(AttributeError, match="has no attribute 'HyperComGrid'"):
         hypercomm.HyperComGrid  # noqa: B018
+
+
+# So do the errors, all of them, and the packages, of which none loads torch before it must.
+def test_errors_and_packages_at_the_top():
+    assert set(errors.__all__) <= set(hypercomm.__all__)
+    assert all(getattr(hypercomm, name) is getattr(errors, name) for name in errors.__all__)
+    packages = ["cli", "compat", "errors", "launch", "layout", "testing"]
+    lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)
+    assert not loads_torch(f"import hypercomm; {lines}; hypercomm.GridMismatchError")
+    use = "import hypercomm; print(hypercomm.layout.pipelines.__name__, hypercomm.compat.megatron)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", use], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("hypercomm.layout.pipelines <module 'hypercomm.compat.megatron'")
+
+
+# The drawing in CONTRIBUTING.md is that of the imports: `python tests/architecture.py --write`.
+def test_drawing_of_the_rooms():
+    page = PAGE.read_text()
+    assert BEGIN in page
+    assert END in page
+    assert page == with_drawing(page, HOUSE.drawing())
+
+
+# A house whose drawing can be made by hand: `roof` is on `hall`, which has two rooms, and both are
+# on `ground`; when `ground` imports `hall`, too, that is said to be against the order.
+def test_drawing_of_a_toy(tmp_path):
+    files = {
+        "toy/__init__.py": '"""The toy."""',
+        "toy/__main__.py": "import toy.roof",
+        "toy/roof.py": '"""The roof."""\nimport toy.ground\nfrom toy.hall import upper',
+        "toy/hall/__init__.py": '"""The hall.\n\nAnd more.\n"""\nfrom toy.ground import thing',
+        "toy/hall/upper/__init__.py": '"""Upper."""\n\ndef f():\n    import toy.hall.lower.file',
+        "toy/hall/lower/__init__.py": '"""Lower."""',
+        "toy/hall/lower/file.py": '"""No room."""',
+        "toy/ground.py": '"""The ground."""\nfrom os import path',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    rows = [("roof.py", "The roof."), ("", "on hall, ground"), ("hall/", "The hall.")]
+    rows += [("", "on ground"), ("  upper/", "Upper."), ("  lower/", "Lower.")]
+    drawn = [f"{name:20}{says}" for name, says in [*rows, ("ground.py", "The ground.")]]
+    assert House(tmp_path / "toy").drawing().splitlines() == drawn
+    (tmp_path / "toy/ground.py").write_text('"""The ground."""\nimport toy.hall.upper')
+    drawn += [f"{'':20}and up, on hall"]
+    assert House(tmp_path / "toy").drawing().splitlines() == drawn
+
+
+# What CONTRIBUTING.md points at is there.
+def test_places_that_the_page_names():
+    places = re.findall(r"`((?:hypercomm|tests|benchmarks|\.ci)/[\w./]+)`", PAGE.read_text())
+    assert len(places) > 10
+    assert [place for place in places if not (PAGE.parent / place).exists()] == []

@@ -1,7 +1,8 @@
 """The command line: plan a layout, compare two, check a machine or a cluster, say what works here.
 
 `main` is the one place that turns errors into messages and exit codes: 0 all is well, 1 the check
-failed, 2 the call was wrong, 130 interrupted.
+failed, 2 the call was wrong, 130 interrupted. Of the ranks of a launched job, one says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     import click
 
     from hypercomm.cli.commands import cli
+    from hypercomm.cli.speaking import leave_it_to_another
 
     try:
         result = cli.main(argv, prog_name="hypercomm", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if not leave_it_to_another(error):
+            error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted; every rank that was started has been ended")
@@ -39,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(str(error))
         return 1
     except HyperCommError as error:
-        _say(str(error))
+        if not leave_it_to_another(error):
+            _say(str(error))
         return 2
     return result if isinstance(result, int) else 0
 

@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import json
 
-from rich import box
-from rich.console import Console
+import attrs
+import click
 from rich.markup import escape
-from rich.table import Table
 
+from hypercomm.cli import options
+from hypercomm.cli.printing import console, numbers, table
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.difference import COLUMNS, LayoutDifference
-from hypercomm.layout.notation import OPEN, parse_sizes
+from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
+from hypercomm.layout.reading.notation import OPEN, parse_sizes
 
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 
-_PIPED_WIDTH = 120
-"""Columns of the table where no terminal sets them."""
+_OPTION = "--world-size"
+
+
+@click.command(short_help="Show which groups a change of layout keeps, ends and makes.")
+@click.argument("before")
+@click.argument("after")
+@click.option(
+    _OPTION,
+    type=int,
+    help="Infer a size that is -1 from this. Default: from the ranks of the other layout.",
+)
+@click.option("--before-offset", default=0, help="The smallest rank before.")
+@click.option("--after-offset", default=0, help="The smallest rank after.")
+@options.as_json
+def diff(
+    before: str,
+    after: str,
+    world_size: int | None,
+    before_offset: int,
+    after_offset: int,
+    as_json: bool,
+) -> None:
+    """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
+
+    For every combination of dims: which dims make the same groups afterwards, and which groups are
+    kept, gone or new. Nothing is started, and torch is not loaded.
+    """
+    changes = difference(*read(before, after, world_size, before_offset, after_offset))
+    if as_json:
+        print(json.dumps(_json_form(changes)))
+    else:
+        _show(changes)
 
 
 def read(
@@ -46,62 +77,46 @@ def read(
             f"both {before!r} and {after!r} have an open size; give one of them all its sizes, or "
             f"the number of ranks with --world-size"
         )
-    if world_size is None and is_open[0]:
-        there = RankLayout.parse(after, rank_offset=after_offset)
-        return RankLayout.parse(before, world_size=there.size, rank_offset=before_offset), there
-    here = RankLayout.parse(before, world_size=world_size, rank_offset=before_offset)
-    if world_size is None and is_open[1]:
-        world_size = here.size
-    return here, RankLayout.parse(after, world_size=world_size, rank_offset=after_offset)
+    room = ""
+    if world_size is None and any(is_open):
+        world_size = RankLayout.parse(after if is_open[0] else before).size
+        room = f"the other layout has {world_size}"
+    texts = {"before": (before, before_offset), "after": (after, after_offset)}
+    one, other = (
+        options.read_layout(
+            text,
+            world_size,
+            _OPTION,
+            room=room,
+            rank_offset=offset,
+            offset_option=f"--{which}-offset",
+        )
+        for which, (text, offset) in texts.items()
+    )
+    return one, other
 
 
-def show(changes: LayoutDifference, *, as_json: bool) -> None:
-    """Print what changes."""
-    if as_json:
-        print(json.dumps(_json_form(changes)))
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in COLUMNS:
-        is_number = title == "groups x size"
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=is_number)
+def _show(changes: LayoutDifference) -> None:
+    out = console()
+    rows = table(*(numbers(title) if " x " in title else title for title in COLUMNS))
     for change in changes.changes:
         *cells, result = map(escape, change.cells)
-        table.add_row(*cells, f"[{_COLOURS[change.result]}]{result}[/]")
+        rows.add_row(*cells, f"[{_COLOURS[change.result]}]{result}[/]")
     if changes.changes:
-        console.print(table)
-    console.print(changes.summary, markup=False, soft_wrap=True)
+        out.print(rows)
+    out.print(changes.summary, markup=False, soft_wrap=True)
 
 
 def _json_form(changes: LayoutDifference) -> dict[str, object]:
+    def counts(of: str, *whats: str) -> dict[str, int]:
+        return {what: getattr(changes, f"{of}_{what}") for what in whats}
+
     return {
         "before": str(changes.before),
         "before_offset": changes.before.rank_offset,
         "after": str(changes.after),
         "after_offset": changes.after.rank_offset,
-        "changes": [
-            {
-                "before": list(change.before),
-                "after": list(change.after),
-                "groups_before": change.groups_before,
-                "groups_after": change.groups_after,
-                "size": change.size,
-                "kept": change.kept,
-                "result": change.result,
-            }
-            for change in changes.changes
-        ],
-        "groups": {
-            "kept": changes.groups_kept,
-            "gone": changes.groups_gone,
-            "new": changes.groups_new,
-        },
-        "ranks": {
-            "shared": changes.ranks_shared,
-            "moved": changes.ranks_moved,
-            "gone": changes.ranks_gone,
-            "new": changes.ranks_new,
-        },
+        "changes": [attrs.asdict(change) | {"result": change.result} for change in changes.changes],
+        "groups": counts("groups", "kept", "gone", "new"),
+        "ranks": counts("ranks", "shared", "moved", "gone", "new"),
     }

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rich import box
+import attrs
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
-from hypercomm.cli.diagnosis import (
-    OF_BUILD,
-    VARIABLES,
-    Backend,
-    Report,
-    SelfCheck,
-    Strategy,
-    reader_of,
-    report,
-)
+from hypercomm.cli import options
+from hypercomm.cli.diagnosis import OF_BUILD, VARIABLES, Report, reader_of, report
+from hypercomm.cli.printing import console, table
+
+if TYPE_CHECKING:  # it loads torch
+    from hypercomm.cli.torch_trial import SelfCheck
 
 _PIPED_WIDTH = 100
 """Columns of the tables where no terminal sets them."""
@@ -47,72 +45,81 @@ _COUNTED = {
 """What is said of one self-check that came out so, and of several."""
 
 
-def run(*, everything: bool, as_json: bool) -> int:
-    """Look at this machine, show what is found, and return an exit code.
+@click.command(short_help="Show versions, what works here, and why the rest does not.")
+@click.option("--all", "everything", is_flag=True, help="List every private name of torch.")
+@options.as_json
+def doctor(*, everything: bool, as_json: bool) -> int:
+    """Show versions, backends, ways of creating groups, self-checks and environment variables.
 
-    Args:
-        everything: Whether to show every self-check, rather than those that are lost.
-        as_json: Whether to print JSON, which has everything.
-
-    Raises:
-        WorldSizeError: torch.distributed is initialised already.
+    Creates groups of this process alone. The exit code is 1 where something that this torch is to
+    have is lost, or no group can be created.
     """
     with Console(stderr=True).status("looking at torch"):
         found = report()
     if as_json:
-        print(json.dumps(found, indent=2, sort_keys=True))
+        print(json.dumps({"ok": found.ok, **attrs.asdict(found)}, indent=2, sort_keys=True))
     else:
         _show(found, everything=everything)
-    return 0 if found["ok"] else 1
+    return 0 if found.ok else 1
 
 
 def _show(found: Report, *, everything: bool) -> None:
     """Print the report as tables and lines."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)
+    out = console(_PIPED_WIDTH)
     for part in _parts(found, everything=everything):
-        console.print(escape(part) if isinstance(part, str) else part)
-        console.print()
-    for problem in found["problems"]:
-        console.print(f"[red]problem[/]: {escape(problem)}")
-    if found["ok"]:
-        console.print("all that this torch is to have works here")
-    console.print("a bug report needs what 'hypercomm doctor --json' prints", markup=False)
+        out.print(escape(part) if isinstance(part, str) else part)
+        out.print()
+    for problem in found.problems:
+        out.print(f"[red]problem[/]: {escape(problem)}")
+    if found.ok:
+        out.print("all that this torch is to have works here")
+    out.print("a bug report needs what 'hypercomm doctor --json' prints", markup=False)
 
 
 def _parts(found: Report, *, everything: bool) -> Iterator[str | Table]:
     """Make what stands between empty lines."""
     yield _versions_table(found)
-    if found["backends"]:
-        yield _backends_table(found["backends"])
-        yield _strategies_table(found["strategies"])
-        yield from _how_created(found)
+    if found.backends:
+        yield _grouped(
+            ("backends", "result", "why not"),
+            (
+                (backend.name, "not here" if backend.reason else "available", backend.reason or "")
+                for backend in found.backends
+            ),
+        )
+        yield _grouped(
+            ("strategy", "result", "time", "what it does, or why it does not work"),
+            (
+                (each.name, each.state, _milliseconds(each.seconds), each.says)
+                for each in found.strategies
+            ),
+        )
+        tried = "tried with an all-reduce on a world of one gloo rank, where creation='auto' takes "
+        lines = [tried + found.auto if found.auto else None, found.nccl_job]
+        if any(lines):
+            yield "\n".join(filter(None, lines))
         yield _summary(found, everything=everything)
-    shown = [check for check in found["self_checks"] if everything or check["state"] == "lost"]
+    shown = [check for check in found.self_checks if everything or check.state == "lost"]
     if shown:
         yield _checks_table(shown)
-    if found["environment"]:
-        yield _environment_table(found["environment"])
+    if found.environment:
+        yield _environment_table(found.environment)
     else:
         yield "no environment variable that matters is set"
 
 
 def _table(*titles: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+    return table(*(Column(title, overflow="fold") for title in titles), show_edge=False)
 
 
 def _versions_table(found: Report) -> Table:
-    table = _table("what", "version")
-    absent = dict.fromkeys(OF_BUILD, "unknown" if found["gpus"] is None else "not in this build")
-    for name, version in found["versions"].items():
+    rows = _table("what", "version")
+    absent = dict.fromkeys(OF_BUILD, "unknown" if found.gpus is None else "not in this build")
+    for name, version in found.versions.items():
         shown = version or absent.get(name, "not installed")
-        table.add_row(_TITLES.get(name, name), escape(shown))
-    table.add_row("GPUs", escape(_gpus_shown(found["gpus"])))
-    return table
+        rows.add_row(_TITLES.get(name, name), escape(shown))
+    rows.add_row("GPUs", escape(_gpus_shown(found.gpus)))
+    return rows
 
 
 def _gpus_shown(gpus: Sequence[str] | None) -> str:
@@ -121,51 +128,24 @@ def _gpus_shown(gpus: Sequence[str] | None) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(gpus).items())
 
 
-def _backends_table(backends: Sequence[Backend]) -> Table:
-    """Make a table with a row for each reason."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for backend in backends:
-        state = "available" if backend["reason"] is None else "not here"
-        rows.setdefault((state, backend["reason"] or ""), []).append(backend["name"])
-    return _filled(_table("backends", "result", "why not"), rows)
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def _strategies_table(strategies: Sequence[Strategy]) -> Table:
-    """Make a table with a row for each reason."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for strategy in strategies:
-        seconds = strategy["seconds"]
-        shown = "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
-        rows.setdefault((strategy["state"], shown, strategy["says"]), []).append(strategy["name"])
-    titles = ("strategy", "result", "time", "what it does, or why it does not work")
-    return _filled(_table(*titles), rows)
-
-
-def _filled(table: Table, rows: dict[tuple[str, ...], list[str]]) -> Table:
-    """Add rows, each with the names of all that it is about."""
-    for (state, *cells), names in rows.items():
-        table.add_row(escape(", ".join(names)), _coloured(state), *map(escape, cells))
-    return table
-
-
-def _how_created(found: Report) -> Iterator[str]:
-    """Say what the strategies were tried on, and which one a grid takes by itself."""
-    lines = []
-    if found["auto"] is not None:
-        lines.append(
-            f"tried with an all-reduce on a world of one gloo rank, where creation='auto' takes "
-            f"{found['auto']}"
-        )
-    if found["nccl_job"] is not None:
-        lines.append(found["nccl_job"])
-    if lines:
-        yield "\n".join(lines)
+def _grouped(titles: Sequence[str], items: Iterable[tuple[str, ...]]) -> Table:
+    """Make a table of names, states and more, with one row for all names that have these alike."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in items:
+        names.setdefault(tuple(cells), []).append(name)
+    rows = _table(*titles)
+    for (state, *cells), alike in names.items():
+        rows.add_row(escape(", ".join(alike)), _coloured(state), *map(escape, cells))
+    return rows
 
 
 def _summary(found: Report, *, everything: bool) -> str:
     """Count the self-checks by what came of them."""
-    checks = found["self_checks"]
-    count = Counter(check["state"] for check in checks)
+    count = Counter(check.state for check in found.self_checks)
     parts = [
         f"{count[state]} {one if count[state] == 1 else many}"
         for state, (one, many) in _COUNTED.items()
@@ -173,38 +153,36 @@ def _summary(found: Report, *, everything: bool) -> str:
     ]
     hint = "" if everything else "; see --all"
     return (
-        f"{len(checks)} private names of torch: {', '.join(parts)} "
-        f"({(found['self_checks_s'] or 0) * 1e3:.1f} ms{hint})"
+        f"{count.total()} private names of torch: {', '.join(parts)} "
+        f"({_milliseconds(found.self_checks_s)}{hint})"
     )
 
 
 def _checks_table(checks: Sequence[SelfCheck]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    rows = Table.grid(padding=(0, 2))
     for check in checks:
-        title, *lines = _lines(check)
-        table.add_row(_coloured(check["state"]), escape(title))
+        title, *lines = (
+            (check.name, check.gives)
+            if check.state != "lost"
+            else (
+                f"{check.name} {check.reason}",
+                f"it gives: {check.gives}",
+                f"without it: {check.without}",
+            )
+        )
+        rows.add_row(_coloured(check.state), escape(title))
         for line in lines:
-            table.add_row("", Padding(escape(line), (0, 0, 0, 2)))
-    return table
-
-
-def _lines(check: SelfCheck) -> list[str]:
-    if check["state"] != "lost":
-        return [check["name"], check["gives"]]
-    return [
-        f"{check['name']} {check['reason']}",
-        f"it gives: {check['gives']}",
-        f"without it: {check['without']}",
-    ]
+            rows.add_row("", Padding(escape(line), (0, 0, 0, 2)))
+    return rows
 
 
 def _environment_table(variables: dict[str, str]) -> Table:
-    table = _table("environment", "read by", "value")
+    rows = _table("environment", "read by", "value")
     for reader in VARIABLES:
         for name in sorted(variables):
             if reader_of(name) == reader:
-                table.add_row(escape(name), reader, escape(variables[name] or "(empty)"))
-    return table
+                rows.add_row(escape(name), reader, escape(variables[name] or "(empty)"))
+    return rows
 
 
 def _coloured(state: str) -> str:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations
-from typing import TypedDict
+from typing import Any
 
-from rich import box
-from rich.console import Console
+import click
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column
 
+from hypercomm.cli import options
+from hypercomm.cli.printing import console, numbers, table
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.notation import format_coords
-from hypercomm.layout.placement import hosts_touched
+from hypercomm.layout.groups.hosts import hosts_touched
+from hypercomm.layout.reading.notation import format_coords
 
 _EXAMPLE = 16
-"""Ranks of an example group that a report holds, at most."""
+"""Ranks of an example group that JSON shows, at most."""
 
 _MANY_DIMS = 6
 """More dims than this have too many combinations to look at."""
@@ -26,124 +27,105 @@ _MANY_DIMS = 6
 _MOST_RANKS = 2**24
 """Ranks that are enumerated in a fraction of a second for each combination."""
 
-_PIPED_WIDTH = 120
-"""Columns of the table where no terminal sets them."""
 
+@click.command(short_help="Show coordinates and groups of a layout of any size.")
+@options.sizes
+@click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
+@click.option("--rank-offset", default=0, help="The smallest rank.")
+@click.option("--rank", type=int, help="Show where this rank is, and its groups.")
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Ranks on each host.",
+)
+@options.groups
+@options.as_json
+def plan(
+    sizes: str,
+    world_size: int | None,
+    rank_offset: int,
+    rank: int | None,
+    gpus_per_node: int,
+    wanted: list[tuple[str, ...]] | None,
+    as_json: bool,
+) -> None:
+    """Show coordinates and groups of a layout such as tp=8,cp=2,dp=64,pp=8.
 
-class GroupsPlan(TypedDict):
-    """The groups over some dims; the example is the beginning of the rank's own group."""
-
-    dims: list[str]
-    groups: int
-    size: int
-    strides: list[int]
-    example: list[int]
-    last: int
-    hosts_per_group: list[int]
-
-
-class PlanReport(TypedDict):
-    """A layout, a rank of it, and its groups."""
-
-    layout: str
-    ranks: int
-    rank_offset: int
-    hosts: int
-    gpus_per_node: int
-    rank: int
-    coords: dict[str, int]
-    groups: list[GroupsPlan]
+    The first dim varies fastest. Nothing is started, and torch is not loaded.
+    """
+    layout = options.read_layout(sizes, world_size, "--world-size", rank_offset=rank_offset)
+    if layout.size > _MOST_RANKS:
+        raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
+    rank = layout.rank_offset if rank is None else rank
+    found = {
+        "layout": str(layout),
+        "ranks": layout.size,
+        "rank_offset": layout.rank_offset,
+        "hosts": hosts_touched(layout.groups(*layout.dim_names), gpus_per_node)[1],
+        "gpus_per_node": gpus_per_node,
+        "rank": rank,
+        "coords": layout.coords(rank),
+        "groups": [
+            _groups_over(layout, layout.order_dims(dims), gpus_per_node, rank)
+            for dims in wanted or combinations_of(layout)
+        ],
+    }
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found)
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
     """List every combination of dims, of many dims only the pairs; dims of size 1 add no ranks."""
     long = [name for name in layout.dim_names if layout.size_of(name) > 1]
     most = len(long) if len(long) <= _MANY_DIMS else 2
-    single = [(name,) for name in layout.dim_names]
-    return single + list(
-        chain.from_iterable(combinations(long, count) for count in range(2, most + 1))
-    )
+    several = (combinations(long, count) for count in range(2, most + 1))
+    return [(name,) for name in layout.dim_names] + list(chain.from_iterable(several))
 
 
-def report(
-    layout: RankLayout,
-    wanted: Iterable[Sequence[str]] | None,
-    gpus_per_node: int,
-    rank: int | None,
-) -> PlanReport:
-    """Work out the plan; the example groups are those of `rank`, by default the smallest."""
-    if layout.size > _MOST_RANKS:
-        raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
-    rank = layout.rank_offset if rank is None else rank
-    coords = layout.coords(rank)
-    every_rank = layout.groups(*layout.dim_names)
-    return PlanReport(
-        layout=str(layout),
-        ranks=layout.size,
-        rank_offset=layout.rank_offset,
-        hosts=hosts_touched(every_rank, gpus_per_node)[1],
-        gpus_per_node=gpus_per_node,
-        rank=rank,
-        coords=coords,
-        groups=[
-            _groups_plan(layout, layout.order_dims(dims), gpus_per_node, rank)
-            for dims in (combinations_of(layout) if wanted is None else wanted)
-        ],
-    )
-
-
-def _groups_plan(
+def _groups_over(
     layout: RankLayout, dims: Sequence[str], gpus_per_node: int, rank: int
-) -> GroupsPlan:
+) -> dict[str, Any]:
+    """Describe the groups over some dims, and the beginning of the rank's own."""
     groups = layout.groups(*dims)
-    return GroupsPlan(
-        dims=list(dims),
-        groups=len(groups),
-        size=groups.group_size,
-        strides=[layout.strides[layout.dim_names.index(dim)] for dim in dims],
-        example=list(groups.of(rank)[:_EXAMPLE]),
-        last=groups.of(rank)[-1],
-        hosts_per_group=list(hosts_touched(groups, gpus_per_node)),
-    )
+    own = groups.of(rank)
+    return {
+        "dims": dims,
+        "groups": len(groups),
+        "size": groups.group_size,
+        "strides": [layout.strides[layout.dim_names.index(dim)] for dim in dims],
+        "example": own[:_EXAMPLE],
+        "last": own[-1],
+        "hosts_per_group": hosts_touched(groups, gpus_per_node),
+    }
 
 
-def show(plan: PlanReport, *, as_json: bool) -> None:
-    """Print the plan."""
-    if as_json:
-        print(json.dumps(plan))
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)
-    last = plan["rank_offset"] + plan["ranks"] - 1
-    at = format_coords(plan["coords"])
-    console.print(
-        f"[bold]{escape(plan['layout'])}[/]: {plan['ranks']:,} ranks "
-        f"{plan['rank_offset']}..{last}; the first dim varies fastest\n"
-        f"{plan['hosts']:,} host{'s' * (plan['hosts'] > 1)} of {plan['gpus_per_node']}; "
-        f"rank {plan['rank']} is at {escape(at)}",
+def _show(found: dict[str, Any]) -> None:
+    out = console()
+    last = found["rank_offset"] + found["ranks"] - 1
+    out.print(
+        f"[bold]{escape(found['layout'])}[/]: {found['ranks']:,} ranks "
+        f"{found['rank_offset']}..{last}; the first dim varies fastest\n"
+        f"{found['hosts']:,} host{'s' * (found['hosts'] > 1)} of {found['gpus_per_node']}; "
+        f"rank {found['rank']} is at {escape(format_coords(found['coords']))}",
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dims")
-    for title in ("groups", "size", "strides", "hosts"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(f"group of rank {plan['rank']}", no_wrap=True)
-    for row in plan["groups"]:
-        table.add_row(
-            escape("+".join(row["dims"])),
-            f"{row['groups']:,}",
-            f"{row['size']:,}",
-            " ".join(map(str, row["strides"])),
-            "..".join(f"{count:,}" for count in dict.fromkeys(row["hosts_per_group"])),
-            _shorten(row["example"], row["size"], row["last"]),
+    titles = map(numbers, ("groups", "size", "strides", "hosts"))
+    rows = table("dims", *titles, Column(f"group of rank {found['rank']}", no_wrap=True))
+    for groups in found["groups"]:
+        example = groups["example"]
+        rows.add_row(
+            escape("+".join(groups["dims"])),
+            f"{groups['groups']:,}",
+            f"{groups['size']:,}",
+            " ".join(map(str, groups["strides"])),
+            "..".join(f"{count:,}" for count in dict.fromkeys(groups["hosts_per_group"])),
+            " ".join(map(str, example))
+            if groups["size"] <= 4
+            else f"{example[0]} {example[1]} .. {groups['last']}",
         )
-    console.print(table)
-    console.print("hosts: how many of them each group reaches")
-
-
-def _shorten(example: Sequence[int], size: int, last: int) -> str:
-    """Write the ranks of a group, leaving out the middle of a long one."""
-    if size <= 4:
-        return " ".join(map(str, example))
-    return f"{example[0]} {example[1]} .. {last}"
+    out.print(rows)
+    out.print("hosts: how many of them each group reaches")

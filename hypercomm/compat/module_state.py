@@ -1,8 +1,7 @@
 """One mechanism for the globals of a legacy module: read, written, deleted, switched for a scope.
 
 Legacy code reads and writes `module._SOME_GLOBAL` from outside. Here the values live in an object;
-the module has a descriptor for each name, which acts on the current object. What getters answer is
-kept until the next write, so that a getter costs two lookups.
+the module has a descriptor for each name, which acts on the current object.
 """
 
 from __future__ import annotations
@@ -13,22 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
-
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hypercomm.errors import StateError
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.world import process_wide
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-UNKNOWN = object()
-"""Stands for an answer that was not computed since the last write."""
-
-_STEADY = {type(None), bool, int, str, list, tuple, dict, ProcessGroup}
-"""Types of which nothing that answers depend on changes by itself; a mock's size may."""
 
 
 class ModuleState:
@@ -38,19 +28,15 @@ class ModuleState:
         blank: For each global, what makes its value at rest.
 
     Attributes:
-        questions: The functions that compute what getters answer, each with `UNKNOWN`.
         values: The value of each global.
-        answers: What getters answered since the last write, by question, else `UNKNOWN`. Its keys
-            do not change, so that what `torch.compile` made of one getter outlives another's call.
 
     Example:
         >>> state = ModuleState({"_SIZE": lambda: None})
         >>> state.write("_SIZE", 4)
-        >>> state.read("_SIZE"), state.answer(lambda state: state.values["_SIZE"] * 2)
-        (4, 8)
+        >>> state.delete("_SIZE")
+        >>> state.values["_SIZE"], state.names()
+        (None, [])
     """
-
-    questions: ClassVar[dict[Callable[[Any], Any], Any]] = {}
 
     def __init__(self, blank: Mapping[str, Callable[[], Any]]) -> None:
         self._blank = blank
@@ -58,11 +44,9 @@ class ModuleState:
 
     def reset(self) -> None:
         """Put every global to its value at rest."""
-        self.values: dict[str, Any] = {name: make() for name, make in self._blank.items()}
         self._deleted: set[str] = set()
-        self._restless: set[str] = set()
-        self._may_settle = False
-        self.forget_answers()
+        self.values: dict[str, Any] = {name: make() for name, make in self._blank.items()}
+        self.fill(self.values)
 
     def destroy(self) -> None:
         """Empty the state; one that owns something ends that too. May be called twice."""
@@ -82,13 +66,7 @@ class ModuleState:
 
     def write(self, name: str, value: Any) -> None:
         """Set a global, as `module.name = value` does; getters follow."""
-        self._deleted.discard(name)
-        self.values[name] = value
-        if type(value) in _STEADY:
-            self._restless.discard(name)
-        else:
-            self._restless.add(name)
-        self.forget_answers()
+        self.fill({name: value})
 
     def delete(self, name: str) -> None:
         """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
@@ -97,34 +75,13 @@ class ModuleState:
         self._deleted.add(name)
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Set many globals to what is our own, and let answers be kept from now on."""
+        """Set several globals."""
         self.values.update(values)
         self._deleted -= values.keys()
-        self._restless -= values.keys()
-        self._may_settle = True
-        self.forget_answers()
 
     def names(self) -> list[str]:
         """List the globals that were not deleted."""
         return [name for name in self.values if name not in self._deleted]
-
-    @property
-    def settled(self) -> bool:
-        """Whether answers are kept."""
-        return self._may_settle and not self._restless
-
-    def answer(self, question: Callable[[Any], Any]) -> Any:
-        """Compute an answer that is not known, and keep it where it will stay right."""
-        answers = self.answers
-        answer = question(self)
-        if self.settled:
-            answers[question] = answer
-        return answer
-
-    def forget_answers(self) -> None:
-        """Let every getter compute its answer anew."""
-        # A new dict: a thread that computes an answer right now keeps it in the old one.
-        self.answers = self.questions.copy()
 
 
 State = TypeVar("State", bound=ModuleState)
@@ -151,7 +108,6 @@ class CurrentState(Generic[State]):
         self._open: dict[str, tuple[State, int]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        process_wide.add(self)
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -198,29 +154,30 @@ class CurrentState(Generic[State]):
         return None
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
-        """Give a module one attribute for each name, which reads and writes the current state.
-
-        The module calls this when it has all of its getters.
-        """
-        self.default.forget_answers()  # it is older than the getters
-        members: dict[str, Any] = {name: _Global(name, self.get) for name in names}
-        current = self.get
-        members["__dir__"] = lambda self: [*ModuleType.__dir__(self), *current().names()]
+        """Give a module one attribute for each name, which reads and writes the current state."""
+        members: dict[str, Any] = {name: _global(name, self.get) for name in names}
+        members["__dir__"] = lambda module: [*ModuleType.__dir__(module), *self.get().names()]
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 
-class _Global:
+def _global(name: str, current: Callable[[], ModuleState]) -> property:
     """A module's attribute whose value lives in the current state."""
+    return property(
+        lambda _: current().read(name),
+        lambda _, value: current().write(name, value),
+        lambda _: current().delete(name),
+    )
 
-    def __init__(self, name: str, current: Callable[[], ModuleState]) -> None:
-        self._name = name
-        self._current = current
 
-    def __get__(self, module: ModuleType, kind: type) -> Any:
-        return self._current().read(self._name)
+def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
+    """Give each function that was made within another the name that it has in a namespace.
 
-    def __set__(self, module: ModuleType, value: Any) -> None:
-        self._current().write(self._name, value)
-
-    def __delete__(self, module: ModuleType) -> None:
-        self._current().delete(self._name)
+    Args:
+        namespace: That of a module, or of a class.
+        module: The module.
+        within: The name of the class, and a dot.
+    """
+    for name, value in namespace.items():
+        if "<locals>" in getattr(value, "__qualname__", ""):
+            value.__name__, value.__qualname__ = name, within + name
+            value.__module__ = module

@@ -3,60 +3,64 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hypercomm import device_mesh
 from hypercomm.errors import GroupOptionsError, LayoutError
-from hypercomm.grid import looks
+from hypercomm.grid import device_mesh
 from hypercomm.grid.arguments import (
     Cover,
     Creation,
+    GivenSizes,
+    GridKeywords,
+    GridOptions,
     Share,
+    Sizes,
+    as_factors_of,
+    as_layout,
     as_target,
     as_texts,
-    check_choice,
-    check_name,
+    check_keywords,
     check_world,
 )
-from hypercomm.grid.interface import GridInterface, GridState
+from hypercomm.grid.looks import GridLooks
+from hypercomm.grid.questions import GridState
 from hypercomm.grid.view import GridView
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import positive
+from hypercomm.layout.reading.notation import parse_sizes
+from hypercomm.layout.reading.signatures import with_own_names
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import world
-from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.options import (
-    as_verified,
-    check_known,
-    check_lazy_init,
-    check_timeout,
-)
+from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.agreement.steps import Steps
+from hypercomm.process_groups.creation.creation import abort, destroy
+from hypercomm.process_groups.job import current_or_none
+from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import GroupOwner
-from hypercomm.process_groups.reshaping import Reshaped, declining, reshape
-from hypercomm.process_groups.strategies import STRATEGIES
+from hypercomm.process_groups.planned import Pool
+from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, refusing, reshape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self  # typing has it from Python 3.11 on
-
+    from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
 logger = logging.getLogger(__name__)
 
 
-class HyperCommGrid(GridInterface):
+@with_own_names
+class HyperCommGrid(GridLooks):
     """An N-dimensional grid of ranks that creates process groups by dim names.
 
     The first dim varies fastest, as in Megatron's `order` and opposite to DeviceMesh. The grid
     owns what it creates: `destroy()`, or leaving its `with` block, destroys exactly that.
 
     Args:
-        shape: Size of each dim, in ranks.
-        dim_names: Name of each dim, in the order of `shape`.
+        shape: Size of each dim, in ranks: as text, "tp=2,dp=-1"; by name, {"tp": 2, "dp": -1}; as
+            ints, beside `dim_names`; or a `RankLayout`. One may be -1: it fills the world from
+            `rank_offset` on. Default: what the environment's HYPERCOMM_LAYOUT says.
+        dim_names: Name of each dim, in the order of `shape`, where that does not say.
         rank_offset: The smallest rank, where the grid does not begin at rank 0.
         backend: Backend of the groups; default: that of WORLD.
         name: Tells this grid apart from others; every rank must give the same one. Ranks come to
@@ -89,7 +93,7 @@ class HyperCommGrid(GridInterface):
 
     Example:
         >>> from hypercomm.testing import fake_world
-        >>> with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,cp=2,dp=-1") as grid:
         ...     dp_cp = grid.create_pg(["dp", "cp"])
         ...     print(grid.coords(), grid.group_ranks(["dp", "cp"]), dp_cp.size())
         {'tp': 1, 'cp': 0, 'dp': 1} (1, 3, 5, 7) 4
@@ -100,8 +104,8 @@ class HyperCommGrid(GridInterface):
 
     def __init__(
         self,
-        shape: Iterable[int],
-        dim_names: Iterable[str],
+        shape: Sizes = None,
+        dim_names: Iterable[str] | None = None,
         rank_offset: int = 0,
         backend: str | None = None,
         *,
@@ -114,39 +118,42 @@ class HyperCommGrid(GridInterface):
         lazy_init: bool | None = None,
         verify: bool | None = None,
     ) -> None:
-        layout = RankLayout(shape, dim_names, rank_offset)
-        self._setup(
-            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init, verify
-        )
+        keywords: GridKeywords = {"backend": backend, "name": name, "cover": cover}
+        keywords |= {"creation": creation, "share": share, "world_size": world_size}
+        keywords |= {"lazy_init": lazy_init, "verify": verify}
+        layout = as_layout(shape, dim_names, rank_offset, world_size)
+        self._setup(layout, share_with, keywords)
+
+    @classmethod
+    def parse(cls, text: str, rank_offset: int = 0, **keywords: Unpack[GridKeywords]) -> Self:
+        """Make a grid of sizes as text; the arguments are those of the class.
+
+        Example:
+            >>> HyperCommGrid.parse("tp=2,dp=-1", world_size=8).shape
+            [2, 4]
+        """
+        check_keywords("parse", keywords, GridKeywords.__annotations__)
+        return cls(parse_sizes(text), rank_offset=rank_offset, **keywords)
 
     @classmethod
     def from_layout(
         cls,
         layout: RankLayout,
         *,
-        backend: str | None = None,
-        name: str | None = None,
-        cover: Cover = "any",
-        creation: Creation = "auto",
-        share: Share = "never",
         share_with: HyperCommGrid | None = None,
-        world_size: int | None = None,
-        lazy_init: bool | None = None,
-        verify: bool | None = None,
+        **keywords: Unpack[GridKeywords],
     ) -> Self:
         """Make a grid of a layout, gaps included; the arguments are those of the class.
 
         Example:
-            >>> layout = RankLayout.parse("tp=2,dp=-1", world_size=8)
-            >>> HyperCommGrid.from_layout(layout, world_size=8).shape
+            >>> HyperCommGrid.from_layout(RankLayout.parse("tp=2,dp=4"), world_size=8).shape
             [2, 4]
         """
         if not isinstance(layout, RankLayout):
             raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
+        check_keywords("from_layout", keywords, GridKeywords.__annotations__)
         grid = cls.__new__(cls)
-        grid._setup(
-            layout, backend, name, cover, creation, share, share_with, world_size, lazy_init, verify
-        )
+        grid._setup(layout, share_with, keywords)
         return grid
 
     @classmethod
@@ -183,44 +190,28 @@ class HyperCommGrid(GridInterface):
         return grid
 
     def _setup(
-        self,
-        layout: RankLayout,
-        backend: str | None,
-        name: str | None,
-        cover: str,
-        creation: str,
-        share: Share,
-        share_with: HyperCommGrid | None,
-        world_size: int | None,
-        lazy_init: bool | None,
-        verify: bool | None,
+        self, layout: RankLayout, share_with: HyperCommGrid | None, keywords: GridKeywords
     ) -> None:
-        check_choice("cover", cover, ("any", "exact"))
-        check_choice("creation", creation, ("auto", *STRATEGIES))
-        check_choice("share", share, ("never", "identical"))
-        if backend is not None:
-            check_known(backend)
-        check_lazy_init(lazy_init, backend)
-        check_name(name)
+        options = GridOptions(**keywords)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
-        if world_size is not None:
-            positive(world_size, "world_size")
-        total = world.world_size(world_size)
-        check_world(layout, total, cover)
-        other = None if share_with is None else share_with._state
-        agreement = Agreement(layout, name, backend)
-        owner = GroupOwner(layout, creation, other, agreement, as_verified(verify))
-        self._state = GridState(Views(layout), owner, backend, name, share, lazy_init, total)
-        weakref.finalize(self, _warn_of_live, self._state).atexit = False
+        total = world.world_size(options.world_size)
+        check_world(layout, total, options.cover)
+        lender = None if share_with is None else share_with._state
+        pool = Pool(None if lender is None else lender.owner.pool)
+        owner = _owner_of(layout, options, pool)
+        job = current_or_none()
+        known = job if job is not None and job.size == total else None
+        self._state = GridState(Views(layout), owner, options, total, lender, job=known)
+        weakref.finalize(self, self._state.warn_of_live).atexit = False
 
     # ---- views --------------------------------------------------------------------------------
 
     def register_view(
         self,
         name: str,
-        shape: Iterable[int],
-        dim_names: Iterable[str],
+        shape: GivenSizes,
+        dim_names: Iterable[str] | None = None,
         shared_dims: Iterable[str] | None = None,
     ) -> None:
         """Add another factorisation of the grid's ranks, such as that of a model's expert layers.
@@ -231,8 +222,8 @@ class HyperCommGrid(GridInterface):
 
         Args:
             name: What the view is asked for by.
-            shape: Size of each dim, in ranks; the first dim varies fastest.
-            dim_names: Name of each dim, in the order of `shape`.
+            shape: Size of each dim, in ranks, as for the class; one may be -1.
+            dim_names: Name of each dim, in the order of `shape`, where that does not say.
             shared_dims: Dims that are the grid's too, with the same groups: these then have one
                 process group in both.
 
@@ -243,14 +234,15 @@ class HyperCommGrid(GridInterface):
 
         Example:
             >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
-            >>> grid.register_view("expert", [4, 2, 2], ["ep", "expt_dp", "pp"], ["pp"])
+            >>> grid.register_view("expert", "ep=4,expt_dp=-1,pp=2", shared_dims=["pp"])
             >>> grid.get_rank_enum("ep", view="expert")[0], grid.view("expert").coords(5)
             ([0, 1, 2, 3], {'ep': 1, 'expt_dp': 1, 'pp': 0})
 
         Source: names and arguments follow newer versions of `megatron.core.hyper_comm_grid`.
         """
         self._owner.check_alive()
-        self._state.views.register(name, shape, dim_names, shared_dims)
+        sizes, names = as_factors_of(shape, dim_names, self.layout.size)
+        self._state.views.register(name, sizes, names, shared_dims)
 
     def view(self, name: str) -> GridView:
         """Return a view as an object with the interface of a grid; the grid stays the owner.
@@ -305,20 +297,21 @@ class HyperCommGrid(GridInterface):
         """
         owner, state = self._owner, self._state
         owner.check_alive()
-        with owner.reshaping():
-            with declining(owner):
+        with alone(owner):
+            with refusing(owner):
                 layout = as_target(target, self.layout)
                 refactored = state.views.refactored(layout, as_texts(views, "views"))
-                owner.check_settled()
-            fresh = owner.successor(layout, Agreement(layout, state.name, state.backend))
-            try:
-                result = reshape(owner, fresh, list(owner.requests(refactored)), refactored)
-            except BaseException:
-                fresh.release()  # what was to be kept is the present owner's alone again
-                raise
-            self._forget_meshes()
-            state.views, state.owner = refactored, fresh
-        owner.destroy()
+                check_settled(owner)
+
+            def make(shape: str) -> GroupOwner:
+                return _owner_of(layout, state.options, owner.pool, owner, shape=shape)
+
+            fresh, result, pending = reshape(owner, make, refactored)
+            with self._changing():
+                state.views, state.owner = refactored, fresh
+        owner.end(destroy)
+        if pending is not None:
+            raise pending
         logger.info("reshaped: %s", result)
         return result
 
@@ -330,14 +323,15 @@ class HyperCommGrid(GridInterface):
         Groups that the grid did not create stay, WORLD included. Afterwards the grid still
         answers questions about ranks, but has no groups and creates none.
         """
-        self._forget_meshes()
-        self._owner.destroy()
+        with self._changing():
+            self._owner.end(destroy)
+        self._owner.leave()
 
     def abort(self) -> None:
         """End the groups that the grid created, at once: collectives under way fail.
 
-        For a rank that has found that others are gone; NCCL communicators are aborted, groups of
-        other backends destroyed without waiting for anybody. The grid is then as destroyed.
+        For a rank whose peers are gone: NCCL communicators are aborted, other groups destroyed
+        without waiting. The grid is then as destroyed.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -348,8 +342,8 @@ class HyperCommGrid(GridInterface):
             ...     print(len(grid.pgs))
             0
         """
-        self._forget_meshes()
-        self._owner.abort()
+        with self._changing():
+            self._owner.end(abort)
 
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have planned the same process groups so far, in order.
@@ -378,38 +372,18 @@ class HyperCommGrid(GridInterface):
         self._owner.check_alive()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
-    # ---- how it looks -------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        return looks.as_text(self._headline(), self)
-
-    def _repr_html_(self) -> str:
-        return looks.as_html(self._headline(), self)
-
-    def _headline(self) -> str:
-        layout = self.layout
-        ranks = "ranks" if isinstance(layout.ranks, range) else f"{layout.size} of the ranks"
-        return (
-            f"HyperCommGrid({layout}): {ranks} {layout.rank_offset}..{layout.last_rank} of a "
-            f"world of {self._state.world_size}"
-        )
-
-
-def _warn_of_live(state: GridState) -> None:
-    """Say that a grid is gone which nobody destroyed; its groups stay, who knows who uses them."""
-    live = state.owner.live()
-    if live:
-        warnings.warn(
-            f"a HyperCommGrid ({state.views.base}) was collected while its process groups live: "
-            f"{', '.join(map(str, live))}; call its destroy(), or use it in a with block",
-            ResourceWarning,
-            stacklevel=2,
-        )
+def _owner_of(
+    layout: RankLayout,
+    options: GridOptions,
+    pool: Pool,
+    before: GroupOwner | None = None,
+    shape: str = "",
+) -> GroupOwner:
+    """Make the owner of a grid's groups, at first or after the owner of another shape."""
+    agreement, is_verified = Agreement(layout, options.name, options.backend), options.verify
+    steps = Steps(agreement, are_all=is_verified) if before is None else before.steps
+    return GroupOwner(layout, options.creation, pool, steps, is_verified=is_verified, shape=shape)

@@ -2,116 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-import attrs
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm import device_mesh
-from hypercomm.errors import GroupOptionsError
+from hypercomm.errors import GroupOptionsError, UnknownDimError
+from hypercomm.grid import device_mesh
 from hypercomm.grid.arguments import (
+    CREATIONS,
+    SHARES,
     Creation,
     GroupArguments,
+    GroupKeywords,
     Share,
+    SharedKeywords,
     as_arguments,
-    check_choice,
+    check_keywords,
     check_name,
     check_world,
 )
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_rank
-from hypercomm.layout.messages import shown
-from hypercomm.layout.views import View, Views
+from hypercomm.grid.questions import GridQuestions
+from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.views import View
 from hypercomm.process_groups import c10d, world
-from hypercomm.process_groups.keys import Derive, Explanation, GroupKey, GroupRequest
+from hypercomm.process_groups.batches import create_all
+from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import PlannedGroup
-from hypercomm.process_groups.strategies import STRATEGIES
+from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 
-@attrs.define(eq=False)
-class GridState:
-    """What a grid consists of; its views act on the same.
-
-    Attributes:
-        views: The layout and its views.
-        owner: The process groups.
-        backend: That of the groups, where a call does not say.
-        name: What tells the grid apart.
-        share: Whether keys may hold one group, where a call does not say.
-        lazy_init: Whether gloo groups connect at their first message.
-        world_size: Number of ranks of the job.
-        device_type: That of the DeviceMesh that the grid was made of.
-        gave_meshes: Whether a DeviceMesh holds groups of the grid.
-    """
-
-    views: Views
-    owner: GroupOwner
-    backend: str | None
-    name: str | None
-    share: Share
-    lazy_init: bool | None
-    world_size: int
-    device_type: str | None = None
-    gave_meshes: bool = False
+def all_dims(dims: Dims, more: tuple[Dims, ...]) -> Dims:
+    """Return what a call was given as its dims, one after the other."""
+    return (dims, *more) if more else dims
 
 
-class GridInterface:
-    """Questions about the ranks of a layout, and the process groups over its dims."""
-
-    _state: GridState
-    _view: str | None = None
-
-    # ---- what the grid is ---------------------------------------------------------------------
-
-    @property
-    def layout(self) -> RankLayout:
-        """The numbering of the ranks."""
-        return self._state.views.layout_of(self._view)
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of the groups, where a call does not say; None for that of WORLD."""
-        return self._state.backend
-
-    @property
-    def name(self) -> str | None:
-        """What tells the grid apart from others."""
-        return self._state.name
-
-    @property
-    def shape(self) -> list[int]:
-        """The size of each dim; the first dim varies fastest."""
-        return list(self.layout.shape)
-
-    @property
-    def dim_names(self) -> list[str]:
-        """The name of each dim, in the order of `shape`."""
-        return list(self.layout.dim_names)
-
-    @property
-    def rank_offset(self) -> int:
-        """The smallest rank."""
-        return self.layout.rank_offset
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the grid."""
-        return self.layout.size
-
-    @property
-    def views(self) -> Mapping[str, RankLayout]:
-        """The layouts of the grid's views, by name; a read-only copy."""
-        views = self._state.views
-        return MappingProxyType({name: view.layout for name, view in views.items()})
+class GridInterface(GridQuestions):
+    """Questions about ranks, and the process groups over the dims of a layout."""
 
     @property
     def is_destroyed(self) -> bool:
@@ -124,77 +63,14 @@ class GridInterface:
 
         Those of a view are its own, and those over dims that it shares.
         """
-        return MappingProxyType(
-            {key: created.group for key, created in self._owner.created.items() if self._has(key)}
-        )
-
-    def is_current_rank_in_grid(self) -> bool:
-        """Tell whether the calling rank is in the grid."""
-        return world.rank() in self.layout
-
-    def coords(self, rank: int | None = None) -> dict[str, int]:
-        """Return the coordinates of a rank, of the calling one by default.
-
-        Raises:
-            RankOutsideError: The rank is not in the grid; `is_current_rank_in_grid()` tells.
-        """
-        return self.layout.coords(world.rank(rank))
-
-    def group_ranks(self, dims: str | Iterable[str], rank: int | None = None) -> tuple[int, ...]:
-        """Return the ranks that share a group with a rank, by default the calling one.
-
-        They are in the order of the layout: ascending, unless it lists its ranks in another.
-
-        Raises:
-            RankOutsideError: The rank is not in the grid.
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-        """
-        groups = self.layout.groups(*self.layout.order_dims(dims))
-        rank = as_rank(world.rank(rank))
-        self.layout.coords(rank)  # its error speaks of the grid, not of the groups
-        return groups.of(rank)
-
-    def get_rank_enum(
-        self, dims: str | Iterable[str], *, view: str | None = None
-    ) -> list[list[int]]:
-        """Enumerate the groups over some dims, members in the order of the layout.
-
-        Args:
-            dims: One name, or any iterable of names, in any order.
-            view: The view whose dims they are; default: this one's.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
-            >>> grid.get_rank_enum(["dp", "tp"])
-            [[0, 1, 4, 5], [2, 3, 6, 7]]
-        """
-        found, ordered = self._find(dims, view)
-        layout = self._state.views.base if found is None else found.layout
-        return layout.enumerate_ranks(reversed(ordered)).tolist()  # type: ignore[no-any-return]
-
-    def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
-        """Enumerate groups with members in the order of `dims`, the last one varying fastest.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> grid = HyperCommGrid([2, 2, 2], ["a", "b", "c"], world_size=8)
-            >>> grid._gen_rank_enum(["a", "b"])
-            [[0, 2, 1, 3], [4, 6, 5, 7]]
-        """
-        return self.layout.enumerate_ranks(dims).tolist()  # type: ignore[no-any-return]
-
-    def _order_dims(self, dims: str | Iterable[str]) -> tuple[list[str], str]:
-        """Return dims in REVERSED grid order, as Megatron does, and the same joined by dashes."""
-        ordered = list(reversed(self.layout.order_dims(dims)))
-        return ordered, "-".join(ordered)
+        return MappingProxyType({key: planned.group for key, planned in self._plans.items()})
 
     # ---- process groups -----------------------------------------------------------------------
 
     def create_pg(
         self,
-        dims: str | Iterable[str],
-        *,
+        dims: Dims,
+        *more: Dims,
         name: str | None = None,
         view: str | None = None,
         backend: str | None = None,
@@ -211,7 +87,8 @@ class GridInterface:
         Every rank of the grid must call this, in the same order; ranks outside may.
 
         Args:
-            dims: One name, or any iterable of names, in any order.
+            dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or one after the other.
+            more: Further dims.
             name: Files a further group over the same dims, such as a gloo twin.
             view: The view whose dims they are, as registered; default: the grid's own dims. Dims
                 that the view shares give the grid's own groups.
@@ -244,28 +121,12 @@ class GridInterface:
             GridDestroyedError: The grid was destroyed.
             ForkedError: The grid belongs to the process that forked this one.
         """
-        return self._owner.create(
-            self._request(
-                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
-                *(creation, lazy_init),
-            )
-        )
+        keywords: GroupKeywords = {"name": name, "view": view, "backend": backend}
+        keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
+        keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
+        return self._state.owner.create(self._spec(all_dims(dims, more), keywords))
 
-    def plan_pg(
-        self,
-        dims: str | Iterable[str],
-        *,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: Creation | None = None,
-        lazy_init: bool | None = None,
-    ) -> PlannedGroup:
+    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> PlannedGroup:
         """Check everything about some process groups now, to create them later.
 
         Every rank of the grid must call this, in the same order. Takes what `create_pg` takes,
@@ -279,15 +140,10 @@ class GridInterface:
             ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
             4 2 0 4
         """
-        return self._owner.plan(
-            self._request(
-                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
-                *(creation, lazy_init),
-            )
-        )
+        return self._owner.plan(self._spec(all_dims(dims, more), keywords, "plan_pg"))
 
     def get_pg(
-        self, dims: str | Iterable[str], *, name: str | None = None, view: str | None = None
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> ProcessGroup | None:
         """Look up a process group that was created before; never communicates.
 
@@ -299,22 +155,10 @@ class GridInterface:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GridDestroyedError: The grid was destroyed.
         """
-        return self._owner.get(self._key(dims, name, view)[0])
+        return self._owner.get(self._key(all_dims(dims, more), name, view)[0])
 
     def ensure_pg(
-        self,
-        dims: str | Iterable[str],
-        *,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: Creation | None = None,
-        lazy_init: bool | None = None,
+        self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]
     ) -> ProcessGroup | None:
         """Create a process group on the first call, and return the same one afterwards.
 
@@ -324,21 +168,24 @@ class GridInterface:
             GroupOptionsError: The options given, or the groups derived, differ from those of the
                 first call.
         """
-        return self._owner.ensure(
-            self._request(
-                *(dims, name, view, backend, timeout, pg_options, group_desc, share, derive),
-                *(creation, lazy_init),
-            )
-        )
+        return self._owner.ensure(self._spec(all_dims(dims, more), keywords, "ensure_pg"))
 
+    @overload  # a str is an iterable of dims, and a mapping one of its keys
+    def create_pgs(  # type: ignore[overload-overlap]
+        self, requests: Mapping[str, Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
+    ) -> dict[str, ProcessGroup | None]: ...
+    @overload
+    def create_pgs(
+        self, requests: Iterable[Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
+    ) -> list[ProcessGroup | None]: ...
     def create_pgs(
         self,
-        requests: Iterable[str | Iterable[str] | GroupArguments],
+        requests: Mapping[str, Dims | GroupArguments] | Iterable[Dims | GroupArguments],
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
         share: Share | None = None,
-    ) -> list[ProcessGroup | None]:
+    ) -> dict[str, ProcessGroup | None] | list[ProcessGroup | None]:
         """Create several process groups in one call, in the order given, all or none.
 
         Every rank of the grid must call this with the same list; ranks outside may. A rank whose
@@ -347,13 +194,14 @@ class GridInterface:
 
         Args:
             requests: For each group its dims, or a mapping of arguments of `create_pg` by name:
-                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`.
+                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`. Or a
+                dict of these, by what the caller calls them.
             backend: As for `create_pg`, where a request does not say; so are the other two.
-            timeout: For each group apart.
+            timeout: Of each group; the longest is that of the whole call.
             share: Groups of the same call may share too.
 
         Returns:
-            For each request what `create_pg` returns.
+            For each request what `create_pg` returns; a dict for a dict.
 
         Raises:
             GroupExistsError: A key is there twice, or was created before; nothing was created.
@@ -369,20 +217,13 @@ class GridInterface:
             2 4 ['tp', 'cp+dp']
         """
         self._owner.check_alive()
-        defaults = {"backend": backend, "timeout": timeout, "share": share}
-        arguments = [{**defaults, **given} for given in as_arguments(requests)]
-        return self._owner.create_all([self._request(**each) for each in arguments])
+        named = isinstance(requests, Mapping) and "dims" not in requests  # else a lone request
+        wanted = requests.values() if isinstance(requests, Mapping) and named else requests
+        every = as_arguments(wanted, backend=backend, timeout=timeout, share=share)
+        groups = create_all(self._owner, [self._spec(*each) for each in every])
+        return dict(zip(requests, groups, strict=True)) if named else groups  # type: ignore[arg-type]
 
-    def explain(
-        self,
-        dims: str | Iterable[str],
-        *,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        creation: Creation | None = None,
-        lazy_init: bool | None = None,
-    ) -> Explanation:
+    def explain(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Explanation:
         """Say how the process groups over some dims were created, or would be, and why.
 
         Creates nothing, and asks nobody. What is said of a key that exists is how it was created,
@@ -398,8 +239,12 @@ class GridInterface:
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
               not enumerate: it would work too: every rank walks every group of the world
         """
-        request = self._request(dims, name, view, backend, creation=creation, lazy_init=lazy_init)
-        return self._owner.explain(request)
+        check_keywords("explain", keywords, GroupKeywords.__annotations__)
+        wanted = all_dims(dims, more)
+        key, _ = self._key(wanted, keywords.get("name"), keywords.get("view"))
+        planned = self._owner.planned.get(key)
+        spec = self._spec(wanted, keywords)
+        return self._owner.explain(planned or self._owner.draft(spec, current_or_none()))
 
     def device_mesh(self, *dims: str | Iterable[str], device_type: str | None = None) -> DeviceMesh:
         """Hand process groups that exist to a torch DeviceMesh; creates none, and asks nobody.
@@ -443,7 +288,11 @@ class GridInterface:
             raise GroupOptionsError(
                 f"device_type must be a name such as 'cuda', got {shown(device_type)}"
             )
-        spans = device_mesh.read_dims(self.layout, dims)
+        try:
+            spans = device_mesh.read_dims(self.layout, dims)
+        except UnknownDimError:
+            self._own_dims(dims[0] if len(dims) == 1 else dims)  # says which view has them
+            raise
         rank = world.rank()
         self.layout.coords(rank)  # refuses a rank outside
         groups = [self.get_pg(names) for names in spans]
@@ -454,7 +303,7 @@ class GridInterface:
         return mesh
 
     def destroy_pg(
-        self, dims: str | Iterable[str], *, name: str | None = None, view: str | None = None
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> None:
         """Destroy one process group that the grid created, before it destroys the others.
 
@@ -475,15 +324,14 @@ class GridInterface:
             ...     print([str(key) for key in grid.pgs])
             ['dp']
         """
-        key, _ = self._key(dims, name, view)
-        self._forget_meshes()
-        self._owner.remove(key)
+        key, _ = self._key(all_dims(dims, more), name, view)
+        with self._changing():
+            self._owner.remove(key)
 
     @property
     def _plans(self) -> Mapping[GroupKey, PlannedGroup]:
-        """What was created, with what was planned for it."""
-        owner = self._owner
-        return {key: owner.planned[key] for key in owner.created if self._has(key)}
+        """What was created."""
+        return {key: one for key, one in self._owner.created.items() if self._has(key)}
 
     def _has(self, key: GroupKey) -> bool:
         """Tell whether a key is one of this view's, or of dims that it shares."""
@@ -492,55 +340,53 @@ class GridInterface:
             return True
         return key.view is None and set(key.dims) <= set(self._state.views[view].shared_dims)
 
-    def _forget_meshes(self) -> None:
-        if self._state.gave_meshes and not self._owner.is_destroyed:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Forget what is known of groups that are destroyed or replaced in a `with` block."""
+        state = self._state
+        if state.gave_meshes and not self._owner.is_destroyed:
             c10d.forget_meshes()
+        state.changes += 1
+        try:
+            yield
+        finally:
+            state.changes += 1  # what another thread found meanwhile may be gone
 
     @property
     def _owner(self) -> GroupOwner:
         return self._state.owner
 
-    def _find(
-        self, dims: str | Iterable[str], view: str | None
-    ) -> tuple[View | None, tuple[str, ...]]:
-        """The view that dims belong to (None: the grid's own dims), and the dims in its order."""
-        return self._state.views.find(dims, self._view if view is None else view)
-
-    def _key(
-        self, dims: str | Iterable[str], name: str | None, view: str | None
-    ) -> tuple[GroupKey, View | None]:
+    def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
         """The key, and the view that was asked for, which may share the dims with the grid."""
-        self._owner.check_alive()
-        check_name(name)
-        found, ordered = self._find(dims, view)
-        asked = self._state.views.asked(self._view if view is None else view)
+        self._state.owner.check_alive()
+        if name is not None:
+            check_name(name)
+        view, views = self._view if view is None else view, self._state.views
+        found, ordered = views.find(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
-        return key, asked
+        return key, None if view is None else views.asked(view)
 
-    def _request(
-        self,
-        dims: str | Iterable[str],
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: Creation | None = None,
-        lazy_init: bool | None = None,
-    ) -> GroupRequest:
-        """A call, with what the grid says where the call does not."""
-        key, asked = self._key(dims, name, view)
-        state = self._state
-        backend = state.backend if backend is None else backend
-        sharing = state.share if share is None else share
-        check_choice("share", sharing, ("never", "identical"))
+    def _spec(self, dims: Dims, given: GroupKeywords, call: str = "create_pg") -> GroupSpec:
+        """Read what a call asks for, with what the grid says where the call does not."""
+        if call != "create_pg":  # whose signature says them
+            check_keywords(call, given, GroupKeywords.__annotations__)
+        key, view = self._key(dims, given.get("name"), given.get("view"))
+        of_grid, base = self._state.options, self._state.views.base
+        backend, lazy_init = given.get("backend"), given.get("lazy_init")
+        share, creation = given.get("share"), given.get("creation")
+        if share is not None:
+            check_choice("share", share, SHARES)
         if creation is not None:
-            check_choice("creation", creation, ("auto", *STRATEGIES))
-        lazily = state.lazy_init if lazy_init is None else lazy_init
-        given = GroupOptions(backend, timeout, pg_options, group_desc, lazily, creation)
-        if c10d.is_live():
-            check_world(state.views.base, dist.get_world_size(), "any")
-        return GroupRequest(key, asked, given, sharing, derive)
+            check_choice("creation", creation, CREATIONS)
+        options = GroupOptions(
+            of_grid.backend if backend is None else backend,
+            given.get("timeout"),
+            given.get("pg_options"),
+            given.get("group_desc"),
+            of_grid.lazy_init if lazy_init is None else lazy_init,
+            creation,
+        )
+        if (job := current_or_none()) is not self._state.job and job is not None:
+            check_world(base, job.size, "any")
+            self._state.job = job
+        return specify(key, view, base, given.get("derive"), options, share or of_grid.share)

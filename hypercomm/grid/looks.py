@@ -1,52 +1,62 @@
-"""How a grid looks: as lines of text, and as HTML in a notebook."""
+"""GridLooks: how a grid and its views look, as one line, as many, and as HTML in a notebook."""
 
 from __future__ import annotations
 
-import html
+from typing import NoReturn, SupportsIndex
 
-from hypercomm.errors import HyperCommError
-from hypercomm.grid.interface import GridInterface
-from hypercomm.layout.notation import format_coords
+from hypercomm.errors import HyperCommError, NotPicklableError
+from hypercomm.grid.shortcuts import GridShortcuts
+from hypercomm.layout.reading.notation import format_coords
+from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
 
 
-def as_text(headline: str, grid: GridInterface) -> str:
-    """Return a headline, where the calling rank is, and the process groups that exist."""
-    return "\n".join([headline, *(f"  {line}" for line in _lines(grid))])
+class GridLooks(GridShortcuts):
+    """How a grid, or a view of one, looks: `repr` is one line, `print` shows all that it has."""
 
+    def __repr__(self) -> str:
+        state = self._state
+        base = state.views.base
+        ranks = "ranks" if isinstance(base.ranks, range) else f"{base.size} of the ranks"
+        name = "" if self.name is None else f", name={self.name!r}"
+        grid = f"HyperCommGrid({base}{name})"
+        if self._view is not None:
+            return f"view {self._view} ({self.layout}) of {grid}"
+        return (
+            f"{grid}: {ranks} {base.rank_offset}..{base.last_rank} of a world of {state.world_size}"
+        )
 
-def as_html(headline: str, grid: GridInterface) -> str:
-    """Return the same as HTML, with the dims in a table."""
-    layout = grid.layout
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{size}</td><td>{stride}</td></tr>"
-        for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True)
-    )
-    return (
-        f"<p><b>{html.escape(headline)}</b></p>"
-        f"<table><thead><tr><th>dim</th><th>size</th><th>stride</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>"
-        f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in _lines(grid))}</ul>"
-    )
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
 
+    def _repr_html_(self) -> str:
+        layout = self.layout
+        rows = zip(layout.dim_names, layout.shape, layout.strides, strict=True)
+        return as_html(repr(self), ("dim", "size", "stride"), rows, self._lines())
 
-def _lines(grid: GridInterface) -> list[str]:
-    if grid.is_destroyed:
-        return ["destroyed"]
-    groups = [
-        f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
-        + (f", {planned.resolved.backend}" if planned.resolved.backend else "")
-        for key, planned in grid._plans.items()
-    ]
-    views = [f"view {name}: {view}" for name, view in grid.views.items()]
-    return [_whereabouts(grid), *views, *(groups or ["no process groups yet"])]
+    def _lines(self) -> list[str]:
+        if self.is_destroyed:
+            return ["destroyed"]
+        groups = [
+            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
+            + (f", {planned.options.backend}" if planned.options.backend else "")
+            for key, planned in self._plans.items()
+        ]
+        views = [f"view {name}: {view}" for name, view in self.views.items()]
+        return [self._whereabouts(), *views, *(groups or ["no process groups yet"])]
 
+    def _whereabouts(self) -> str:
+        try:
+            rank = world.rank()
+        except HyperCommError:
+            return "this rank is not known: torch.distributed is not initialised"
+        if rank not in self.layout:
+            return f"this is rank {rank}, outside the grid"
+        return f"this is rank {rank}, at {format_coords(self.layout.coords(rank))}"
 
-def _whereabouts(grid: GridInterface) -> str:
-    try:
-        rank = world.rank()
-    except HyperCommError:
-        return "this rank is not known: torch.distributed is not initialised"
-    if rank not in grid.layout:
-        return f"this is rank {rank}, outside the grid"
-    return f"this is rank {rank}, at {format_coords(grid.layout.coords(rank))}"
+    def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
+        raise NotPicklableError(
+            f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
+            f"grid.layout, which is a value, and build the grid there: "
+            f"HyperCommGrid.from_layout(layout)"
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypercomm.grid import looks
-from hypercomm.grid.interface import GridInterface, GridState
+from hypercomm.grid.looks import GridLooks
+from hypercomm.grid.questions import GridState
+from hypercomm.layout.reading.signatures import with_own_names
 
 
-class GridView(GridInterface):
+@with_own_names
+class GridView(GridLooks):
     """One view of a grid, with the interface of a grid; made by `HyperCommGrid.view`.
 
     Its groups belong to the grid, which destroys them.
@@ -24,6 +26,3 @@ class GridView(GridInterface):
     def __init__(self, state: GridState, name: str) -> None:
         self._state = state
         self._view = state.views[name].name
-
-    def __repr__(self) -> str:
-        return looks.as_text(f"view {self._view} ({self.layout}) of a HyperCommGrid", self)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
-from typing import Any, TypedDict
-
-import attrs
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from hypercomm.errors import (
     GridDestroyedError,
@@ -19,25 +16,26 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import Creation, GroupArguments, Share, as_arguments
+from hypercomm.grid.arguments import (
+    GridArguments,
+    GroupArguments,
+    GroupKeywords,
+    as_arguments,
+)
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.messages import shown
-from hypercomm.layout.notation import parse_sizes
-from hypercomm.layout.tiling import check_names
-from hypercomm.process_groups.keys import GroupKey
+from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.placement import check_names
+from hypercomm.layout.reading.notation import parse_sizes
+from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.process_groups.job import current_or_none
+from hypercomm.process_groups.spec import check_once
 
-Requests = Mapping[str, Iterable[str | Iterable[str] | GroupArguments]]
+Requests = Mapping[str, Iterable[Dims | GroupArguments]]
 """For each grid, by name, what its `create_pgs` takes."""
 
 
-class GridArguments(TypedDict, total=False):
-    """The arguments of a grid that may differ within a set."""
-
-    backend: str | None
-    creation: Creation
-    share: Share
-    lazy_init: bool | None
-    verify: bool | None
+Wanted = Sequence[tuple[Dims, GroupKeywords]]
+"""The dims and keywords of each group that is wanted of a grid."""
 
 
 class SetArguments(GridArguments, total=False):
@@ -78,14 +76,16 @@ def _check_grid(name: str, grid: HyperCommGrid, world_size: int) -> None:
         )
 
 
-def check_arguments(arguments: Mapping[str, object]) -> None:
-    """Refuse sizes that were meant for a grid, but came to be an argument of that name."""
-    for name, value in arguments.items():
+def set_arguments(given: Mapping[str, Any]) -> SetArguments:
+    """Read a set's arguments off all of a call; none may be sizes, meant for a grid of its name."""
+    for name in (*SetArguments.__annotations__, "rank_offset", "requires"):
+        value = given.get(name)
         if isinstance(value, RankLayout) or _are_sizes(value):
             raise LayoutError(
                 f"{name!r} is an argument here, and {shown(value)} looks like the sizes of a grid; "
                 f"GridSet({{{name!r}: layout, ...}}) takes grids of such names"
             )
+    return cast("SetArguments", {name: given[name] for name in SetArguments.__annotations__})
 
 
 def _are_sizes(value: object) -> bool:
@@ -113,6 +113,7 @@ def arguments_of(
         if name not in every:
             raise UnknownGridError(
                 f"overrides names grid {shown(name)}, but this set has {shown(list(every))}"
+                f"{did_you_mean(name, every)}"
             )
         if isinstance(grids[name], HyperCommGrid):
             raise GroupOptionsError(
@@ -123,6 +124,7 @@ def arguments_of(
         if unknown:
             raise GroupOptionsError(
                 f"overrides of grid {name!r} has {shown(unknown[0])}; it may have {list(common)}"
+                f"{did_you_mean(unknown[0], common)}"
             )
         every[name] = {**common, **own}
     return every
@@ -131,10 +133,8 @@ def arguments_of(
 def check_requests(
     grids: Mapping[str, HyperCommGrid],
     requests: Requests,
-    backend: str | None,
-    timeout: timedelta | None,
-    share: Share | None,
-) -> dict[str, list[GroupArguments]]:
+    defaults: GroupKeywords,
+) -> dict[str, Wanted]:
     """List what is wanted of each grid, in their order; refuses now what would fail there later.
 
     Nothing is planned or created, and nobody is asked.
@@ -146,60 +146,34 @@ def check_requests(
         )
     for name in requests:
         grids[name]  # refuses one that there is not
-    defaults: GroupArguments = {"backend": backend, "timeout": timeout, "share": share}
-    wanted: dict[str, list[GroupArguments]] = {}
+    wanted: dict[str, Wanted] = {}
     for name in filter(requests.__contains__, grids):
         try:
-            wanted[name] = [{**defaults, **_kept(each)} for each in as_arguments(requests[name])]
+            wanted[name] = [
+                (list(dims) if isinstance(dims, Iterator) else dims, keywords)
+                for dims, keywords in as_arguments(requests[name], **defaults)
+            ]
             _check_keys(grids[name], wanted[name])
         except HyperCommError as error:
             raise type(error)(f"requests of grid {name!r}: {error}") from error
     return wanted
 
 
-def plan_of(
-    grids: Mapping[str, HyperCommGrid], wanted: Mapping[str, Iterable[GroupArguments]]
-) -> list[str]:
-    """Name what is wanted of each grid, as all ranks do alike."""
-    return [
-        f"{name}: {_key(grids[name], each)}" for name, every in wanted.items() for each in every
-    ]
-
-
-def _check_keys(grid: HyperCommGrid, wanted: Iterable[GroupArguments]) -> None:
+def _check_keys(grid: HyperCommGrid, wanted: Wanted) -> None:
     """Refuse what the grid cannot create, and keys that it has, or is asked for twice."""
-    owner, seen = grid._owner, set[GroupKey]()
+    owner = grid._owner
     owner.check_alive()
-    for each in wanted:
-        request = grid._request(**each)
-        key = request.key
-        if key in seen:
-            raise GroupExistsError(
-                f"{key.as_call()} is asked for twice in one call; leave one out, or give it a "
-                f"name of its own, name=..."
-            )
-        seen.add(key)
-        if key in owner.planned:
-            has = "created" if key in owner.created else "planned"
-            raise GroupExistsError(
-                f"the process group over {key.as_call()} has already been {has}; leave it out, or "
-                f"create another over the same dims under a name of its own, name=..."
-            )
-        # What derives groups is the caller's, and runs once, when they are planned.
-        derive = _same if callable(request.derive) else request.derive
-        owner.draft(attrs.evolve(request, derive=derive))
-
-
-def _key(grid: HyperCommGrid, arguments: GroupArguments) -> GroupKey:
-    return grid._key(arguments["dims"], arguments.get("name"), arguments.get("view"))[0]
+    specs = []
+    for dims, given in wanted:
+        # What derives groups is the caller's, and is called once, when they are created.
+        derive = _same if callable(given.get("derive")) else given.get("derive")
+        specs.append(grid._spec(dims, {**given, "derive": derive}))
+    check_once(specs)
+    for spec in specs:
+        if spec.key in owner.planned:
+            raise GroupExistsError(spec.key.says_exists(is_created=spec.key in owner.created))
+        owner.draft(spec, current_or_none())
 
 
 def _same(groups: RankGroups) -> RankGroups:
     return groups
-
-
-def _kept(request: Mapping[str, Any]) -> GroupArguments:
-    """The request, with dims that can be read twice."""
-    dims = request["dims"]
-    kept: GroupArguments = {**request, "dims": list(dims) if isinstance(dims, Iterator) else dims}  # type: ignore[typeddict-item]
-    return kept

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import UnknownGridError
+from hypercomm.errors import NotPicklableError, UnknownGridError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import Creation, Share, check_name
+from hypercomm.grid.arguments import Creation, GridArguments, GroupKeywords, Share, check_name
 from hypercomm.grid_set.arguments import (
-    GridArguments,
     Requests,
-    SetArguments,
+    Wanted,
     arguments_of,
-    check_arguments,
     check_requests,
     layouts_of,
-    plan_of,
+    set_arguments,
 )
-from hypercomm.grid_set.modules import GridModules, as_table
+from hypercomm.grid_set.joint_creation import create_jointly, steps_of
+from hypercomm.grid_set.modules import GridModules, as_rows, as_table
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_offset, as_world_size
-from hypercomm.layout.messages import shown
-from hypercomm.layout.tiling import Kind, Placement, Requirement, colocate, tile
+from hypercomm.layout.placement import Kind, Placement, Requirement, colocate, tile
+from hypercomm.layout.reading.checks import as_offset, as_world_size
+from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.reading.signatures import with_own_names
+from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
-from hypercomm.process_groups.assembly import Assembly
-from hypercomm.process_groups.joint_creation import (
-    assembly_of,
-    create_jointly,
-)
-from hypercomm.process_groups.keys import GroupKey
+from hypercomm.process_groups.agreement.steps import Steps
+from hypercomm.process_groups.batches import Batch, only_call
 from hypercomm.process_groups.options import check_timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-logger = logging.getLogger(__name__)
 
-
+@with_own_names
 class GridSet(GridModules):
     """Several named grids in one job: an encoder beside a language model, training with inference.
 
@@ -113,7 +107,7 @@ class GridSet(GridModules):
         every = arguments_of(grids, common, overrides)
         self._placement = placement
         self._label = f"set {name}" if name else f"set of {', '.join(grids)}"
-        self._assemblies: dict[tuple[int, ...], Assembly] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
         for label, given in grids.items():
@@ -149,23 +143,14 @@ class GridSet(GridModules):
         arguments are those of the class, which takes names too that an argument has here.
 
         Raises:
-            LayoutError, NotationError, WorldSizeError: As for the class and `tiling.tile`.
+            LayoutError, NotationError, WorldSizeError: As for the class; or none fits.
 
         Example:
             >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp,pp=2")
             >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
-        arguments: SetArguments = {
-            "name": name,
-            "backend": backend,
-            "creation": creation,
-            "share": share,
-            "lazy_init": lazy_init,
-            "verify": verify,
-            "overrides": overrides,
-        }
-        check_arguments({**arguments, "rank_offset": rank_offset, "requires": requires})
+        arguments = set_arguments(locals())
         world_size, rank_offset = _world_size(world_size), as_offset(rank_offset)
         if requires is None:
             requires = "disjoint" if rank_offset else "tiled"
@@ -201,23 +186,14 @@ class GridSet(GridModules):
         that an argument has here.
 
         Raises:
-            LayoutError, NotationError, WorldSizeError: As for the class and `tiling.colocate`.
+            LayoutError, NotationError, WorldSizeError: As for the class, or sizes differ.
 
         Example:
             >>> grids = GridSet.colocated(8, training="tp=2,dp=4", inference="tp=4,dp")
             >>> [str(grid.layout) for grid in grids.values()], grids.placement
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
-        arguments: SetArguments = {
-            "name": name,
-            "backend": backend,
-            "creation": creation,
-            "share": share,
-            "lazy_init": lazy_init,
-            "verify": verify,
-            "overrides": overrides,
-        }
-        check_arguments({**arguments, "rank_offset": rank_offset})
+        arguments = set_arguments(locals())
         world_size = _world_size(world_size)
         return cls(
             colocate(layouts, world_size, rank_offset),
@@ -232,6 +208,7 @@ class GridSet(GridModules):
         if not isinstance(name, str) or name not in self._grids:
             raise UnknownGridError(
                 f"there is no grid {shown(name)} in this set; it has {shown(list(self._grids))}"
+                f"{did_you_mean(name, self._grids)}"
             )
         return self._grids[name]
 
@@ -290,7 +267,7 @@ class GridSet(GridModules):
         Args:
             requests: For the name of each grid what its `create_pgs` takes.
             backend: As for `HyperCommGrid.create_pgs`; so are the other two.
-            timeout: For each group apart, and for the ranks to meet.
+            timeout: Of each group, and for the whole call.
             share: Whether keys may hold one group.
 
         Returns:
@@ -311,19 +288,16 @@ class GridSet(GridModules):
             ...     print({name: [pg.size() for pg in pgs] for name, pgs in created.items()})
             {'a': [2], 'b': [4, 2]}
         """
-        wanted = check_requests(self, requests, backend, timeout, share)
+        defaults: GroupKeywords = {"backend": backend, "timeout": timeout, "share": share}
+        wanted = check_requests(self, requests, defaults)
         grids = {name: self[name] for name in wanted}
         if not grids:
             return {}
-        before = {name: set(grid.pgs) for name, grid in grids.items()}
-        return create_jointly(
-            assembly_of(self._assemblies, [grid.layout for grid in grids.values()], self._label),
-            [grid._owner for grid in grids.values()],
-            plan_of(self, wanted),
-            timeout,
-            lambda: {name: grid.create_pgs(wanted[name]) for name, grid in grids.items()},
-            lambda: _take_back(grids, before),
-        )
+        steps = steps_of(self._steps, [grid.layout for grid in grids.values()], self._label)
+        with contextlib.ExitStack() as stack:
+            for grid in grids.values():
+                stack.enter_context(only_call(grid._owner))
+            return create_jointly(steps, lambda: _batches(grids, wanted), timeout)
 
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check, grid by grid, that all its ranks have planned the same process groups.
@@ -350,6 +324,9 @@ class GridSet(GridModules):
             Exception: What the first grid that failed raised, after all have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
+        for steps in self._steps.values():
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                steps.agreement.leave()
 
     def abort(self) -> None:
         """End what the grids created, at once and without waiting, as `HyperCommGrid.abort`."""
@@ -370,29 +347,31 @@ class GridSet(GridModules):
             grid.__enter__()  # refuses one that was destroyed
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
     def __repr__(self) -> str:
-        return "\n".join([f"GridSet of {self._placement}", *as_table(self)])
+        return f"GridSet of {self._placement}"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), ("grid", "sizes", "ranks", "this rank"), as_rows(self))
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *as_table(self)])
+
+    def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
+        raise NotPicklableError(
+            f"{self!r} cannot be pickled or copied: its grids own live process groups; send "
+            f"dict(grids.layouts), which are values, and build the set there: GridSet(layouts)"
+        )
 
 
 def _world_size(explicit: int | None) -> int:
     return as_world_size(world.world_size(explicit))
 
 
-def _take_back(
-    grids: Mapping[str, HyperCommGrid], before: Mapping[str, AbstractSet[GroupKey]]
-) -> None:
-    """Destroy what a call has created, the last first, whatever fails: its cause is raised."""
-    for name, grid in reversed([*grids.items()]):
-        for key in reversed([key for key in grid.pgs if key not in before[name]]):
-            try:
-                grid.destroy_pg(key.dims, name=key.name, view=key.view)
-            except BaseException as error:  # noqa: BLE001 - the others must go too
-                logger.warning("taking back %s of grid %r: %s", key, name, error)
+def _batches(grids: Mapping[str, HyperCommGrid], wanted: Mapping[str, Wanted]) -> dict[str, Batch]:
+    return {
+        name: Batch(grid._owner, [grid._spec(dims, given) for dims, given in wanted[name]])
+        for name, grid in grids.items()
+    }

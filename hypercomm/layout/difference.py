@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, combinations
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.checks import LARGEST_WORLD
-from hypercomm.layout.messages import shown
-from hypercomm.layout.rank_groups import RankGroups
+from hypercomm.layout.groups.rank_groups import RankGroups
 from hypercomm.layout.rank_layout import RankLayout
+from hypercomm.layout.reading.checks import LARGEST_WORLD
+from hypercomm.layout.reading.shown import aligned, shown
+from hypercomm.layout.reading.tables import as_html
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
@@ -78,7 +79,7 @@ class GroupsChange:
         )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class LayoutDifference:
     """What changes from one layout to another; made by `difference`, and `str()` is a table.
 
@@ -175,11 +176,34 @@ class LayoutDifference:
     def _where(self, result: str) -> tuple[GroupsChange, ...]:
         return tuple(change for change in self.changes if change.result == result)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the difference as a dict which JSON can hold.
+
+        Example:
+            >>> layouts = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=2")
+            >>> difference(*layouts).to_dict()["changes"][0]["result"]
+            'partly'
+        """
+        counts = ("groups_before", "groups_after", "groups_kept", "ranks_shared", "ranks_moved")
+        changes = [{**attrs.asdict(one), "result": one.result} for one in self.changes]
+        for one in changes:
+            one["before"], one["after"] = list(one["before"]), list(one["after"])
+        return {
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "changes": changes,
+            **{name: getattr(self, name) for name in counts},
+        }
+
+    def _repr_html_(self) -> str:
+        return as_html(self.summary, COLUMNS, [change.cells for change in self.changes])
+
+    def __repr__(self) -> str:
+        return f"<LayoutDifference: {self.summary}>"
+
     def __str__(self) -> str:
         rows = [COLUMNS, *(change.cells for change in self.changes)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = (map(str.ljust, row, widths) for row in rows)
-        return "\n".join([*("  ".join(row).rstrip() for row in padded), self.summary])
+        return "\n".join([*aligned(rows), self.summary])
 
 
 def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:

@@ -7,34 +7,33 @@ varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the oth
 from __future__ import annotations
 
 import functools
-import json
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import LayoutError, OrderError
-from hypercomm.layout import notation
-from hypercomm.layout.axes import coalesce, lattice
-from hypercomm.layout.checks import (
-    LARGEST_RANK,
-    LARGEST_WORLD,
-    as_names,
-    as_ordered,
-    as_sizes,
-    positive,
-)
-from hypercomm.layout.listing import listed_groups
-from hypercomm.layout.messages import shown
-from hypercomm.layout.numbering import Numbering, dense_strides
-from hypercomm.layout.rank_groups import RankGroups, StridedGroups
-from hypercomm.layout.sizes import as_choices, as_size, close_sizes, completions
+from hypercomm.errors import LayoutError
+from hypercomm.layout.groups.listed import listed_groups
+from hypercomm.layout.groups.place import Place
+from hypercomm.layout.groups.rank_groups import RankGroups
+from hypercomm.layout.groups.strided import StridedGroups
+from hypercomm.layout.numbering.axes import Axis, coalesce, lattice
+from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.numbering.written import Written
+from hypercomm.layout.reading.checks import as_ordered
+from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.reading.signatures import with_own_names
+from hypercomm.layout.reading.sizes import close_sizes
 
 
+@with_own_names
 @attrs.frozen(repr=False)
-class RankLayout(Numbering):
+class RankLayout(Written):
     """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
 
     A layout is a value: frozen, hashable, picklable, and equal to those with the same sizes, names
@@ -74,129 +73,8 @@ class RankLayout(Numbering):
         (0, {'tp': 1, 'dp': 0}, [(9, 0), (8, 1)])
     """
 
-    # ---- other ways to make one -------------------------------------------------------------
-
-    @classmethod
-    def parse(cls, text: str, *, world_size: int | None = None, rank_offset: int = 0) -> RankLayout:
-        """Make a layout from sizes as text, first dim fastest; `str(layout)` writes it back.
-
-        Args:
-            text: Sizes, as in "tp=2,cp=3,dp=4". One may be -1, or a name alone: it is inferred.
-            world_size: The number of ranks that the sizes must multiply to.
-            rank_offset: The smallest rank.
-
-        Raises:
-            NotationError: The text cannot be read; the message names the offending part.
-            WorldSizeError: The sizes do not multiply to `world_size`.
-
-        Example:
-            >>> RankLayout.parse("tp=2,cp=3,dp=-1", world_size=24).shape
-            (2, 3, 4)
-        """
-        sizes = close_sizes(notation.parse_sizes(text), world_size)
-        return cls(tuple(sizes.values()), tuple(sizes), rank_offset)
-
-    @classmethod
-    def from_order(
-        cls,
-        order: str,
-        /,
-        *,
-        world_size: int | None = None,
-        rank_offset: int = 0,
-        **sizes: int,
-    ) -> RankLayout:
-        """Make a layout from an order of dims, first one fastest, and their sizes by name.
-
-        A dim of the order without a size has size 1; but with `world_size`, the one dim without
-        a size (or with size -1) is inferred. Sizes of 1 that the order does not name are dims
-        at its end, as in Megatron's `RankGenerator`.
-
-        Raises:
-            NotationError: The order cannot be read, or more than one size is open.
-            OrderError: A size larger than 1 belongs to no dim of the order.
-            WorldSizeError: The sizes do not multiply to `world_size`.
-
-        Example:
-            >>> str(RankLayout.from_order("tp-cp-ep-dp-pp", tp=2, cp=1, ep=1, pp=4, world_size=16))
-            'tp=2,cp=1,ep=1,dp=2,pp=4'
-        """
-        names = notation.parse_order(order)
-        sizes = {name: as_size(name, size) for name, size in sizes.items()}
-        for name, size in sizes.items():
-            if name not in names and size != 1:
-                raise OrderError(
-                    f"dim {name!r} has size {size}, but order {order!r} does not name it; "
-                    f"add it to the order"
-                )
-        marked = notation.OPEN in sizes.values()
-        default = 1 if world_size is None or marked else notation.OPEN
-        wanted = {name: sizes.get(name, default) for name in dict.fromkeys((*names, *sizes))}
-        closed = close_sizes(wanted, world_size)
-        return cls(tuple(closed.values()), tuple(closed), rank_offset)
-
-    @classmethod
-    def suggest(
-        cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
-    ) -> list[RankLayout]:
-        """List the layouts that fill `world_size` ranks, given what is known of each dim.
-
-        Args:
-            world_size: The number of ranks that the sizes must multiply to.
-            rank_offset: The smallest rank.
-            sizes: For each dim, first one fastest: its size, or the sizes to choose from, or -1
-                for any size.
-
-        Returns:
-            The layouts, sizes of the earlier dims ascending; empty when nothing fits.
-
-        Example:
-            >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
-            ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
-        """
-        total = positive(world_size, "world_size")
-        if total > LARGEST_RANK:
-            raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {total}")
-        if not sizes:
-            raise LayoutError("suggest() needs at least one dim, as in suggest(64, tp=8, dp=-1)")
-        names = as_names(tuple(sizes))
-        choices = {name: as_choices(name, value) for name, value in sizes.items()}
-        return [
-            cls(shape, names, rank_offset) for shape in completions(list(choices.values()), total)
-        ]
-
-    @classmethod
-    def from_json(cls, text: str) -> RankLayout:
-        """Make a layout from what `to_json` wrote.
-
-        Raises:
-            LayoutError: The text is not such a form.
-        """
-        try:
-            fields = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
-        known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
-        if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
-            raise LayoutError(
-                f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
-                f"'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
-            )
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """Write the layout as JSON; equal layouts write equal text.
-
-        Example:
-            >>> RankLayout([2, 4], ["tp", "dp"]).to_json()
-            '{"shape": [2, 4], "dim_names": ["tp", "dp"], "rank_offset": 0}'
-        """
-        fields = {"shape": self.shape, "dim_names": self.dim_names}
-        if self._listing is not None:
-            return json.dumps({**fields, "ranks": self.ranks})
-        dense = self.strides == dense_strides(self)
-        gaps = {} if dense else {"strides": self.strides}
-        return json.dumps({**fields, "rank_offset": self.rank_offset, **gaps})
+    __iter__ = None
+    """Over ranks or over dims? `ranks` and `dim_names` say."""
 
     # ---- several ranks, groups ----------------------------------------------------------------
 
@@ -211,8 +89,8 @@ class RankLayout(Numbering):
             (4, 6)
         """
         free = [name for name in self.dim_names if name not in coords]
-        places = self._place_at(coords) + lattice(self._axes(free))
-        return tuple(self._ranks_at(places).tolist())
+        offsets = self._offset_at(coords) + lattice(self._axes(free))
+        return tuple(self._ranks_at(offsets).tolist())
 
     def groups(self, /, *dims: str) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
@@ -229,7 +107,20 @@ class RankLayout(Numbering):
             >>> list(layout.groups("tp", "dp"))
             [(0, 1, 4, 5), (2, 3, 6, 7)]
         """
-        return _groups_over(self, self.order_dims(dims))
+        return groups_over(self, self.order_dims(dims))
+
+    def __getitem__(self, dims: Dims) -> LayoutDims:
+        """Return some dims, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `order_dims`.
+
+        Example:
+            >>> tp = RankLayout.parse("tp=2,pp=3")["tp"]
+            >>> tp.size, tp.at(3).rank, tp.at(3).ranks
+            (2, 1, (2, 3))
+        """
+        return LayoutDims(self, self.order_dims(dims))
 
     def enumerate_ranks(self, dims: str | Iterable[str]) -> NDArray[np.int64]:
         """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
@@ -273,9 +164,9 @@ class RankLayout(Numbering):
                 f"dim {dim!r} of size {size} cannot be split into {shown(sizes)}: the sizes "
                 f"must be ints that multiply to {size}, one of them perhaps -1"
             ) from error
-        shape = as_sizes(parts.values())
-        strides = [stride * math.prod(shape[:position]) for position in range(len(shape))]
-        return self._with_dims(axis, axis + 1, tuple(parts), shape, strides)
+        strides = accumulate(parts.values(), operator.mul, initial=stride)
+        axes = map(Axis, parts.values(), strides)
+        return self._with_dims(axis, axis + 1, list(zip(parts, axes, strict=True)))
 
     def merge(self, dims: Iterable[str], name: str) -> RankLayout:
         """Join dims that are neighbours in the layout into one; no rank moves.
@@ -304,9 +195,9 @@ class RankLayout(Numbering):
         if len(steps) > 1:
             names = (*self.dim_names[:first], name, *self.dim_names[last:])
             size = math.prod(self.shape[first:last])
-            return self._over_its_list((*self.shape[:first], size, *self.shape[last:]), names)
-        size, stride = steps[0] if steps else (1, self.strides[first])
-        return self._with_dims(first, last, (name,), (size,), (stride,))
+            return self.renumber((*self.shape[:first], size, *self.shape[last:]), names)
+        joined = steps[0] if steps else Axis(1, self.strides[first])
+        return self._with_dims(first, last, [(name, joined)])
 
     def rename(self, /, **names: str) -> RankLayout:
         """Give dims new names, old=new; no rank moves.
@@ -337,9 +228,7 @@ class RankLayout(Numbering):
         if len(wanted) != len(self.dim_names):
             raise LayoutError(f"reorder() needs every dim of {self.dim_names}, got {wanted}")
         shape = [self.size_of(name) for name in wanted]
-        if self.strides != dense_strides(self):
-            return self._over_its_list(shape, wanted)
-        return RankLayout(shape, wanted, self.rank_offset, ranks=self._listing)
+        return self.renumber(shape, wanted)
 
     def select(self, /, **coords: int) -> RankLayout:
         """Return the layout of the ranks with these coordinates, over the other dims.
@@ -356,47 +245,73 @@ class RankLayout(Numbering):
             ('tp=2,dp=2', (2, 3, 6, 7))
         """
         kept = [name for name in self.dim_names if name not in coords]
-        place = self._place_at(coords)
+        offset = self._offset_at(coords)
         if not kept:
-            rank = self._rank_at(place)
+            rank = self._rank_at(offset)
             raise LayoutError(f"select() of every dim leaves none; the rank there is {rank}")
         axes = self._axes(kept)
         shape, strides = zip(*axes, strict=True)
         if self._listing is not None:
-            return RankLayout(shape, kept, ranks=self._ranks_at(place + lattice(axes)).tolist())
-        return RankLayout(shape, kept, self.rank_offset + place, strides=strides)
+            return RankLayout(shape, kept, ranks=self._ranks_at(offset + lattice(axes)).tolist())
+        return RankLayout(shape, kept, self.rank_offset + offset, strides=strides)
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _over_its_list(self, shape: Sequence[int], dim_names: Sequence[str]) -> RankLayout:
-        """Another shape over the same list of ranks, of a layout with gaps."""
-        if self.size > LARGEST_WORLD:
-            raise LayoutError(
-                f"with gaps (strides {self.strides}) the ranks must be listed, and {self.size} are "
-                f"more than the {LARGEST_WORLD} that can be; take a layout without gaps"
-            )
-        return RankLayout(shape, dim_names, ranks=self.ranks)
+    def _repr_pretty_(self, printer: Any, _: object) -> None:
+        """What hypothesis and IPython print: text that can be pasted back."""
+        printer.text(repr(self))
 
-    def _with_dims(
-        self,
-        first: int,
-        last: int,
-        names: Sequence[str],
-        shape: Sequence[int],
-        strides: Sequence[int],
-    ) -> RankLayout:
+    def _with_dims(self, first: int, last: int, dims: Sequence[tuple[str, Axis]]) -> RankLayout:
         """This layout with dims first..last-1 replaced."""
-        return attrs.evolve(
-            self,
-            shape=(*self.shape[:first], *shape, *self.shape[last:]),
-            dim_names=(*self.dim_names[:first], *names, *self.dim_names[last:]),
-            strides=(*self.strides[:first], *strides, *self.strides[last:]),
-        )
+        every = list(zip(self.dim_names, self._axes(self.dim_names), strict=True))
+        every[first:last] = dims
+        names, axes = zip(*every, strict=True)
+        shape, strides = zip(*axes, strict=True)
+        return attrs.evolve(self, shape=shape, dim_names=names, strides=strides)
+
+
+@attrs.frozen
+class LayoutDims:
+    """Some dims of a layout, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
+
+    Attributes:
+        layout: The layout.
+        dims: The dims, in its order.
+
+    Example:
+        >>> from hypercomm import RankLayout
+        >>> pp = RankLayout.parse("tp=2,pp=3")["pp"]
+        >>> pp.size, pp.at(3).rank, pp.at(3).ranks, pp.at(3).next(), pp.at(5).next()
+        (3, 1, (1, 3, 5), 5, None)
+    """
+
+    layout: RankLayout
+    dims: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in each group."""
+        return self.layout.size_of(self.dims)
+
+    @property
+    def groups(self) -> RankGroups:
+        """The groups, as `RankLayout.groups` returns them."""
+        return self.layout.groups(*self.dims)
+
+    def at(self, rank: int) -> Place:
+        """Return a rank's place in its group.
+
+        Raises:
+            RankOutsideError: The rank is not in the layout.
+        """
+        self.layout.coords(rank)  # its error speaks of the layout, not of the groups
+        groups = self.groups
+        return Place(groups.of(rank), groups.position_of(rank))
 
 
 @functools.lru_cache(maxsize=1024)
-def _groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
-    """The groups over dims in layout order: values, made once however often they are asked for."""
+def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
+    """Return the groups over dims in layout order: values, made once however often asked for."""
     outer = [name for name in layout.dim_names if name not in inner]
     axes = layout._axes(outer), layout._axes(inner)
     if layout._listing is not None:

@@ -9,12 +9,13 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
-from hypercomm.layout.checks import as_names, as_sizes, as_strings, as_tuple
-from hypercomm.layout.messages import shown
-from hypercomm.layout.notation import parse_sizes
-from hypercomm.layout.rank_groups import RankGroups
+from hypercomm.layout.groups.rank_groups import RankGroups
+from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.sizes import close_sizes
+from hypercomm.layout.reading.checks import as_dims, as_names, as_sizes, as_strings
+from hypercomm.layout.reading.notation import parse_sizes
+from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.reading.sizes import as_factors, close_sizes
 
 BASE = "base"
 """What the factorisation that a grid was made with is called among its views."""
@@ -28,7 +29,7 @@ class View:
         name: What it is asked for by.
         layout: The factorisation.
         shared_dims: The dims that are also the base's, with the same groups; in the base's order.
-        wanted_dims: Those that it would share, if the base and it had them.
+        wanted_dims: Dims asked to be shared; kept so that a later reshape can share them again.
     """
 
     name: str
@@ -62,7 +63,8 @@ class Views(Mapping[str, View]):
         if not isinstance(name, str) or name not in self._views:
             known = list(self._views) or "none yet"
             raise UnknownViewError(
-                f"there is no view {shown(name)} of {self.base}; registered: {known}"
+                f"View {shown(name)} is not registered for {self.base}; there are {known}"
+                f"{did_you_mean(name, self._views)}"
             )
         return self._views[name]
 
@@ -83,8 +85,9 @@ class Views(Mapping[str, View]):
         (name,) = as_names((name,), "view name")
         if name == BASE or name in self._views:
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
-            raise LayoutError(f"the view name {name!r} {taken}; registered: {list(self._views)}")
-        layout = _refactorised(self.base, name, as_sizes(shape), as_names(dim_names))
+            raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
+        dim_names = as_names(dim_names)
+        layout = self.base.renumber(_read_shape(self.base, name, shape, dim_names), dim_names)
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         wanted = () if lone is None else as_strings(lone, "shared_dims")
         shared = self._shared(name, layout, wanted)
@@ -106,7 +109,7 @@ class Views(Mapping[str, View]):
             self[name]
         others = Views(base)
         for name, view in self.items():
-            closed = dict(zip(view.layout.dim_names, view.layout.shape, strict=True))
+            closed = view.layout.sizes
             try:
                 if name in sizes:
                     closed = close_sizes(parse_sizes(sizes[name]), base.size)
@@ -121,9 +124,7 @@ class Views(Mapping[str, View]):
                 ) from error
         return others
 
-    def find(
-        self, dims: str | Iterable[str], view: str | None
-    ) -> tuple[View | None, tuple[str, ...]]:
+    def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
         """Return what dims belong to: a view, or the base (None), and the dims in its order.
 
         Dims that a view shares are the base's.
@@ -132,14 +133,23 @@ class Views(Mapping[str, View]):
             UnknownViewError: There is no such view.
             UnknownDimError: There is no such dim; names the view that has it, if one does.
         """
-        dims = dims if isinstance(dims, str) else as_tuple(dims, "dims")
-        found = self.asked(view)
-        if found is not None:
+        dims = dims if isinstance(dims, str) else as_dims(dims)
+        if view is not None and (found := self.asked(view)) is not None:
             ordered = self._ordered(found.name, found.layout, dims)
             if not set(ordered) <= set(found.shared_dims):
                 return found, ordered
             dims = ordered
         return None, self._ordered(BASE, self.base, dims)
+
+    def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
+        """Order dims as a view, or the base, has them.
+
+        Raises:
+            UnknownViewError, UnknownDimError: As for `find`.
+        """
+        found = self.asked(view)
+        name, layout = (BASE, self.base) if found is None else (found.name, found.layout)
+        return self._ordered(name, layout, dims if isinstance(dims, str) else as_dims(dims))
 
     def _ordered(
         self, owner: str, layout: RankLayout, dims: str | tuple[str, ...]
@@ -148,21 +158,24 @@ class Views(Mapping[str, View]):
         try:
             return layout.order_dims(dims)
         except UnknownDimError as error:
-            names = {dims} if isinstance(dims, str) else set(as_strings(dims, "dims"))
+            names = set(as_dims(dims))
             layouts = {BASE: self.base} | {view.name: view.layout for view in self.values()}
             having = [name for name, other in layouts.items() if names <= set(other.dim_names)]
             if not having:
                 known = {dim for other in layouts.values() for dim in other.dim_names}
                 if not names <= known:
-                    raise
+                    if not self:
+                        raise
+                    views = ", ".join(f"{name} ({view.layout})" for name, view in self.items())
+                    raise UnknownDimError(f"{error}; the views have others: {views}") from error
                 raise UnknownDimError(
                     f"{shown(dims)} are dims of different views, which make no groups together; "
-                    f"there are {', '.join(f'{name} ({other})' for name, other in layouts.items())}"
+                    f"there are {', '.join(_named(name, of) for name, of in layouts.items())}"
                 ) from error
-            what = "the grid's own dims" if owner == BASE else f"those of view {owner!r}"
             raise UnknownDimError(
-                f"{shown(dims)} is not among {what}, {layout.dim_names}, but of view "
-                f"{having[0]!r}; ask with view={having[0]!r}"
+                f"{shown(dims)} is not in view {owner!r} with dim_names {layout.dim_names}, but in "
+                f"view {having[0]!r}{_ITSELF if having[0] == BASE else ''}; ask with "
+                f"view={having[0]!r}, or ask {_whom(having[0])}"
             ) from error
 
     def layout_of(self, view: str | None) -> RankLayout:
@@ -181,45 +194,60 @@ class Views(Mapping[str, View]):
         if not wanted:
             return ()
         for dim in wanted:
-            for owner, names in ((f"view {name!r}", layout), ("the grid", self.base)):
+            if wanted.count(dim) > 1:
+                raise LayoutError(f"duplicate shared_dims: {dim!r} comes twice in {wanted}")
+            for where, names in (("the base view", self.base), ("the view's dim_names", layout)):
                 if dim not in names.dim_names:
                     raise UnknownDimError(
-                        f"dim {dim!r} of shared_dims is no dim of {owner}, which has "
-                        f"{names.dim_names}"
+                        f"Shared dim {dim!r} of view {name!r} is not in {where} {names.dim_names}"
                     )
         shared = self.base.order_dims(wanted)
         for dims in [*((dim,) for dim in shared), shared]:
             here, there = self.base.groups(*dims), layout.groups(*dims)
             if here != there:
+                several = f"s {list(dims)} have" if len(dims) > 1 else f" {dims[0]!r} has"
                 raise LayoutError(
-                    f"view {name!r} cannot share {'+'.join(dims)} with the grid: the grid's groups "
-                    f"are {here!r}, the view's are {there!r}; {_first_difference(here, there)}; "
-                    f"give the dim another name in the view, or other sizes or another order"
+                    f"Shared dim{several} different membership across views: the grid's groups are "
+                    f"{here!r}, those of view {name!r} are {there!r}; "
+                    f"{_first_difference(here, there)}; give the dim another name in the view, or "
+                    f"other sizes or another order"
                 )
         return shared
 
 
-def _refactorised(
-    base: RankLayout, name: str, shape: tuple[int, ...], dim_names: tuple[str, ...]
-) -> RankLayout:
-    """Number the ranks of a layout, in its order, by other dims."""
+_ITSELF = ", the grid's own dims"
+
+
+def _named(view: str, layout: RankLayout) -> str:
+    return f"{view} ({layout}{_ITSELF if view == BASE else ''})"
+
+
+def _whom(view: str) -> str:
+    return "the grid itself" if view == BASE else f"grid.view({view!r})"
+
+
+def _read_shape(
+    base: RankLayout, name: str, shape: Iterable[int], dim_names: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Read the sizes of a view, which multiply to the number of ranks of its base."""
+    try:
+        shape = as_sizes(shape)
+    except LayoutError as error:
+        raise LayoutError(f"View {name!r} shape must be positive ints: {error}") from None
     size = math.prod(shape)
-    if len(shape) == len(dim_names) and size != base.size:
-        sizes = dict(zip(dim_names, shape, strict=True))
-        fitting = [
-            f"{dim} of {base.size // (size // own)}"
-            for dim, own in sizes.items()
-            if base.size % (size // own) == 0
-        ]
-        table = " * ".join(f"{dim}={own}" for dim, own in sizes.items())
-        raise LayoutError(
-            f"the sizes of view {name!r}, {table} = {size}, must multiply to the {base.size} ranks "
-            f"of {base}" + (f"; what would do: {', or '.join(fitting)}" if fitting else "")
-        )
-    ranks = base.ranks
-    if isinstance(ranks, range):
-        return RankLayout(shape, dim_names, base.rank_offset)
-    return RankLayout(shape, dim_names, ranks=ranks)
+    if len(shape) != len(dim_names) or size == base.size:
+        return shape
+    sizes = dict(zip(dim_names, shape, strict=True))
+    fitting = [
+        f"{dim} of {base.size * own // size}"
+        for dim, own in sizes.items()
+        if base.size * own % size == 0
+    ]
+    fits = f"; what would do: {', or '.join(fitting)}" if fitting else ""
+    raise LayoutError(
+        f"View {name!r} {as_factors(sizes)} has size {size}, but the grid size is {base.size} "
+        f"({base}){fits}"
+    )
 
 
 def _first_difference(one: RankGroups, other: RankGroups) -> str:

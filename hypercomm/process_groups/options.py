@@ -12,9 +12,10 @@ import attrs
 import torch
 
 from hypercomm.errors import GroupOptionsError
-from hypercomm.layout.checks import is_utf8
-from hypercomm.layout.messages import shown
+from hypercomm.layout.reading.checks import check_duration, is_utf8
+from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.job import Job, current, current_or_none
 
 
 @attrs.frozen
@@ -50,41 +51,48 @@ class GroupOptions:
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        check_timeout(self.timeout)
-        check_description(self.group_desc)
+        if self.timeout is not None:
+            check_timeout(self.timeout)
+        if self.group_desc is not None:
+            check_description(self.group_desc)
         if self.backend is not None:
             check_known(self.backend)
-        check_lazy_init(self.lazy_init, self.backend)
+        if self.lazy_init is not None:
+            check_lazy_init(self.lazy_init, self.backend)
 
-    def resolve(self, group_desc: str) -> GroupOptions:
+    def resolve(self, group_desc: str, job: Job | None = None) -> GroupOptions:
         """Fill in the defaults of the live world; needs torch.distributed to be initialised.
+
+        Args:
+            group_desc: The description, unless one was given.
+            job: The job, if whoever asks knows it.
 
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`.
         """
-        default = c10d.default_backend()
+        default = (job or current()).backend
         backend = (self.backend or default).lower()
-        if self.pg_options is not None and not any(
-            c10d.takes_options(single) for single in c10d.single_backends(backend)
-        ):
+        singles = c10d.single_backends(backend)
+        if self.pg_options is not None and not any(map(c10d.takes_options, singles)):
             raise GroupOptionsError(
                 f"pg_options {shown(self.pg_options)} would be dropped: torch passes no options to "
                 f"backend {backend!r}; leave pg_options out"
             )
-        if "fake" in {default, *c10d.single_backends(backend)}:
+        if "fake" in {default, *singles}:
             check_pg_options(self.pg_options)
-        own = _own_timeout(self.pg_options)
+        own = None if self.pg_options is None else _own_timeout(self.pg_options)
         timeout = self.timeout or own or c10d.world_timeout(backend)
         if own is not None and own != timeout:
             raise GroupOptionsError(
                 f"timeout={timeout} differs from the {own} that pg_options hold, which torch would "
                 f"drop; give one of them"
             )
-        pg_options = _with_timeout(self.pg_options, timeout)
+        pg_options = self.pg_options
+        if pg_options is not None:
+            pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
-            backend, pg_options = "fake", _of_fake_backend(pg_options)
-        connects = {"gloo", *c10d.NCCL} & {*c10d.single_backends(backend)}
-        lazy_init = self.lazy_init if connects else None
+            backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
+        lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 
     def described(self, group_desc: str) -> GroupOptions:
@@ -94,8 +102,12 @@ class GroupOptions:
         )
 
 
+_CONNECTING = {"gloo", *c10d.NCCL}
+"""The backends that have a choice of when to connect."""
+
+
 def check_timeout(timeout: timedelta | None) -> None:
-    """Refuse what is no length of time; None stands for the default.
+    """Raise unless `timeout` is a positive timedelta, or None for the default.
 
     Raises:
         GroupOptionsError: Says what is.
@@ -105,18 +117,12 @@ def check_timeout(timeout: timedelta | None) -> None:
 
 
 def check_given_timeout(timeout: timedelta) -> None:
-    """Refuse what is no length of time, and None, where there is no default.
+    """Raise unless `timeout` is a positive timedelta.
 
     Raises:
         GroupOptionsError: Says what is.
     """
-    if not isinstance(timeout, timedelta):
-        raise GroupOptionsError(
-            f"timeout must be a datetime.timedelta, got {shown(timeout)}; "
-            f"write timedelta(seconds=...)"
-        )
-    if timeout <= timedelta(0):
-        raise GroupOptionsError(f"timeout must be longer than 0, got {timeout}")
+    check_duration("timeout", timeout, GroupOptionsError)
 
 
 def check_description(group_desc: str | None) -> None:
@@ -154,7 +160,7 @@ def check_lazy_init(lazy_init: bool | None, backend: str | None = None) -> None:
         raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
     if not lazy_init or c10d.can_init_lazily():
         return
-    backend = backend or (c10d.default_backend() if c10d.is_live() else "gloo")
+    backend = backend or (job.backend if (job := current_or_none()) else "gloo")
     if "gloo" in c10d.single_backends(backend):
         raise GroupOptionsError(
             "lazy_init=True: gloo in this torch connects all members when a group is created; "
@@ -261,7 +267,7 @@ def live_pg_options(pg_options: Any) -> Any:
         GroupOptionsError: They are no options.
     """
     check_pg_options(pg_options)
-    return _of_fake_backend(pg_options) if c10d.default_backend() == "fake" else pg_options
+    return _of_fake_backend(pg_options) if current().backend == "fake" else pg_options
 
 
 def _of_fake_backend(pg_options: Any) -> Any:

@@ -8,12 +8,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Protocol
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
@@ -22,42 +20,28 @@ from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
-    GroupOptionsError,
 )
-from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.views import Views
+from hypercomm.layout import RankLayout
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.agreement import Agreement
-from hypercomm.process_groups.assembly import Assembly, limit_of
+from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
+from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
 from hypercomm.process_groups.c10d.gloo_store import ENDLESS, AttemptGivenUpError, Patience
-from hypercomm.process_groups.c10d.time_limits import answer
-from hypercomm.process_groups.creation import (
-    BATCH_PATIENCE_S,
-    abort,
-    create,
-    destroy,
-    give_up,
-    together,
-)
-from hypercomm.process_groups.group_plan import CreatedGroup, GroupPlan
-from hypercomm.process_groups.keys import Explanation, GroupKey, GroupRequest, describe
+from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
+from hypercomm.process_groups.creation.creation import create, destroy
+from hypercomm.process_groups.creation.strategies import NOT_YET, Choice, choose
+from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups.job import Job, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.planned import PlannedGroup, find_twin, same_for_caller
-from hypercomm.process_groups.progress import Progress
-from hypercomm.process_groups.strategies import Choice, alternatives, choose, split_turns
+from hypercomm.process_groups.planned import PlannedGroup, Pool, PooledGroup
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 
 logger = logging.getLogger(__name__)
 
-Alike = dict[tuple[object, ...], tuple[Choice, GroupOptions]]
+Decided = tuple[Choice, GroupOptions]
+Alike = dict[tuple[object, ...], Decided]
 """What was decided for groups of one call, by what was asked for."""
 
 _ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
-
-
-class SharesWith(Protocol):
-    """What knows the present owner of a grid's groups: the grid may get another one."""
-
-    owner: GroupOwner
 
 
 class GroupOwner:
@@ -66,327 +50,299 @@ class GroupOwner:
     Args:
         layout: The grid's.
         creation: How groups are created: "auto", or the name of a strategy.
-        share_with: What knows the owner of another grid, whose groups may serve this one's keys.
-        agreement: What the ranks of the grid have told each other.
+        pool: Where groups are that keys may share, also with other grids.
+        steps: What the ranks of the grid do in one order, and have told each other.
         is_verified: Whether each creation is compared with those of the other ranks.
+        shape: What tells its groups apart from those that the grid had before a reshape.
 
     Attributes:
         layout: The grid's.
-        created: What exists, by key, in the order of creation.
+        pool: Where its groups are.
         planned: What is planned, by key; all that exists is.
-        progress: What all ranks count alike.
+        created: What exists, by key, in the order of creation.
+        steps: What its ranks do in one order.
+        calls: Held by the thread that makes a step.
+        is_verified: As given.
+        shape: What its groups are named by, after a reshape.
+        is_reshaping: Whether nothing may be planned or destroyed, as a reshape would lose it.
     """
 
     def __init__(
         self,
         layout: RankLayout,
         creation: str,
-        share_with: SharesWith | None,
-        agreement: Agreement,
+        pool: Pool,
+        steps: Steps,
+        *,
         is_verified: bool,
+        shape: str = "",
     ) -> None:
-        self.created: dict[GroupKey, CreatedGroup] = {}
-        self.planned: dict[GroupKey, PlannedGroup] = {}
-        self.is_destroyed = False
         self.layout = layout
-        self._agreement = agreement
-        self._assembly = Assembly(agreement, layout)
-        self.progress = Progress(agreement, is_verified)
-        self._lock = threading.RLock()
+        self.pool = pool
+        self.planned: dict[GroupKey, PlannedGroup] = {}
+        self.created: dict[GroupKey, PlannedGroup] = {}
+        self.is_destroyed = False
+        self.steps = steps
+        self.agreement = steps.agreement
+        self.is_verified = is_verified
+        self.shape = shape
+        self.calls = threading.Lock()
+        self._tries: Counter[GroupKey] = Counter()
         self._process = os.getpid()
         self._creation = creation
-        self._share_with = share_with
-        self._batching = threading.Lock()
-        self._is_reshaping = False
+        self.is_reshaping = False
         self._told: set[str] = set()
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether each creation is compared with those of the other ranks."""
-        return self.progress.is_verified
 
     # ---- one group ------------------------------------------------------------------------------
 
-    def plan(
-        self, request: GroupRequest, batch: str = "", alike: Alike | None = None
-    ) -> PlannedGroup:
-        """Check everything, and file what is to be created, alone or with others of a batch."""
-        key = request.key
-        self._check_steady()
-        if key in self.planned:
-            has, how = (
-                ("created", f"get it with get_pg({key.as_call()}), create it once with ensure_pg")
-                if key in self.created
-                else ("planned", f"call create() of the plan, or ensure_pg({key.as_call()})")
-            )
-            raise GroupExistsError(
-                f"the process group over {key.as_call()} has already been {has}; {how}, or create "
-                f"another over the same dims under a name of its own, name=..."
-            )
-        planned = self.draft(request, batch, alike)
-        is_live = c10d.is_live()
-        if is_live and planned.resolved.backend != c10d.default_backend():
-            check_backend(planned.resolved.backend)
-        strategy, reason = planned.choice
-        asked_for = request.given.creation or self._creation
-        if strategy == "enumerate" and asked_for == "auto" and reason not in self._told:
-            self._told.add(reason)
-            logger.warning("creating groups by enumeration: %s", reason)
-        if is_live:
-            _ = self._agreement.name  # compares the grid while all ranks are at the same place
-            if request.view is not None:
-                self._agreement.compare_view(request.view)
-        if self.progress.is_verified and not batch:
-            self.progress.compare([describe(planned)])
-        self.planned[key] = planned
-        return planned
-
-    def draft(
-        self, request: GroupRequest, batch: str = "", alike: Alike | None = None
-    ) -> PlannedGroup:
-        """Check everything, and change nothing."""
-        given, groups = request.given, self._groups(request)
-        given.check()
-        wish = (given.backend, given.timeout, given.lazy_init, given.creation)
-        is_usual = given.pg_options is None and groups.is_sorted
-        if alike is None or not is_usual or wish not in alike:
-            choice, resolved = self._decide(given, groups, str(request.key))
-        else:
-            choice, resolved = alike[wish]
-            resolved = resolved.described(given.group_desc or str(request.key))
-        if alike is not None and is_usual:
-            alike[wish] = choice, resolved
-        make = partial(self._make, request, batch)
-        planned = PlannedGroup(
-            str(request.key),
-            groups,
-            request.derive,
-            given,
-            resolved,
-            choice,
-            request.share,
-            None,
-            make,
-        )
-        planned.twin = find_twin(planned, self._shareable())
-        return planned
-
-    def _decide(
-        self, given: GroupOptions, groups: RankGroups, group_desc: str
-    ) -> tuple[Choice, GroupOptions]:
-        """Choose how groups are created, and with what."""
-        is_live = c10d.is_live()
-        choice = choose(
-            given.creation or self._creation,
-            given.backend,
-            groups,
-            lazily=given.lazy_init,
-            by_all=is_live and self.layout.size == dist.get_world_size(),
-        )
-        return choice, given.resolve(group_desc) if is_live else given
-
-    def create(self, request: GroupRequest) -> ProcessGroup | None:
+    def create(self, spec: GroupSpec) -> ProcessGroup | None:
         """Plan and create a group, or leave everything as it was."""
-        begin, key = time.monotonic(), request.key
+        begin = time.monotonic()
         while True:
-            with self._lock:
-                planned = self.plan(request)
+            planned = self.plan(spec)
             try:
-                group = planned.attempt(begin).group
+                group = self.obtain(planned, begin).group
             except BaseException as error:
-                with self._lock:
-                    if self.planned.get(key) is planned and planned.created is None:
-                        del self.planned[key]
-                    self.progress.uncount(1, error)
+                self.forget([planned])
                 if not isinstance(error, AttemptGivenUpError):
                     raise
             else:
-                self._agreement.retract()
                 return group
 
-    def ensure(self, request: GroupRequest) -> ProcessGroup | None:
-        """Create a group on the first call, and return it afterwards, if it is the same."""
-        key, given = request.key, request.given
-        while (first := self.planned.get(key)) is None:
+    def plan(self, spec: GroupSpec) -> PlannedGroup:
+        """Reserve the key of a group that is to be created, once all ranks agree."""
+        with self.pool.lock:
+            planned = self.reserve(spec)
             try:
-                return self.create(request)
+                if self.is_verified:
+                    planned.step = self.steps.enter([planned.describe()])
+            except BaseException:
+                self.forget([planned])
+                raise
+            return planned
+
+    def reserve(self, spec: GroupSpec, alike: Alike | None = None) -> PlannedGroup:
+        """Reserve the key of a group, after comparing the grid, and its view, with other ranks."""
+        self.check_steady()
+        if spec.key in self.planned:
+            raise GroupExistsError(spec.key.says_exists(is_created=spec.key in self.created))
+        job = current_or_none()
+        planned = self.draft(spec, job, alike)
+        strategy, reason = planned.choice
+        asked_for = spec.given.creation or self._creation
+        if strategy == "enumerate" and asked_for == "auto" and reason not in self._told:
+            self._told.add(reason)
+            logger.warning("creating groups by enumeration: %s", reason)
+        if job is not None:
+            if planned.options.backend != job.backend:
+                check_backend(planned.options.backend)
+            self.agreement.join(job)  # while all ranks are at the same place
+            if spec.view is not None:
+                self.steps.compare_view(spec.view, self.shape)
+        self.pool.join(planned)
+        self.planned[spec.key] = planned
+        return planned
+
+    def draft(self, spec: GroupSpec, job: Job | None, alike: Alike | None = None) -> PlannedGroup:
+        """Decide how a group is to be created, and with what; reserves nothing.
+
+        Args:
+            spec: What is asked for.
+            job: The job, once there is one.
+            alike: What was decided for others of the same call, and now is for this one.
+        """
+        given = spec.given
+        if alike is None or given.pg_options is not None or not spec.groups.is_sorted:
+            choice, options = self._decide(spec, job)
+            return PlannedGroup(spec, options, choice, self)
+        wish = (given.backend, given.timeout, given.lazy_init, given.creation)
+        if wish not in alike:
+            alike[wish] = self._decide(spec, job)
+        choice, options = alike[wish]
+        options = options.described(given.group_desc or str(spec.key))
+        return PlannedGroup(spec, options, choice, self)
+
+    def _decide(self, spec: GroupSpec, job: Job | None) -> Decided:
+        given = spec.given
+        if job is None:
+            return NOT_YET, given
+        by_all, creation = self.layout.size == job.size, given.creation or self._creation
+        choice = choose(creation, given.backend, spec.groups, lazily=given.lazy_init, by_all=by_all)
+        return choice, given.resolve(str(spec.key), job)
+
+    def obtain(self, planned: PlannedGroup, begin: float) -> CreatedGroup:
+        """Take the group of a plan from the pool, or create it there, and file both.
+
+        Args:
+            planned: What was planned.
+            begin: When the first attempt began: all of them have to keep the timeout.
+
+        Raises:
+            AttemptGivenUpError: The other members had given up; try again.
+        """
+        self.check_alive()
+        if planned.is_filed and planned.pooled and planned.pooled.created:
+            return planned.pooled.created
+        if planned.options is planned.spec.given:
+            self._resolve(planned)
+        pooled = self.pool.join(planned)
+        with pooled.lock:
+            created = pooled.created
+            if created is None:
+                created = pooled.namer.owner.make(pooled.namer, begin)
+            try:
+                with self.pool.lock:
+                    pooled.created = created
+                    if pooled.namer is not planned:
+                        pooled.namer.owner.file(pooled.namer)
+                    self.file(planned)
+                    planned.is_obtained = True
+            finally:
+                if not planned.is_filed:  # its grid may have been destroyed meanwhile
+                    self._end(self.pool.end(pooled))
+        self.check_alive()
+        return created
+
+    def make(self, planned: PlannedGroup, begin: float) -> CreatedGroup:
+        """Create the group of a plan."""
+        self.check_alive()
+        if planned.options is planned.spec.given:
+            self._resolve(planned)
+        try:
+            attempt = planned.attempt or self.attempt(planned, begin=begin)
+            created = create(attempt, planned.choice.strategy)
+        except BaseException:
+            if planned.attempt is None:
+                self._tries[planned.key] += 1
+            raise
+        self.agreement.stop_waiting()
+        return created
+
+    def _resolve(self, planned: PlannedGroup) -> None:
+        """Decide what could not be decided when it was planned, without a job."""
+        job = current_or_none()
+        if job is not None:
+            planned.choice, planned.options = self._decide(planned.spec, job)
+            check_backend(planned.options.backend)
+
+    def attempt(
+        self, planned: PlannedGroup, step: Step | None = None, begin: float = 0.0
+    ) -> Attempt:
+        """Name an attempt to create a group, alone or at a step, and say who is waited for."""
+        timeout, spec, title = planned.options.timeout, planned.spec, str(planned.spec.key)
+        job = current_or_none()
+        if job is None:
+            return Attempt(title, spec.layout, spec.groups, planned.options, title, ENDLESS, None)
+        grid, tries = self.agreement.join(job).name, self._tries[spec.key]
+        if step is not None:  # no dim name holds a space, so that no key looks like this
+            steps, deadline, name = step.steps, step.deadline, f"{grid}/{step.name}/{title}"
+        else:
+            steps, deadline = self.steps, begin + timeout.total_seconds() if timeout else math.inf
+            within = [grid, self.shape, f"try {tries + 1}" if tries else "", title]
+            name = "/".join(filter(None, within))
+        look = steps.lookout(job, title, is_met=step is not None) if job.has_store else ENDLESS.look
+        patience = Patience(look, deadline)
+        return Attempt(name, spec.layout, spec.groups, planned.options, title, patience, job)
+
+    def file(self, planned: PlannedGroup) -> None:
+        """File a plan whose group exists, unless the grid is destroyed by now."""
+        with self.pool.lock:
+            if self.is_destroyed or planned.is_filed:
+                return
+            if planned.key in self.created:  # by another thread, after this one's plan had failed
+                self.created[planned.key].is_filed = False
+            planned.is_filed = True
+            self.created[planned.key] = planned
+            self.planned.setdefault(planned.key, planned)
+
+    def unfile(self, planned: PlannedGroup) -> None:
+        """Forget that the group of a plan exists, but not the plan."""
+        planned.is_filed = False
+        self.created.pop(planned.key, None)
+        if planned.attempt is None:  # at a step, all get other names
+            self._tries[planned.key] += 1
+
+    def forget(self, plans: Sequence[PlannedGroup]) -> None:
+        """Take back what was planned, and was not created."""
+        with self.pool.lock:
+            for planned in plans:
+                if self.planned.get(planned.key) is not planned or planned.is_filed:
+                    continue
+                del self.planned[planned.key]
+                if planned.step is not None:
+                    self.steps.give_back(planned.step)
+                users = planned.pooled.users() if planned.pooled else ()
+                if all(user in plans for user in users):  # else others wait, under its name
+                    self.pool.leave(planned)
+
+    def ensure(self, spec: GroupSpec) -> ProcessGroup | None:
+        """Create a group on the first call, and return it afterwards, if it is the same."""
+        while (first := self.planned.get(spec.key)) is None:
+            try:
+                return self.create(spec)
             except GroupExistsError:
-                logger.debug("another thread creates %s", key)
-        groups = self._groups(request)
-        if given != first.given and first.is_adopted:
-            raise GroupOptionsError(
-                f"the process group over {key.as_call()} is that of a DeviceMesh, and cannot be "
-                f"had with {given}; leave the options out, or use another name=..."
-            )
-        if given != first.given:
-            raise GroupOptionsError(
-                f"the process group over {key.as_call()} was created with {first.given}, and "
-                f"cannot be had with {given}; use the same options, or another name=..."
-            )
-        if not same_for_caller(groups, first.groups):
-            raise GroupOptionsError(
-                f"the process group over {key.as_call()} was created for {first.groups!r}, and "
-                f"cannot be had for {groups!r}; derive the same groups, or use another name=..."
-            )
+                logger.debug("another thread creates %s", spec.key)
+        first.check_same(spec)
         return first.create()
 
     def get(self, key: GroupKey) -> ProcessGroup | None:
         """Look up a group that was created."""
         if key not in self.created:
-            exist = ", ".join(map(str, self.created)) or "none yet"
-            raise GroupMissingError(
-                f"the process group over {key.as_call()} has not been created; call "
-                f"create_pg({key.as_call()}) first, on every rank of the grid; created so far: "
-                f"{exist}"
-            )
+            raise GroupMissingError(key.says_missing(self.created))
         return self.created[key].group
 
     def adopt(self, dim: str, group: ProcessGroup | None) -> None:
         """File a group that somebody else owns."""
         options = GroupOptions(backend=None if group is None else c10d.backend_of(group))
-        created = CreatedGroup(group, owned=False)
-        key, groups = GroupKey((dim,)), self.layout.groups(dim)
-        self.planned[key] = PlannedGroup(
-            str(key),
-            groups,
-            None,
-            GroupOptions(),
-            options,
-            _ADOPTED,
-            "never",
-            None,
-            lambda *_: created,
-            created,
-        )
-        self.created[key] = created
+        spec = specify(GroupKey((dim,)), None, self.layout, None, GroupOptions(), "never")
+        planned = PlannedGroup(spec, options, _ADOPTED, self)
+        self.take(planned, PooledGroup(planned, CreatedGroup(group, owned=False)))
 
-    # ---- several groups -------------------------------------------------------------------------
+    def take(self, planned: PlannedGroup, pooled: PooledGroup) -> None:
+        """File a group that exists."""
+        self.pool.join(planned, pooled)
+        self.file(planned)
 
-    def create_all(self, requests: Sequence[GroupRequest]) -> list[ProcessGroup | None]:
-        """Create several groups in the order given, all or none."""
-        if not self._batching.acquire(blocking=False):
-            raise CreationError(
-                "another thread calls create_pgs() of this grid; ranks tell such calls apart by "
-                "their order, so let one thread make them, or use create_pg, which tells its calls "
-                "apart by their keys"
-            )
-        try:
-            while True:
-                try:
-                    groups = self._create_batch(requests, self.progress.batch)
-                except BaseException as error:
-                    self.progress.end_batch(failed=True)
-                    if not isinstance(error, AttemptGivenUpError):  # this rank came too late
-                        raise
-                else:
-                    self.progress.end_batch(failed=False)
-                    self._agreement.retract()
-                    return groups
-        finally:
-            self._batching.release()
+    def explain(self, planned: PlannedGroup) -> Explanation:
+        """Say how a group was created, or would be."""
+        return Explanation.of(planned, planned.pooled or self.pool.find(planned))
 
-    def _create_batch(
-        self, requests: Sequence[GroupRequest], batch: str
-    ) -> list[ProcessGroup | None]:
-        keys = [request.key for request in requests]
-        for position, key in enumerate(keys):
-            if key in keys[:position]:
-                raise GroupExistsError(
-                    f"{key.as_call()} is asked for twice in one call, at positions "
-                    f"{keys.index(key)} and {position}; leave one out, or give it a name of its "
-                    f"own, name=..."
-                )
-        alike: Alike = {}
-        mine: list[PlannedGroup] = []
-        plans: list[tuple[PlannedGroup, GroupPlan]] = []
-        counted = 0
-        waiting = [planned for planned in self._shareable() if planned.created is None]
-        try:
-            with self._lock:
-                for request in requests:
-                    mine.append(self.plan(request, batch, alike))  # noqa: PERF401 - the others are kept
-                words: Iterator[str] = map(describe, mine)
-                if any(planned.derive is not None for planned in mine):
-                    words = iter(list(words))  # reads the groups, and what is wrong with them
-                self.progress.compare(words)
-                counted = len(mine)
-            if c10d.has_store():  # else there is nobody to tell that this rank gives up
-                plans = [
-                    (planned, self._group_plan(request, batch, planned))
-                    for request, planned in zip(requests, mine, strict=True)
-                ]
-            begin = time.monotonic()
-            with together():
-                return [planned.attempt(begin).group for planned in mine]
-        except BaseException as error:
-            tried = [planned for planned in (*waiting, *mine) if planned.twin is None]
-            created = [planned.created for planned in tried if planned.created is not None]
-            with self._lock:
-                for planned in waiting:
-                    self._uncreate(planned)  # planned before, it served one of these
-                for key in keys[: len(mine)]:
-                    self.planned.pop(key, None)
-                    self.created.pop(key, None)
-                self.progress.uncount(counted, error)
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                give_up(
-                    plan
-                    for planned, plan in plans
-                    if planned.created is None and planned.twin is None
-                )
-            destroy(dict.fromkeys(reversed(created)), BATCH_PATIENCE_S)
-            raise
-
-    def _uncreate(self, planned: PlannedGroup) -> None:
-        """Forget that a group was created, but not that it was planned."""
-        if planned.created is None:
-            return
-        for key, own in self.planned.items():
-            if own is planned:
-                planned.created = None
-                del self.created[key]
-                self.progress.next_name(key)  # a retry gets another name
-        if self._share_with is not None:
-            self._share_with.owner._uncreate(planned)
+    # ---- the end --------------------------------------------------------------------------------
 
     def remove(self, key: GroupKey) -> None:
         """Destroy one group, unless it serves other keys too, of this grid or another."""
         self.get(key)  # refuses what was not created
-        with self._lock:
-            self._check_steady()
-            created = self.created.pop(key)
-            planned = self.planned.pop(key, None)
-            self.progress.next_name(key)  # the next has another name
-            heirs = [one for one in self.planned.values() if one.twin is planned]
-            heirs.sort(key=lambda one: one.created is None)
-            for one in heirs:  # the first that exists serves the rest now
-                one.twin = None if one is heirs[0] else heirs[0]
-        if planned is not None:
-            planned.created, planned.is_void = None, True
-        if created.owned and not created.is_held():
+        with self.pool.lock:
+            self.check_steady()
+            planned = self.created.pop(key)
+            del self.planned[key]
+            self._tries[key] += 1  # the next has another name
+        self._end(self.pool.leave(planned))
+
+    def _end(self, created: CreatedGroup | None) -> None:
+        if created is not None:
             destroy([created])
 
-    def destroy(self) -> None:
-        """Destroy what was created here, the last one first; may be called twice."""
+    def end(self, way: Callable[[list[CreatedGroup]], None]) -> None:
+        """Destroy or abort what was created here, the last one first; may be called twice."""
         own = self.release()
         if os.getpid() == self._process:
-            destroy(own)
+            way(own)
 
-    def abort(self) -> None:
-        """Abort what was created here, the last one first; waits for nobody."""
-        own = self.release()
+    def leave(self) -> None:
+        """Remove what the grid has left in the store."""
         if os.getpid() == self._process:
-            abort(own)
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self.agreement.leave()
 
     def release(self) -> list[CreatedGroup]:
         """Forget all groups, and return those that no other grid has, the last one first."""
-        with self._lock:
+        with self.pool.lock:
             self.is_destroyed = True
-            every = dict.fromkeys(reversed(self.created.values()))  # shared ones once
-            for planned in self.planned.values():
-                planned.is_void = True
+            leaving = dict.fromkeys([*reversed(self.created.values()), *self.planned.values()])
             self.planned, self.created = {}, {}
-            return [item for item in every if item.owned and not item.is_held()]
+            gone = [self.pool.leave(planned) for planned in leaving]
+            return [item for item in gone if item is not None]
 
     def live(self) -> list[GroupKey]:
         """Return the keys of the groups that exist and that this owner must end."""
@@ -394,142 +350,29 @@ class GroupOwner:
             return []
         return [
             key
-            for key, item in self.created.items()
-            if item.owned and item.group is not None and c10d.is_registered(item.group)
+            for key, planned in self.created.items()
+            if not planned.is_adopted and planned.group and c10d.is_registered(planned.group)
         ]
+
+    # ---- with the other ranks -------------------------------------------------------------------
 
     def verify(self, timeout: timedelta | None) -> None:
         """Compare all that is planned with the other ranks, and wait for them."""
         self.check_alive()
-        with self._lock:
-            plan = [describe(planned) for planned in self.planned.values()]
-        self.meet(plan, timeout, "verify()")
-
-    def meet(self, plan: Sequence[str], timeout: timedelta | None, call: str) -> None:
-        """Compare a plan with the other ranks, and wait for them."""
-        if self.progress.is_verified and self.layout.size > 1:
-            with self._lock:
-                self.progress.compare([call])
-        if self._is_alone():
-            return
+        with self.pool.lock:
+            plan = [planned.describe() for planned in self.planned.values()]
+        plan.insert(0 if self.is_verified else len(plan), "verify()")
         limit_s = limit_of(timeout)
-        try:
-            answer(lambda: self._assembly.meet(plan, limit_s, call), limit_s + 1)
-        except BaseException as error:
-            self.progress.uncount(1, error)
-            if self.progress.is_verified:
-                self.progress.withdraw()
-            raise
-        self._agreement.retract()
+        all_or_none(self.steps, plan, limit_s, "verify()", *NOTHING).get()
 
-    def decline(self, words: str) -> None:
-        """Keep the other ranks from waiting in `meet` for this one, which cannot come."""
-        if not self._is_alone():
-            told = answer(lambda: self._assembly.decline(f"rank {dist.get_rank()} {words}"))
-            if told:
-                self.progress.mismatch()  # as on those that come
+    # ---- what is refused ------------------------------------------------------------------------
 
-    def _is_alone(self) -> bool:
-        alone = self.layout.size < 2 or not c10d.has_store()
-        return alone or dist.get_rank() not in self.layout
-
-    @contextlib.contextmanager
-    def reshaping(self) -> Iterator[None]:
-        """Let nothing be planned or destroyed for the length of a `with` block.
-
-        Raises:
-            CreationError: Another thread reshapes the grid.
-        """
-        with self._lock:
-            self._check_steady()
-            self._is_reshaping = True
-        try:
-            yield
-        finally:
-            self._is_reshaping = False
-
-    def check_settled(self) -> None:
-        """Refuse a reshape while something is planned that was not created.
-
-        Raises:
-            CreationError: Names it.
-        """
-        waiting = [str(key) for key in self.planned if key not in self.created]
-        if waiting:
-            raise CreationError(
-                f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
-                f"void their plans; call create() of each, then reshape()"
-            )
-
-    def _check_steady(self) -> None:
-        if self._is_reshaping:
+    def check_steady(self) -> None:
+        """Refuse what another thread's reshape would lose."""
+        if self.is_reshaping:
             raise CreationError(
                 "another thread reshapes this grid; wait until it is done, and use its new dims"
             )
-
-    # ---- another owner's groups -----------------------------------------------------------------
-
-    def successor(self, layout: RankLayout, agreement: Agreement) -> GroupOwner:
-        """Return an owner like this one, without groups, for another layout; nothing is compared.
-
-        Ranks that keep different groups create different ones until both are settled.
-        """
-        return GroupOwner(layout, self._creation, self._share_with, agreement, False)
-
-    def requests(self, views: Views) -> Iterator[GroupRequest]:
-        """Ask for all that was created, of other views and their base; what has no dims is left."""
-        for key, planned in self.planned.items():
-            view = None if key.view is None else views[key.view]
-            layout = views.base if view is None else view.layout
-            if set(key.dims) <= set(layout.dim_names):
-                found, dims = views.find(key.dims, key.view)
-                new = GroupKey(dims, key.name, None if found is None else found.name)
-                yield GroupRequest(new, view, planned.given, planned.share, planned.derive)
-
-    def file(self, key: GroupKey, planned: PlannedGroup, created: CreatedGroup) -> None:
-        """File a group that another owner has created, which hands it over."""
-        planned.twin = next((one for one in self._shareable() if one.created is created), None)
-        planned.created = created
-        self.planned[key] = planned
-        self._hold(key, created)
-
-    def _hold(self, key: GroupKey, created: CreatedGroup) -> None:
-        self.created[key] = created
-        created.hold(self)
-
-    def settle(self, keys: Sequence[GroupKey], is_verified: bool) -> None:
-        """Bring what is filed into an order that all ranks have alike, and compare from now on."""
-        self.progress.is_verified = is_verified
-        self.planned = {key: self.planned[key] for key in keys}
-        self.created = {key: self.created[key] for key in keys}
-
-    def tell(self, words: str) -> None:
-        """Leave word for the ranks that wait for this one."""
-        if c10d.has_store():
-            who = f"rank {dist.get_rank()}"
-            answer(lambda: self._agreement.tell(f"word of {who}", f"{who} {words}"))
-
-    # ---- what a caller should know --------------------------------------------------------------
-
-    def explain(self, request: GroupRequest) -> Explanation:
-        """Say how a group was created, or would be."""
-        planned = self.planned.get(request.key) or self.draft(request)
-        strategy, reason = planned.choice
-        backend = planned.resolved.backend
-        others = {}
-        if not planned.is_adopted:
-            lazily = planned.given.lazy_init
-            others = alternatives(strategy, backend, planned.groups, lazily=lazily)
-        turns = len(split_turns(planned.groups)) if strategy == "split" else 1
-        if turns > 1:
-            reason += f", in {turns} turns, because torch's colours of some groups are equal"
-        served_by = None
-        if planned.twin is not None:
-            keys = [str(key) for key, other in self.planned.items() if other is planned.twin]
-            served_by = keys[0] if keys else "another grid"
-        return Explanation(
-            request.key, planned.groups, backend, strategy, reason, others, served_by
-        )
 
     def check_alive(self) -> None:
         """Refuse what needs a grid that is not destroyed, and that this process has made."""
@@ -541,81 +384,3 @@ class GroupOwner:
             )
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
-
-    # ---- how a group is made --------------------------------------------------------------------
-
-    def _layout_of(self, request: GroupRequest) -> RankLayout:
-        """The layout whose dims the key of a request names."""
-        shared = request.key.view is None
-        return self.layout if shared or request.view is None else request.view.layout
-
-    def _groups(self, request: GroupRequest) -> RankGroups:
-        """The groups that a request is about."""
-        key, derive = request.key, request.derive
-        groups = self._layout_of(request).groups(*key.dims)
-        if derive is None:
-            return groups
-        if not callable(derive):
-            raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
-        if key.name is None:
-            raise GroupOptionsError(
-                f"derive= makes other groups than those over {key.as_call()}; file them under a "
-                f"name of their own, name=..."
-            )
-        derived = derive(groups)
-        if not isinstance(derived, RankGroups):
-            raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
-        return derived
-
-    def _make(
-        self, request: GroupRequest, batch: str, planned: PlannedGroup, begin: float
-    ) -> CreatedGroup:
-        self.check_alive()
-        key = request.key
-        if planned.resolved is planned.given and c10d.is_live():  # planned before there was a job
-            decided = self._decide(planned.given, planned.groups, str(key))
-            check_backend(decided[1].backend)
-            planned.choice, planned.resolved = decided
-        if planned.twin is not None and planned.twin.is_gone:
-            planned.twin = None
-        if planned.twin is not None:
-            created = planned.twin.attempt(begin)
-        else:
-            plan = self._group_plan(request, batch, planned, begin)
-            try:
-                created = create(plan, planned.choice.strategy)
-            except BaseException:
-                if not batch:
-                    self.progress.next_name(key)
-                raise
-        with self._lock:
-            if not self.is_destroyed:
-                self._hold(key, created)
-                self.planned.setdefault(key, planned)  # another thread's attempt may have failed
-                return created
-        if planned.twin is None:
-            destroy([created])
-        self.check_alive()
-        return created
-
-    def _group_plan(
-        self, request: GroupRequest, batch: str, planned: PlannedGroup, begin: float = 0.0
-    ) -> GroupPlan:
-        timeout = planned.resolved.timeout
-        alone = timeout is not None and not batch  # in a batch, each group has its time
-        deadline = begin + timeout.total_seconds() if timeout and alone else math.inf
-        look = self._agreement.look if c10d.has_store() else ENDLESS.look
-        return GroupPlan(
-            self.progress.name_of(request.key, batch),
-            self._layout_of(request),
-            planned.groups,
-            planned.resolved,
-            str(request.key),
-            Patience(look, deadline),
-        )
-
-    def _shareable(self) -> Iterator[PlannedGroup]:
-        """What may serve a second key: the other grid's groups, then this one's."""
-        if self._share_with is not None:
-            yield from self._share_with.owner._shareable()
-        yield from self.planned.values()

@@ -1,21 +1,47 @@
-"""Groups that are planned: checked in full, and created, or served by another's, when asked for."""
+"""Groups that are planned, and the pool of those that keys hold, alone or together."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import attrs
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import world
+from hypercomm.process_groups.agreement.differences import as_entry
+from hypercomm.process_groups.agreement.steps import Step
 from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
-from hypercomm.process_groups.group_plan import CreatedGroup
+from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
+from hypercomm.process_groups.creation.strategies import Choice
 from hypercomm.process_groups.options import GroupOptions
-from hypercomm.process_groups.strategies import Choice
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, same_for_caller
+
+
+class Owner(Protocol):
+    """What plans groups, and creates and files them."""
+
+    def obtain(self, planned: PlannedGroup, begin: float) -> CreatedGroup:
+        """Take the group of a plan from the pool, or create it there."""
+        ...
+
+    def make(self, planned: PlannedGroup, begin: float) -> CreatedGroup:
+        """Create the group of a plan."""
+        ...
+
+    def file(self, planned: PlannedGroup) -> None:
+        """File a plan whose group exists."""
+        ...
+
+    def unfile(self, planned: PlannedGroup) -> None:
+        """Forget that the group of a plan exists, but not the plan."""
+        ...
 
 
 @attrs.define(eq=False, repr=False)
@@ -26,30 +52,26 @@ class PlannedGroup:
     asked of a process group before it exists, `size` and `rank`, a plan answers.
 
     Attributes:
-        title: The dims, and the name if it has one.
-        groups: The groups that it is one of.
-        derive: What made them of those over the dims, if anything did.
-        given: The options as given.
-        resolved: The options as filled in from the live world.
+        spec: What was asked for.
+        options: The options as filled in from the live world.
         choice: How it will be created, and why so.
-        share: Whether it may serve other keys.
-        twin: The planned group that serves this key, if another's does.
-        created: What came of it; None until it is created.
-        is_void: Whether its grid does not have it any more.
+        owner: What creates it.
+        attempt: The one attempt to create it, where it is one of several at a step.
+        step: That at which it was compared, if it was.
+        pooled: The group that it has, perhaps together with other keys, or is to have.
+        is_filed: Whether its grid has it: it was created, and not destroyed since.
+        is_obtained: Whether a call for this very key was given it.
     """
 
-    title: str
-    groups: RankGroups
-    derive: Callable[[RankGroups], RankGroups] | None
-    given: GroupOptions
-    resolved: GroupOptions
+    spec: GroupSpec
+    options: GroupOptions
     choice: Choice
-    share: str
-    twin: PlannedGroup | None
-    make: Callable[[PlannedGroup, float], CreatedGroup]
-    created: CreatedGroup | None = None
-    is_void: bool = False
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    owner: Owner
+    attempt: Attempt | None = None
+    step: Step | None = None
+    pooled: PooledGroup | None = None
+    is_filed: bool = False
+    is_obtained: bool = False
 
     def create(self) -> ProcessGroup | None:
         """Create the group, at the first call, and return it; None where this rank has none.
@@ -60,36 +82,34 @@ class PlannedGroup:
         Raises:
             CreationError, GridDestroyedError: As for `HyperCommGrid.create_pg`.
         """
-        begin = time.monotonic()
+        begin = time.monotonic()  # all attempts together have to keep the timeout
         while True:
             try:
-                return self.attempt(begin).group
+                return self.owner.obtain(self, begin).group
             except AttemptGivenUpError:
                 continue  # under the next name
 
-    def attempt(self, begin: float) -> CreatedGroup:
-        """Do what `create` does, once, and return all that came of it.
+    @property
+    def groups(self) -> RankGroups:
+        """The groups that it is one of."""
+        return self.spec.groups
 
-        Args:
-            begin: When the first attempt began: all of them have to keep the timeout.
+    @property
+    def key(self) -> GroupKey:
+        """What it is filed under."""
+        return self.spec.key
 
-        Raises:
-            AttemptGivenUpError: The other members had given up; try again.
-        """
-        with self._lock:
-            if self.created is None:
-                self.created = self.make(self, begin)
-            return self.created
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group; None before it is created, and where this rank is in none."""
+        created = None if self.pooled is None else self.pooled.created
+        return None if created is None else created.group
 
     @property
     def is_adopted(self) -> bool:
         """Whether somebody else created the group, and owns it."""
-        return self.created is not None and not self.created.owned
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether its grid has destroyed it since it was planned, and no other one has it."""
-        return self.is_void and not (self.created is not None and self.created.is_held())
+        created = None if self.pooled is None else self.pooled.created
+        return created is not None and not created.owned
 
     def has_member(self) -> bool:
         """Tell whether the calling rank is in one of the groups."""
@@ -108,54 +128,174 @@ class PlannedGroup:
         return self.groups.position_of(world.rank())
 
     def __repr__(self) -> str:
-        state = "planned" if self.created is None else "created"
-        return f"<{state} group of {self.groups!r}>"
+        return f"<{'created' if self.is_filed else 'planned'} group of {self.groups!r}>"
+
+    # ---- what is compared -----------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Say what is planned in words that all ranks of the grid find alike."""
+        spec, options, members = self.spec, self.options, ""
+        if spec.derive is not None:  # else the dims tell all
+            digest = hashlib.sha256(spec.groups.to_array().tobytes()).hexdigest()[:12]
+            members = f" (members {digest})"
+        return as_entry(
+            f"{spec.key} over {spec.groups!r}{members}",
+            {
+                "backend": options.backend,
+                "timeout": options.timeout,
+                "pg_options": type(options.pg_options).__name__,
+                "group_desc": repr(options.group_desc),
+                "share": spec.share,
+                "creation": self.choice.strategy,
+                "lazy_init": options.lazy_init,
+            },
+        )
+
+    def check_same(self, spec: GroupSpec) -> None:
+        """Refuse what is not what was asked for when this was planned.
+
+        Raises:
+            GroupOptionsError: Options or groups differ.
+        """
+        key, has = spec.key.as_call(), self.spec
+        if spec.given != has.given and self.is_adopted:
+            raise GroupOptionsError(
+                f"the process group over {key} is that of a DeviceMesh, and cannot be had with "
+                f"{spec.given}; leave the options out, or use another name=..."
+            )
+        if spec.given != has.given:
+            raise GroupOptionsError(
+                f"the process group over {key} was created with {has.given}, and cannot be had "
+                f"with {spec.given}; use the same options, or another name=..."
+            )
+        if not same_for_caller(spec.groups, has.groups):
+            raise GroupOptionsError(
+                f"the process group over {key} was created for {has.groups!r}, and cannot be had "
+                f"for {spec.groups!r}; derive the same groups, or use another name=..."
+            )
+
+    def may_share(self, other: PlannedGroup) -> bool:
+        """Tell whether one group can be the group of both, as both want it."""
+        return self.spec.share == other.spec.share == "identical" and self.can_serve(other)
+
+    def can_serve(self, other: PlannedGroup) -> bool:
+        """Tell whether the group is what another plan needs: same ranks and options.
+
+        Only the default description may differ. With "local" the caller's own group must match:
+        all of its members see the same. With "split" and "enumerate" every rank takes part in a
+        creation, so all groups must.
+        """
+        one, two, given, others = self.options, other.options, self.spec.given, other.spec.given
+        if (
+            (one.backend, one.timeout, one.lazy_init) != (two.backend, two.timeout, two.lazy_init)
+            or given.pg_options is not others.pg_options
+            or (given.group_desc, given.creation) != (others.group_desc, others.creation)
+        ):
+            return False
+        if other.choice.strategy != "local":
+            return self.groups == other.groups
+        is_member = self.groups.has_member(world.rank())
+        return is_member and same_for_caller(self.groups, other.groups)
 
 
-def find_twin(planned: PlannedGroup, candidates: Iterable[PlannedGroup]) -> PlannedGroup | None:
-    """Find the first candidate that is to be shared, with the same ranks and options."""
-    if planned.share != "identical":
-        return None
-    for candidate in candidates:
-        if candidate.share == "identical" and can_serve(candidate, planned):
-            return candidate
-    return None
+_pooled: WeakSet[PooledGroup] = WeakSet()
+"""All that exist: torch tells of a group the caller's ranks only, not those of its kind."""
 
 
-def can_serve(one: PlannedGroup, other: PlannedGroup) -> bool:
-    """Tell whether the group of one plan is what the other needs: same ranks and options."""
-    return _same_options(one, other) and _same_ranks(
-        one.groups, other.groups, other.choice.strategy
-    )
+@attrs.define(eq=False)
+class PooledGroup:
+    """A process group of the calling rank, and the keys that are to have it.
 
-
-def _same_options(one: PlannedGroup, other: PlannedGroup) -> bool:
-    """Only the default description may differ."""
-    return (
-        one.resolved.backend == other.resolved.backend
-        and one.resolved.timeout == other.resolved.timeout
-        and one.resolved.lazy_init == other.resolved.lazy_init
-        and one.given.pg_options is other.given.pg_options
-        and one.given.group_desc == other.given.group_desc
-        and one.given.creation == other.given.creation
-    )
-
-
-def _same_ranks(one: RankGroups, other: RankGroups, strategy: str) -> bool:
-    """Where a rank creates only its own group, that one counts: all of its members see the same.
-
-    Where every rank takes part in a creation, those outside must decide alike: all groups count.
+    Attributes:
+        namer: The plan whose name is the group's; it stays so when its own creation fails.
+        created: What came of it; None until it is created.
+        lock: Held while it is created.
+        plans: Those of the keys, which nothing here keeps alive.
     """
-    if strategy != "local":
-        return one == other
-    return one.has_member(dist.get_rank()) and same_for_caller(one, other)
+
+    namer: PlannedGroup
+    created: CreatedGroup | None = None
+    lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108 - looked up
+    plans: list[ref[PlannedGroup]] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        _pooled.add(self)
+
+    def users(self) -> Iterator[PlannedGroup]:
+        """List the plans of the keys that are to have it."""
+        plans = [plan() for plan in self.plans]
+        return (plan for plan in plans if plan is not None)
+
+    def is_held(self) -> bool:
+        """Tell whether some key has it."""
+        return any(planned.is_filed for planned in self.users())
 
 
-def same_for_caller(one: RankGroups, other: RankGroups) -> bool:
-    """Tell whether the calling rank is in the same group of both, or in none of either."""
-    if one == other:
-        return True
-    rank = world.rank()
-    if not (one.has_member(rank) and other.has_member(rank)):
-        return one.has_member(rank) == other.has_member(rank)
-    return one.group_size == other.group_size and one.of(rank) == other.of(rank)
+def plans_of(group: ProcessGroup) -> list[PlannedGroup]:
+    """Return what the grids of this process have a process group for."""
+    return [
+        planned
+        for pooled in list(_pooled)
+        if pooled.created is not None and pooled.created.group is group
+        for planned in pooled.users()
+        if planned.is_filed
+    ]
+
+
+class Pool:
+    """The process groups that the keys of one grid have, and those that they may share.
+
+    Args:
+        lender: The pool of the grid whose groups may serve keys of this one.
+
+    Attributes:
+        lock: Held while keys come and go, here and at the lender's.
+    """
+
+    def __init__(self, lender: Pool | None = None) -> None:
+        self.lock: threading.RLock = threading.RLock() if lender is None else lender.lock
+        self._lender = lender
+        self._shared: WeakKeyDictionary[PooledGroup, None] = WeakKeyDictionary()  # plans keep them
+
+    def find(self, planned: PlannedGroup) -> PooledGroup | None:
+        """Return the group of another key that can be this one's, too, a lender's first."""
+        if planned.spec.share != "identical":
+            return None
+        found = None if self._lender is None else self._lender.find(planned)
+        if found is not None:
+            return found
+        for pooled in self._shared:
+            others = (other for other in pooled.users() if other is not planned)
+            if any(other.may_share(planned) for other in others):
+                return pooled
+        return None
+
+    def join(self, planned: PlannedGroup, pooled: PooledGroup | None = None) -> PooledGroup:
+        """Let a key have a group: the one given, else one that it can share, else a new one."""
+        with self.lock:
+            if planned.pooled is None:
+                planned.pooled = pooled or self.find(planned) or PooledGroup(planned)
+                planned.pooled.plans.append(ref(planned))
+                if planned.spec.share == "identical":
+                    self._shared[planned.pooled] = None
+            return planned.pooled
+
+    def leave(self, planned: PlannedGroup) -> CreatedGroup | None:
+        """Take its group from a key; return what is to be destroyed, as no key has it any more."""
+        with self.lock:
+            pooled, planned.pooled, planned.is_filed = planned.pooled, None, False
+            if pooled is None:
+                return None
+            users = [one for one in pooled.users() if one is not planned]
+            pooled.plans = [ref(one) for one in users]
+            if pooled.namer is planned and users:
+                pooled.namer = users[0]
+            return self.end(pooled)
+
+    def end(self, pooled: PooledGroup) -> CreatedGroup | None:
+        """Return what is to be destroyed of a group that no key has."""
+        with self.lock:
+            if pooled.is_held():
+                return None
+            created, pooled.created = pooled.created, None
+            return created if created is not None and created.owned else None

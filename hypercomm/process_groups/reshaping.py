@@ -1,31 +1,37 @@
 """Reshaping: the groups of a grid for another layout of the same ranks; what survives is kept.
 
-Groups are created before any is destroyed, and ranks meet before and after, so that a reshape that
-fails on one rank fails on all of them, and leaves what there was.
+Groups are created before any is destroyed, and ranks compare before and meet after, so that a
+reshape that fails on one rank fails on all of them, and leaves what there was.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from hypercomm.errors import PlanMismatchError
+from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.views import Views
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation import BATCH_PATIENCE_S, destroy, together
-from hypercomm.process_groups.group_plan import CreatedGroup
-from hypercomm.process_groups.keys import GroupKey, GroupRequest, describe
+from hypercomm.process_groups.agreement.steps import Step, limit_of
+from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
+from hypercomm.process_groups.batches import Batch
+from hypercomm.process_groups.creation.creation import BATCH_PATIENCE_S, destroy
+from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import GroupOwner
-from hypercomm.process_groups.planned import PlannedGroup, can_serve
+from hypercomm.process_groups.planned import PlannedGroup, PooledGroup
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+
+logger = logging.getLogger(__name__)
 
 _CALL = "reshape()"
 _SHARED = "identical"
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Reshaped:
     """What a reshape did to the process groups of the calling rank; str() says it in lines.
 
@@ -43,6 +49,11 @@ class Reshaped:
     created: tuple[GroupKey, ...]
     destroyed: tuple[GroupKey, ...]
 
+    def __repr__(self) -> str:
+        counts = len(self.kept), len(self.created), len(self.destroyed)
+        told = "{} kept, {} created, {} destroyed".format(*counts)
+        return f"<Reshaped {self.before} -> {self.after}: {told}>"
+
     def __str__(self) -> str:
         kept = [str(new) if _same(new, old) else f"{new} (was {old})" for new, old in self.kept]
         lines = [("kept", kept), ("created", self.created), ("destroyed", self.destroyed)]
@@ -52,97 +63,192 @@ class Reshaped:
         )
 
 
-def reshape(
-    old: GroupOwner, fresh: GroupOwner, requests: Sequence[GroupRequest], views: Views
-) -> Reshaped:
-    """Create what is requested in a fresh owner, with the groups of the old one where they serve.
+@attrs.define
+class _Draft:
+    """What an owner has, in another one.
 
-    The old owner keeps what it has, until it is destroyed: then what the fresh one has lives on.
+    Attributes:
+        owner: The other one.
+        groups: What it is to have, in an order that all ranks have.
+        kept: Each key whose group survives, with the key that it had.
+    """
+
+    owner: GroupOwner
+    groups: list[PlannedGroup]
+    kept: list[tuple[GroupKey, GroupKey]]
+
+    @classmethod
+    def of(cls, old: GroupOwner, fresh: GroupOwner, specs: Sequence[GroupSpec]) -> _Draft:
+        """Plan in a fresh owner what an old one has; asks nobody."""
+        job = current_or_none()
+        groups = [fresh.draft(spec, job) for spec in specs]
+        return cls(fresh, groups, _take_over(old, fresh, groups))
+
+    def missing(self) -> Batch:
+        """Return what does not survive, and is to be created."""
+        created = self.owner.created
+        return Batch(self.owner, [one.spec for one in self.groups if one.key not in created])
+
+    def in_words(self) -> list[str]:
+        """Say what is planned, as all ranks must alike."""
+        return [f"{draft.key}: {draft.describe()}" for draft in self.groups]
+
+
+def reshape(
+    old: GroupOwner, make: Callable[[str], GroupOwner], views: Views
+) -> tuple[GroupOwner, Reshaped, BaseException | None]:
+    """Create what an owner has in a fresh one, for other views, and keep the groups that serve.
+
+    Args:
+        old: Keeps what it has until it is destroyed.
+        make: Makes a fresh owner, whose groups are named by the word given; one that fails is
+            released.
+        views: Those that the fresh one is for.
+
+    Returns:
+        The fresh owner, what it has, and what has interrupted this rank though all have reshaped.
 
     Raises:
         PlanMismatchError: Another rank reshapes to something else, or failed.
         GroupCreationTimeout: A rank did not call this in time; names it.
         CreationError: A group could not be created, on this rank or another.
     """
-    with declining(old):
-        drafts = {request.key: fresh.draft(request) for request in requests}
-        kept = _take_over(old, fresh, drafts)
-        plan = [f"{key}: {describe(draft)}" for key, draft in drafts.items()]
-    survivors = set(fresh.created.values())
-    named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
-    old.meet([f"reshape to {fresh.layout.to_json()}", *named, *plan], None, _CALL)
-    missing = [request for request in requests if request.key not in fresh.created]
-    try:
-        with together():
-            for request in missing:
-                fresh.create(request)
-        fresh.meet(["created"], None, _CALL)
-    except BaseException as error:
-        if not isinstance(error, PlanMismatchError):  # whoever differs has told
-            with contextlib.suppress(RuntimeError):
-                fresh.tell(_failed(error))
-        own = [planned.created for planned in fresh.planned.values() if planned.twin is None]
-        created = [item for item in own if item is not None and item not in survivors]
-        destroy(reversed(created), BATCH_PATIENCE_S)
-        raise
-    fresh.settle(list(drafts), old.is_verified)
-    still = [*dict(kept).values(), *fresh.created]
+    deadline = time.monotonic() + limit_of(None)
+    drafts: list[tuple[_Draft, Batch]] = []
+    with refusing(old):
+        specs = list(_specs(old, views))
+        plan = _Draft.of(old, make(""), specs)
+        named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
+        entries = [f"reshape to {plan.owner.layout.to_json()}", *named, *plan.in_words()]
+        plan.owner.release()
+    met = all_or_none(old.steps, entries, limit_of(None), _CALL, *NOTHING)
+    with refusing(old):
+        met.get()
+
+    def work(step: Step) -> None:
+        draft = _Draft.of(old, make(step.name), specs)
+        drafts.append((draft, draft.missing()))
+        drafts[-1][1].create(step)
+
+    def take_back() -> None:
+        if drafts:
+            draft, batch = drafts.pop()
+            try:
+                batch.take_back()
+                destroy(draft.owner.release(), BATCH_PATIENCE_S)
+            except Exception as error:  # noqa: BLE001 - the error at hand tells more
+                logger.warning("taking back what a reshape has created: %s", error)
+
+    left_s = max(0.0, deadline - time.monotonic())
+    done = all_or_none(old.steps, ["reshape() goes on"], left_s, _CALL, work, take_back)
+    draft, batch = drafts.pop()
+    new = [spec.key for spec in batch.specs]
+    fresh, kept = draft.owner, dict(draft.kept)
+    keys = [one.key for one in draft.groups]  # all ranks have them in this order
+    fresh.planned = {key: fresh.planned[key] for key in keys}
+    fresh.created = {key: fresh.created[key] for key in keys}
+    still = [*kept.values(), *fresh.created]
+    survivors = {planned.pooled for planned in fresh.created.values()}
     gone = [
         key
-        for key, item in old.created.items()
-        if item not in survivors or not any(_same(key, other) for other in still)
+        for key, planned in old.created.items()
+        if planned.pooled not in survivors or not any(_same(key, other) for other in still)
     ]
-    new = [request.key for request in missing]
-    return Reshaped(old.layout, fresh.layout, tuple(kept), tuple(new), tuple(gone))
+    told = Reshaped(old.layout, fresh.layout, tuple(draft.kept), tuple(new), tuple(gone))
+    return fresh, told, done.pending
 
 
 @contextlib.contextmanager
-def declining(old: GroupOwner) -> Iterator[None]:
+def alone(owner: GroupOwner) -> Iterator[None]:
+    """Let nothing be planned or destroyed for the length of a `with` block.
+
+    Raises:
+        CreationError: Another thread reshapes the grid.
+    """
+    with owner.pool.lock:
+        owner.check_steady()
+        owner.is_reshaping = True
+    try:
+        yield
+    finally:
+        owner.is_reshaping = False
+
+
+def check_settled(owner: GroupOwner) -> None:
+    """Refuse a reshape while something is planned that was not created.
+
+    Raises:
+        CreationError: Names it.
+    """
+    waiting = [str(key) for key in owner.planned if key not in owner.created]
+    if waiting:
+        raise CreationError(
+            f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
+            f"void their plans; call create() of each, then reshape()"
+        )
+
+
+@contextlib.contextmanager
+def refusing(old: GroupOwner) -> Iterator[None]:
     """Let the ranks that wait hear at once if this one fails before it meets them."""
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            old.decline(_failed(error))
+            old.steps.refuse(error, _CALL)
         raise
 
 
-def _failed(error: BaseException) -> str:
-    return f"could not reshape: {type(error).__name__}: {error}"
+def _specs(old: GroupOwner, views: Views) -> Iterator[GroupSpec]:
+    """Ask for all that was created, of other views and their base; what has no dims is left."""
+    for key, planned in old.planned.items():
+        view = None if key.view is None else views[key.view]
+        layout = views.base if view is None else view.layout
+        if set(key.dims) <= set(layout.dim_names):
+            found, dims = views.find(key.dims, key.view)
+            new = GroupKey(dims, key.name, None if found is None else found.name)
+            spec = planned.spec
+            yield specify(new, view, views.base, spec.derive, spec.given, spec.share)
 
 
 def _take_over(
-    old: GroupOwner, fresh: GroupOwner, drafts: Mapping[GroupKey, PlannedGroup]
+    old: GroupOwner, fresh: GroupOwner, drafts: Sequence[PlannedGroup]
 ) -> list[tuple[GroupKey, GroupKey]]:
     """File the groups that survive in a fresh owner, those of the same key first; asks nobody.
 
     All members of a group decide alike: what they compare is the same for all of them.
     """
-    in_order = sorted(old.created, key=str)  # threads may have created them in another
-    pairs = [(key, old_key) for key in drafts for old_key in in_order]
-    pairs.sort(key=lambda pair: not _same(*pair))
+    in_order = sorted(old.created.values(), key=lambda one: str(one.key))  # threads create in any
+    pairs = [(draft, planned) for draft in drafts for planned in in_order]
+    pairs.sort(key=lambda pair: not _same(pair[0].key, pair[1].key))
     kept: dict[GroupKey, GroupKey] = {}
-    uses: dict[CreatedGroup, str] = {}
-    for key, old_key in pairs:
-        draft, planned, created = drafts[key], old.planned[old_key], old.created[old_key]
-        is_alone = created not in uses and not created.is_held(besides=old)
-        shares = {planned.share, draft.share, uses.get(created, _SHARED)} == {_SHARED}
-        if key not in kept and (is_alone or shares) and _survives(old_key, planned, key, draft):
-            fresh.file(key, planned if planned.is_adopted else draft, created)
-            uses[created], kept[key] = draft.share, old_key
-    return [(key, kept[key]) for key in drafts if key in kept]
+    uses: dict[PooledGroup, str] = {}
+    for draft, planned in pairs:
+        pooled = planned.pooled
+        if pooled is None or draft.key in kept or not _survives(planned, draft):
+            continue
+        is_alone = pooled not in uses and all(
+            one.owner is old for one in pooled.users() if one.is_filed
+        )
+        shares = {planned.spec.share, draft.spec.share, uses.get(pooled, _SHARED)} == {_SHARED}
+        if is_alone or shares:
+            if planned.is_adopted:
+                draft.choice, draft.options = planned.choice, planned.options
+            fresh.take(draft, pooled)
+            uses[pooled], kept[draft.key] = draft.spec.share, planned.key
+    return [(draft.key, kept[draft.key]) for draft in drafts if draft.key in kept]
 
 
-def _survives(old_key: GroupKey, old: PlannedGroup, new_key: GroupKey, draft: PlannedGroup) -> bool:
+def _survives(old: PlannedGroup, draft: PlannedGroup) -> bool:
     """Tell whether the group of an old key is the one that a new key needs."""
     if old.is_adopted:
-        return _same(old_key, new_key) and old.groups == draft.groups
-    if not c10d.is_live():
+        return _same(old.key, draft.key) and old.groups == draft.groups
+    if current_or_none() is None:
         return False
     is_local = draft.choice.strategy == "local"
     if is_local and not old.has_member() and not draft.has_member():
-        return _same(old_key, new_key)  # this rank has None, and keeps it
-    return can_serve(old, draft)
+        return _same(old.key, draft.key)  # this rank has None, and keeps it
+    return old.can_serve(draft)
 
 
 def _same(one: GroupKey, other: GroupKey) -> bool:

@@ -6,12 +6,7 @@ launcher left.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Protocol
-from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -39,26 +34,6 @@ def rank(explicit: int | None = None) -> int:
     if dist.is_initialized():
         return dist.get_rank()
     return _from_environment("RANK", 0)
-
-
-class ProcessWide(Protocol):
-    """State that each process has once, and that a new process begins without."""
-
-    def fresh(self) -> AbstractContextManager[None]:
-        """Begin without it within a `with` block, and bring it back afterwards."""
-
-
-process_wide: WeakSet[ProcessWide] = WeakSet()
-"""What there is of such state."""
-
-
-@contextlib.contextmanager
-def new_process() -> Iterator[None]:
-    """Let this process be like a new one within a `with` block, as far as this library knows."""
-    with contextlib.ExitStack() as stack:
-        for state in list(process_wide):
-            stack.enter_context(state.fresh())
-        yield
 
 
 def _from_environment(variable: str, smallest: int) -> int:

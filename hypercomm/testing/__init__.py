@@ -1,4 +1,4 @@
-"""For users' own tests: fake and simulated worlds, real local ranks, and hypothesis strategies.
+"""For users' own tests: fake and simulated worlds, local ranks, real or not, and strategies.
 
 The strategies need hypothesis, which the extra `testing` brings, and no torch; the rest is the
 other way round. Names resolve on first use.
@@ -6,13 +6,16 @@ other way round. Names resolve on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hypercomm import _resolver
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.testing.groups import registered_groups as registered_groups
+    from hypercomm.testing.local import LocalRanks as LocalRanks
+    from hypercomm.testing.local import local_ranks as local_ranks
     from hypercomm.testing.simulation import Simulation as Simulation
     from hypercomm.testing.simulation import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
@@ -21,10 +24,12 @@ if TYPE_CHECKING:
     from hypercomm.testing.strategies import ranks_of as ranks_of
 
 _HOMES = {
+    "LocalRanks": "hypercomm.testing.local",
     "Simulation": "hypercomm.testing.simulation",
     "dim_subsets": "hypercomm.testing.strategies",
     "fake_world": "hypercomm.testing.fake",
     "layouts": "hypercomm.testing.strategies",
+    "local_ranks": "hypercomm.testing.local",
     "orders": "hypercomm.testing.strategies",
     "ranks_of": "hypercomm.testing.strategies",
     "registered_groups": "hypercomm.testing.groups",
@@ -33,10 +38,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "LocalRanks",
     "Simulation",
     "dim_subsets",
     "fake_world",
     "layouts",
+    "local_ranks",
     "orders",
     "ranks_of",
     "registered_groups",
@@ -45,9 +52,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = _resolver(__name__, _HOMES)

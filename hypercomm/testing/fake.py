@@ -9,9 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.layout.checks import as_int, as_world_size
+from hypercomm.layout.reading.checks import as_int, as_world_size
 from hypercomm.process_groups import c10d
-from hypercomm.process_groups.agreement import known_grids
 from hypercomm.process_groups.options import check_timeout
 
 
@@ -59,8 +58,7 @@ def fake_world(
         "fake", store=c10d.fake_store(), world_size=world_size, rank=rank, timeout=timeout
     )
     try:
-        with known_grids.fresh():
-            yield
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -16,8 +16,8 @@ except ModuleNotFoundError as error:
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_int, as_names, as_strings
-from hypercomm.layout.messages import shown
+from hypercomm.layout.reading.checks import as_int, as_names, as_strings
+from hypercomm.layout.reading.shown import shown
 
 DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
 """The dims that layouts are drawn over by default: Megatron's, in its default order."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from hypercomm.compat import public_groups
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import positive
-from hypercomm.layout.sizes import misfit
-from hypercomm.process_groups.creation import together
+from hypercomm.layout.reading.checks import positive
+from hypercomm.layout.reading.sizes import misfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """The groups over one dim: where the calling rank's is, and the ranks of it."""
 
     dim: str
@@ -35,10 +36,12 @@ class _Row(NamedTuple):
 
     @property
     def words(self) -> str:
+        """What messages call the groups."""
         return f"{self.prefix} parallel"
 
     @property
     def backend(self) -> str:
+        """The argument that has their backend."""
         return f"{self.prefix}_parallel_backend"
 
 
@@ -49,10 +52,10 @@ DIMS = ("tp", "cp", "pp", "dp")
 TABLE = {
     row.dim: row
     for row in (
-        _Row("dp", "data", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
-        _Row("tp", "tensor", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
-        _Row("pp", "pipeline", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
-        _Row("cp", "context", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
+        Row("dp", "data", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
+        Row("tp", "tensor", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
+        Row("pp", "pipeline", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+        Row("cp", "context", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
     )
 }
 """What stands for each dim: the words of its functions and arguments, and its globals."""
@@ -128,22 +131,25 @@ class TensorParallelState(ModuleState):
                 f"destroy_tensor_parallel() first, or hold a second state of its own with "
                 f"TensorParallelState.create() and use()"
             )
-        grid = HyperCommGrid.from_layout(layout, name="ezpz.tp", cover="exact")
-        values: dict[str, Any] = {}
-        try:
-            planned = {
-                row: grid.plan_pg(row.dim, backend=choices.get(row.backend), timeout=timeout)
-                for row in TABLE.values()
-            }
-            with together():
-                for row, group in planned.items():
-                    values[row.group] = group.create()
-                    values[row.ranks] = list(grid.group_ranks(row.dim))
-        except BaseException:
-            grid.destroy()
-            raise
-        self.grid = grid
-        self.fill(values)
+        backends = {row.dim: choices.get(row.backend) for row in TABLE.values()}
+        groups: Sequence[ProcessGroup | None]
+        if public_groups.is_all_there_is():
+            groups = [
+                public_groups.create(layout.groups(dim), backend, timeout)
+                for dim, backend in backends.items()
+            ]
+        else:
+            grid = HyperCommGrid.from_layout(layout, name="ezpz.tp", cover="exact")
+            requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
+            try:
+                groups = grid.create_pgs(requests, timeout=timeout)
+            except BaseException:
+                grid.destroy()
+                raise
+            self.grid = grid
+        for row, group in zip(TABLE.values(), groups, strict=True):
+            ranks = list(layout.groups(row.dim).of(dist.get_rank()))
+            self.fill({row.group: group, row.ranks: ranks})
 
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""

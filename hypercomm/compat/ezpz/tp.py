@@ -14,16 +14,20 @@ import contextlib
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.ezpz.state import GLOBALS, TABLE, TensorParallelState, current
+from hypercomm.compat.ezpz.state import GLOBALS, TABLE, Row, TensorParallelState, current
+from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import ConfigurationError, LayoutError
-from hypercomm.layout.checks import as_int
-from hypercomm.layout.messages import shown
+from hypercomm.layout.reading.checks import as_int
+from hypercomm.layout.reading.shown import shown
+
+Answer = TypeVar("Answer")
 
 __all__ = [
     "TensorParallelState",
@@ -128,68 +132,57 @@ def tensor_parallel_is_initialized() -> bool:
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
 
-def _group_getter(dim: str) -> Callable[[], ProcessGroup]:
-    row = TABLE[dim]
-    return _getter(row.group, row.words, f"Return the {row.words} group of the calling rank.")
+def _itself(held: Any) -> Any:
+    return held
 
 
-def _ranks_getter(dim: str) -> Callable[[], list[int]]:
-    row = TABLE[dim]
-    return _getter(row.ranks, row.words, f"Return the ranks of the {row.words} group, ascending.")
+def _asks(
+    what: str, fact: Callable[[Any], Answer], of: Callable[[Row], str] = attrgetter("group")
+) -> Callable[..., Callable[[], Answer]]:
+    """Make what makes getters: a dim in, a function out that answers of what its global holds."""
+
+    def make(dim: str, otherwise: Answer | None = None) -> Callable[[], Answer]:
+        row = TABLE[dim]
+
+        def get() -> Answer:
+            state = current.get()
+            if otherwise is not None and state.values[of(row)] is None:
+                return otherwise
+            return fact(state.require(of(row), row.words))
+
+        more = "" if otherwise is None else f"; {otherwise} without one"
+        get.__doc__ = f"Return {what.format(row.words)}{more}."
+        return get
+
+    return make
 
 
-def _getter(name: str, words: str, doc: str) -> Callable[[], Any]:
-    def get() -> Any:
-        return current.get().require(name, words)
+_group: Callable[[str], Callable[[], ProcessGroup]] = _asks("the calling rank's {} group", _itself)
+_ranks: Callable[[str], Callable[[], list[int]]] = _asks(
+    "the ranks of the {} group, ascending", _itself, attrgetter("ranks")
+)
+_world_size = _asks("the size of the {} group", lambda group: int(group.size()))
+_rank = _asks("the calling rank's place in its {} group", lambda group: int(group.rank()))
 
-    get.__doc__ = doc
-    return get
+get_tensor_parallel_group = _group("tp")
+get_tensor_parallel_ranks = _ranks("tp")
+get_tensor_parallel_world_size = _world_size("tp", otherwise=1)
+get_tensor_parallel_rank = _rank("tp", otherwise=0)
 
+get_context_parallel_group = _group("cp")
+get_context_parallel_ranks = _ranks("cp")
+get_context_parallel_world_size = _world_size("cp")
+get_context_parallel_rank = _rank("cp")
 
-def _world_size_getter(dim: str, otherwise: int | None = None) -> Callable[[], int]:
-    doc = f"Return the size of the {TABLE[dim].words} group"
-    return _fact_getter(dim, lambda group: group.size(), doc, otherwise)
+get_pipeline_parallel_group = _group("pp")
+get_pipeline_parallel_ranks = _ranks("pp")
+get_pipeline_parallel_world_size = _world_size("pp")
+get_pipeline_parallel_rank = _rank("pp")
 
-
-def _rank_getter(dim: str, otherwise: int | None = None) -> Callable[[], int]:
-    doc = f"Return the calling rank's place in its {TABLE[dim].words} group"
-    return _fact_getter(dim, lambda group: group.rank(), doc, otherwise)
-
-
-def _fact_getter(
-    dim: str, fact: Callable[[ProcessGroup], int], doc: str, otherwise: int | None
-) -> Callable[[], int]:
-    row = TABLE[dim]
-
-    def get() -> int:
-        state = current.get()
-        if otherwise is not None and state.values[row.group] is None:
-            return otherwise
-        return fact(state.require(row.group, row.words))
-
-    get.__doc__ = f"{doc}." if otherwise is None else f"{doc}; {otherwise} without one."
-    return get
-
-
-get_tensor_parallel_group = _group_getter("tp")
-get_tensor_parallel_ranks = _ranks_getter("tp")
-get_tensor_parallel_world_size = _world_size_getter("tp", otherwise=1)
-get_tensor_parallel_rank = _rank_getter("tp", otherwise=0)
-
-get_context_parallel_group = _group_getter("cp")
-get_context_parallel_ranks = _ranks_getter("cp")
-get_context_parallel_world_size = _world_size_getter("cp")
-get_context_parallel_rank = _rank_getter("cp")
-
-get_pipeline_parallel_group = _group_getter("pp")
-get_pipeline_parallel_ranks = _ranks_getter("pp")
-get_pipeline_parallel_world_size = _world_size_getter("pp")
-get_pipeline_parallel_rank = _rank_getter("pp")
-
-get_data_parallel_group = _group_getter("dp")
-get_data_parallel_ranks = _ranks_getter("dp")
-get_data_parallel_world_size = _world_size_getter("dp")
-get_data_parallel_rank = _rank_getter("dp")
+get_data_parallel_group = _group("dp")
+get_data_parallel_ranks = _ranks("dp")
+get_data_parallel_world_size = _world_size("dp")
+get_data_parallel_rank = _rank("dp")
 
 
 def get_tensor_parallel_src_rank() -> int:
@@ -265,4 +258,5 @@ def split_tensor_along_last_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
+name_functions(globals(), __name__)
 current.bind(sys.modules[__name__], GLOBALS)

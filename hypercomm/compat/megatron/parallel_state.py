@@ -4,7 +4,8 @@ The functions act on the current `ParallelState`: the default one, which `initia
 fills, or that of a `with use(state):` block. The globals, such as `_TENSOR_MODEL_PARALLEL_GROUP`,
 can be read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
 
-Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
+Source: names, signatures and behaviour follow `megatron.core.parallel_state`; the sequence-parallel
+names that of Megatron-DeepSpeed, at 4efb479.
 """
 
 from __future__ import annotations
@@ -13,39 +14,42 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import groups, memory, nccl, rank_generator
-from hypercomm.compat.megatron.configuration import Configuration, RanksFunction, hybrid_sizes
-from hypercomm.compat.megatron.getters import (
-    RANK,
-    SIZE,
-    answered,
-    data_parallel_getter,
-    expert_data_parallel_getter,
+from hypercomm.compat.megatron import rank_generator
+from hypercomm.compat.megatron.groups import derive, nccl
+from hypercomm.compat.megatron.groups.configuration import (
+    Configuration,
+    RanksFunction,
+    hybrid_sizes,
+)
+from hypercomm.compat.megatron.groups.layouts import inject_gtp
+from hypercomm.compat.megatron.groups.table import GLOO
+from hypercomm.compat.megatron.install import warn_of_their_own
+from hypercomm.compat.megatron.state import memory
+from hypercomm.compat.megatron.state.getters import (
     fact_getter,
     group_getter,
-    known,
     listed_getter,
-    name_functions,
-    partial_without_cp,
+    of_state,
     rank_setter,
     size_setter,
 )
-from hypercomm.compat.megatron.state import GLOBALS, ParallelState, current
-from hypercomm.compat.module_state import UNKNOWN
+from hypercomm.compat.megatron.state.state import GLOBALS, RANK, SIZE, ParallelState, current
+from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
 from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_ranks
-from hypercomm.layout.messages import shown
+from hypercomm.layout.reading.checks import as_ranks
+from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import (
     check_description,
@@ -56,15 +60,18 @@ from hypercomm.process_groups.options import (
 
 logger = logging.getLogger(__name__)
 _state = current.get
+Value = TypeVar("Value")
 
 RankGenerator = rank_generator.RankGenerator
 generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
-default_embedding_ranks = groups.default_embedding_ranks
-default_position_embedding_ranks = groups.default_position_embedding_ranks
+default_embedding_ranks = derive.default_embedding_ranks
+default_position_embedding_ranks = derive.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = memory.GlobalMemoryBuffer
 GlobalSymmetricMemoryBuffer = memory.GlobalSymmetricMemoryBuffer
+SymmetricMemoryManager = memory.SymmetricMemoryManager
+_inject_gtp_remat_axis = inject_gtp
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -112,6 +119,8 @@ def initialize_model_parallel(
     *,
     hybrid_context_parallel: bool = False,
     create_all_gather_group: bool = False,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
     rank_offset: int = 0,
     local_world_size: int | None = None,
     share: Share = "never",
@@ -120,6 +129,8 @@ def initialize_model_parallel(
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
     A failure leaves nothing behind: no global set, no group registered, the environment as before.
+    Where `megatron.core`'s own module is loaded and was not replaced by `install()`, a
+    `MegatronNotReplacedWarning` says so: its layers would look for their groups there.
 
     Args:
         tensor_model_parallel_size: Ranks that share each dense layer's tensors.
@@ -143,6 +154,9 @@ def initialize_model_parallel(
         sharp_enabled_group: "dp" or "dp_replica"; default with `use_sharp`: "dp".
         hybrid_context_parallel: Create groups of every power of 2 within data and context parallel.
         create_all_gather_group: Create a twin of the dp-cp group for all-gathers that overlap.
+        gtp_remat_size: GTP peers: ranks that share each weight of the dense layers, and gather it
+            to use it, forwards and backwards. They have data of their own.
+        expert_gtp_remat_size: The same for the weights of experts.
         rank_offset: The smallest rank of the model.
         local_world_size: The number of ranks of the model; default: that of the job.
         share: "identical" creates one group for each distinct set of ranks, but for those that
@@ -161,30 +175,48 @@ def initialize_model_parallel(
         >>> from hypercomm.testing import fake_world
         >>> with fake_world(16, rank=5):
         ...     initialize_model_parallel(2, 4)
-        ...     print(get_all_ranks(), get_pipeline_model_parallel_next_rank())
+        ...     print(get_tensor_model_parallel_rank(), get_pipeline_model_parallel_next_rank())
         ...     destroy_model_parallel()
-        1_0_0_1_0 9
+        1 9
     """
     arguments = dict(locals())  # exactly the fields of a configuration
+    warn_of_their_own()
     current.default.initialize(Configuration(**arguments))
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups that the default state created, and set all of its globals back."""
+    """Destroy the groups that the default state created, and set all of its globals back.
+
+    What holds on to groups ends first: symmetric memory, and NCCL's expert parallelism.
+    """
+    memory.end_what_uses_groups()
     current.default.destroy()
 
 
-@answered
+@of_state
 def is_initialized(state: ParallelState) -> bool:
     """Tell whether the parallel state is initialised."""
     return state.values["_DATA_PARALLEL_GROUP"] is not None
 
 
-@answered
+@of_state
 def model_parallel_is_initialized(state: ParallelState) -> bool:
     """Tell whether the tensor, pipeline and data parallel groups exist."""
     needed = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP")
     return all(state.values[name] is not None for name in (*needed, "_DATA_PARALLEL_GROUP"))
+
+
+@of_state
+def sequence_parallel_is_initialized(state: ParallelState) -> bool:
+    """Tell whether the groups of context parallel, DeepSpeed's sequence parallel, and dp exist."""
+    needed = ("_CONTEXT_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
+    return all(state.values[name] is not None for name in needed)
+
+
+@of_state
+def sequence_data_parallel_is_initialized(state: ParallelState) -> bool:
+    """Tell whether the group over data and context parallel exists."""
+    return state.values["_DATA_PARALLEL_GROUP_WITH_CP"] is not None
 
 
 def is_unitialized() -> bool:
@@ -201,6 +233,10 @@ def _deprecated(message: str) -> None:
 
 get_model_parallel_group = group_getter("_MODEL_PARALLEL_GROUP")
 get_tensor_model_parallel_group = group_getter("_TENSOR_MODEL_PARALLEL_GROUP")
+get_gtp_weight_remat_group = group_getter("_GTP_WEIGHT_REMAT_GROUP")
+get_gtp_weight_remat_global_ranks = group_getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+get_expert_gtp_weight_remat_group = group_getter("_EXPERT_GTP_WEIGHT_REMAT_GROUP")
+get_expert_gtp_weight_remat_global_ranks = group_getter("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
 get_pipeline_model_parallel_group = group_getter("_PIPELINE_MODEL_PARALLEL_GROUP")
 get_context_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
 get_context_parallel_global_ranks = group_getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
@@ -211,9 +247,6 @@ get_tensor_and_context_parallel_group = group_getter("_TENSOR_AND_CONTEXT_PARALL
 get_expert_model_parallel_group = group_getter("_EXPERT_MODEL_PARALLEL_GROUP")
 get_expert_tensor_parallel_group = group_getter("_EXPERT_TENSOR_PARALLEL_GROUP")
 get_expert_tensor_and_model_parallel_group = group_getter("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-get_expert_tensor_model_pipeline_parallel_group = group_getter(
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-)
 get_intra_distributed_optimizer_instance_group = group_getter(
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 )
@@ -221,48 +254,72 @@ get_inter_distributed_optimizer_instance_group = group_getter(
     "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 )
 
-_dp_group = group_getter("_DATA_PARALLEL_GROUP")
-_dp_cp_group = group_getter("_DATA_PARALLEL_GROUP_WITH_CP")
+# Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
+# is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
+get_sequence_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
+get_sequence_data_parallel_group = group_getter("_DATA_PARALLEL_GROUP_WITH_CP", with_gtp=True)
 _dp_cp_ag_group = group_getter("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-_intra_dp_cp_group = group_getter("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
-_dp_gloo = group_getter("_DATA_PARALLEL_GROUP_GLOO")
-_dp_cp_gloo = group_getter("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
-_intra_dp_cp_gloo = group_getter("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
 _tp_dp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP")
 _tp_dp_cp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-_expt_dp_group = group_getter("_EXPERT_DATA_PARALLEL_GROUP")
-_intra_expt_dp_group = group_getter("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
-_expt_dp_gloo = group_getter("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
-_intra_expt_dp_gloo = group_getter("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+_expt_mp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
+_expt_mp_with_egtp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP")
+
+_DP, _DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
+_INTRA_DP_CP = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
+_EDP, _INTRA_EDP = "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+_REPLICAS, _EXPERT_REPLICAS = (_DP, _DP_CP, _INTRA_DP_CP), (_EDP, _INTRA_EDP)
+
+
+def _with_and_without_gtp(
+    make: Callable[..., Callable[..., Value]], *names: str
+) -> list[dict[str, Callable[..., Value]]]:
+    """Make getters by global: those of groups with GTP peers, then those without."""
+    return [{name: make(name, with_gtp=with_gtp) for name in names} for with_gtp in (True, False)]
+
+
+_groups = _with_and_without_gtp(group_getter, *_REPLICAS, *_EXPERT_REPLICAS)
+_twins = {name: group_getter(name + GLOO) for name in (*_REPLICAS, *_EXPERT_REPLICAS)}
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> ProcessGroup:
-    """Return the data parallel group: with context parallel, of one optimizer instance, or twin."""
-    if with_context_parallel:
-        if partial_data_parallel:
-            return _intra_dp_cp_group()
-        return _dp_cp_ag_group() if independent_all_gather else _dp_cp_group()
-    if partial_data_parallel:
-        raise partial_without_cp()
-    return _dp_group()
+    """Return the data parallel group that the arguments choose.
+
+    Args:
+        with_context_parallel: With the context parallel ranks.
+        with_gtp_remat: With the GTP peers, which have data of their own; False for the ranks that
+            have the same weights.
+        partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
+        independent_all_gather: Its twin for all-gathers; needs `with_context_parallel`.
+    """
+    if partial_data_parallel and not with_context_parallel:
+        raise _partial_without_cp()
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
+        return _dp_cp_ag_group()
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _groups[not with_gtp_remat][name]()
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo twin of a data parallel group."""
-    if with_context_parallel:
-        return _intra_dp_cp_gloo() if partial_data_parallel else _dp_cp_gloo()
-    if partial_data_parallel:
-        raise partial_without_cp()
-    return _dp_gloo()
+    if partial_data_parallel and not with_context_parallel:
+        raise _partial_without_cp()
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _twins[name]()
 
 
-@answered
+def _partial_without_cp() -> StateError:
+    return StateError("partial_data_parallel=True needs with_context_parallel=True")
+
+
+@of_state
 def has_separate_all_gather_group(state: ParallelState) -> bool:
     """Tell whether the twin of the dp-cp group for all-gathers exists."""
     return state.values["_DATA_PARALLEL_GROUP_WITH_CP_AG"] is not None
@@ -277,8 +334,9 @@ def get_hybrid_data_context_parallel_groups(
         GroupMissingError: There is no group of that size (a KeyError).
     """
     is_int = isinstance(group_size, (int, np.integer))
-    if is_int and get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        return _dp_cp_group(check_initialized)
+    size = get_data_parallel_world_size(with_context_parallel=True)
+    if is_int and group_size == size:
+        return _groups[True][_DP_CP](check_initialized)
     groups = _state().read("_HYBRID_DP_CP_GROUPS")
     if not is_int or group_size not in groups:
         raise GroupMissingError(
@@ -306,18 +364,33 @@ def get_tensor_and_data_parallel_group(
     return (_tp_dp_cp_group if with_context_parallel else _tp_dp_group)(check_initialized)
 
 
-def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the expert data parallel group, or its part in one optimizer instance."""
-    if partial_expert_data_parallel:
-        return _intra_expt_dp_group(check_initialized)
-    return _expt_dp_group(check_initialized)
+    """Return the group over the tensors, experts and stages, and GTP peers if asked."""
+    return (_expt_mp_with_egtp if with_egtp_remat else _expt_mp)(check_initialized)
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True,
+    *,
+    with_gtp_remat: bool = True,
+    partial_expert_data_parallel: bool = False,
+) -> ProcessGroup:
+    """Return the expert data parallel group, or its part in one optimizer instance.
+
+    Args:
+        check_initialized: False to get None where there is no group.
+        with_gtp_remat: With the GTP peers; False for the ranks that have the same weights.
+        partial_expert_data_parallel: Its part in one optimizer instance.
+    """
+    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
+    return _groups[not with_gtp_remat][name](check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return the gloo twin of an expert data parallel group."""
-    return _intra_expt_dp_gloo() if partial_expert_data_parallel else _expt_dp_gloo()
+    return _twins[_INTRA_EDP if partial_expert_data_parallel else _EDP]()
 
 
 def get_data_modulo_expert_parallel_group(
@@ -327,7 +400,7 @@ def get_data_modulo_expert_parallel_group(
     _deprecated(
         "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group"
     )
-    return get_expert_data_parallel_group(True, partial_expert_data_parallel)
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
 # ---- sizes and ranks --------------------------------------------------------------------------
@@ -339,14 +412,8 @@ _ETP, _MPU_ETP = "_EXPERT_TENSOR_PARALLEL_GROUP", "_MPU_EXPERT_TENSOR_PARALLEL_"
 _MP, _CP = "_MODEL_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP"
 _TP_CP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
 _TP_EP = "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
-_EDP, _INTRA_EDP = "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 _MPU_DP = "_MPU_DATA_PARALLEL_"
-_DATA_PARALLEL = (
-    "_DATA_PARALLEL_GROUP",
-    "_DATA_PARALLEL_GROUP_WITH_CP",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    _MPU_DP,
-)
+_GTP, _EGTP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 
 set_tensor_model_parallel_world_size = size_setter(_MPU_TP + SIZE)
 set_tensor_model_parallel_rank = rank_setter(_MPU_TP + RANK)
@@ -369,39 +436,93 @@ get_model_parallel_world_size = fact_getter(SIZE, _MP)  # DeepSpeed asks for the
 get_model_parallel_rank = fact_getter(RANK, _MP)
 get_context_parallel_world_size = fact_getter(SIZE, _CP, offline=True)
 get_context_parallel_rank = fact_getter(RANK, _CP, offline=True)
+get_sequence_parallel_world_size = fact_getter(SIZE, _CP)
+get_sequence_parallel_rank = fact_getter(RANK, _CP)
+get_sequence_data_parallel_world_size = fact_getter(SIZE, _DP_CP, with_gtp=True)
+get_sequence_data_parallel_rank = fact_getter(RANK, _DP_CP, with_gtp=True)
 get_tensor_and_context_parallel_world_size = fact_getter(SIZE, _TP_CP, offline=True)
 get_tensor_and_context_parallel_rank = fact_getter(RANK, _TP_CP, offline=True)
 get_expert_model_parallel_world_size = fact_getter(SIZE, _EP, _MPU_EP, offline=True)
 get_expert_model_parallel_rank = fact_getter(RANK, _EP, _MPU_EP, offline=True)
 get_expert_tensor_and_model_parallel_world_size = fact_getter(SIZE, _TP_EP, offline=True)
 get_expert_tensor_and_model_parallel_rank = fact_getter(RANK, _TP_EP, offline=True)
-get_data_parallel_world_size = data_parallel_getter(SIZE, *_DATA_PARALLEL)
-get_data_parallel_rank = data_parallel_getter(RANK, *_DATA_PARALLEL)
-get_expert_data_parallel_world_size = expert_data_parallel_getter(SIZE, _EDP, _INTRA_EDP)
-get_expert_data_parallel_rank = expert_data_parallel_getter(RANK, _EDP, _INTRA_EDP)
+get_gtp_weight_remat_world_size, get_gtp_weight_remat_rank = (
+    fact_getter(fact, _GTP, offline=True, absent=lambda _: 0) for fact in (SIZE, RANK)
+)
+get_expert_gtp_weight_remat_world_size, get_expert_gtp_weight_remat_rank = (
+    fact_getter(fact, _EGTP, offline=True, absent=lambda _: 0) for fact in (SIZE, RANK)
+)
+get_expert_tensor_parallel_world_size = fact_getter(  # without a group, what was set for tensors
+    SIZE, _ETP, _MPU_ETP, absent=lambda state: state.values[_MPU_TP + SIZE]
+)
+get_expert_tensor_parallel_rank = fact_getter(
+    RANK, _ETP, _MPU_ETP, absent=lambda state: state.values[_MPU_TP + RANK]
+)
+
+_dp_sizes, _dp_ranks = (
+    _with_and_without_gtp(partial(fact_getter, fact, override=_MPU_DP, offline=True), *_REPLICAS)
+    for fact in (SIZE, RANK)
+)
+_expt_dp_sizes, _expt_dp_ranks = (
+    _with_and_without_gtp(partial(fact_getter, fact, offline=True), *_EXPERT_REPLICAS)
+    for fact in (SIZE, RANK)
+)
 
 
-@answered
-def get_expert_tensor_parallel_world_size(state: ParallelState) -> int | None:
-    """Return the size of the expert tensor group; without one, the tensor size set on the fly."""
-    if state.values[_ETP] is None and state.values[_MPU_ETP + SIZE] is None:
-        return state.values[_MPU_TP + SIZE]  # type: ignore[no-any-return]
-    return state.size_in(_ETP, _MPU_ETP + SIZE)
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+) -> int:
+    """Return the size of the data parallel group; arguments as for `get_data_parallel_group`."""
+    if partial_data_parallel and not with_context_parallel:
+        return _of_no_group(SIZE)
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _dp_sizes[not with_gtp_remat][name]()
 
 
-@answered
-def get_expert_tensor_parallel_rank(state: ParallelState) -> int | None:
-    """Return the position in the expert tensor group; without one, the rank set on the fly."""
-    if state.values[_ETP] is None and state.values[_MPU_ETP + RANK] is None:
-        return state.values[_MPU_TP + RANK]  # type: ignore[no-any-return]
-    return state.rank_in(_ETP, _MPU_ETP + RANK)
+def get_data_parallel_rank(
+    with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+) -> int:
+    """Return the position of the calling rank in the data parallel group; arguments the same."""
+    if partial_data_parallel and not with_context_parallel:
+        return _of_no_group(RANK)
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _dp_ranks[not with_gtp_remat][name]()
 
 
-@answered
-def get_all_ranks(_: ParallelState) -> str:
-    """Return the ranks in tp, dp, cp, pp and ep, joined by underscores."""
+def _of_no_group(fact: str) -> int:
+    given = _state().values[_MPU_DP + fact]
+    if given is None and c10d.is_live():
+        raise _partial_without_cp()
+    return given or 0
+
+
+def get_expert_data_parallel_world_size(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """Return the size of the expert data parallel group."""
+    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
+    return _expt_dp_sizes[not with_gtp_remat][name]()
+
+
+def get_expert_data_parallel_rank(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """Return the position of the calling rank in the expert data parallel group."""
+    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
+    return _expt_dp_ranks[not with_gtp_remat][name]()
+
+
+def get_all_ranks() -> str:
+    """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
+        *([get_gtp_weight_remat_rank()] * _state().answers_gtp),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -415,26 +536,22 @@ def get_all_ranks(_: ParallelState) -> str:
 _PIPELINE_RANKS = "_PIPELINE_GLOBAL_RANKS"
 
 
-def _stage(state: ParallelState) -> int:
-    return state.rank_in(_PP, _MPU_PP + RANK)
-
-
-def _stages(state: ParallelState) -> int:
-    return state.size_in(_PP, _MPU_PP + SIZE)
-
-
+_stage = fact_getter(RANK, _PP, _MPU_PP)
+_stages = fact_getter(SIZE, _PP, _MPU_PP)
+_is_last_stage = of_state(lambda _: _stage() == _stages() - 1)
 get_tensor_model_parallel_src_rank = listed_getter("first", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
 get_model_parallel_src_rank = listed_getter("first", "_MODEL_PARALLEL_GLOBAL_RANKS")
+get_sequence_parallel_src_rank = listed_getter("first", "_CONTEXT_PARALLEL_GLOBAL_RANKS")
 get_expert_model_parallel_src_rank = listed_getter("first", "_EXPERT_MODEL_PARALLEL_RANKS")
 get_pipeline_model_parallel_first_rank = listed_getter("first", _PIPELINE_RANKS)
 get_pipeline_model_parallel_last_rank = listed_getter(
-    "last", _PIPELINE_RANKS, lambda state: _stages(state) - 1
+    "last", _PIPELINE_RANKS, of_state(lambda _: _stages() - 1)
 )
 get_pipeline_model_parallel_next_rank = listed_getter(
-    "next", _PIPELINE_RANKS, lambda state: (_stage(state) + 1) % _stages(state)
+    "next", _PIPELINE_RANKS, of_state(lambda _: (_stage() + 1) % _stages())
 )
 get_pipeline_model_parallel_prev_rank = listed_getter(
-    "previous", _PIPELINE_RANKS, lambda state: (_stage(state) - 1) % _stages(state)
+    "previous", _PIPELINE_RANKS, of_state(lambda _: (_stage() - 1) % _stages())
 )
 _dp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS")
 _dp_cp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
@@ -450,27 +567,18 @@ def get_data_parallel_group_ranks() -> list[int]:
     return list(_state().require("_DATA_PARALLEL_GLOBAL_RANKS"))
 
 
-@answered
-def _is_first(state: ParallelState) -> bool:
-    return _stage(state) == 0
-
-
-@answered
-def _is_last(state: ParallelState) -> bool:
-    return _stage(state) == _stages(state) - 1
-
-
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether this is the first stage; with `ignore_virtual=False`, whether `vp_stage` is."""
-    return (ignore_virtual or _virtual_stage(vp_stage) in {None, 0}) and _is_first()
+    return (ignore_virtual or _virtual_stage(vp_stage) in {None, 0}) and _stage() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether this is the last stage; with `ignore_virtual=False`, whether `vp_stage` is."""
-    if ignore_virtual:
-        return _is_last()
-    stage, size = _virtual_stage(vp_stage), get_virtual_pipeline_model_parallel_world_size()
-    return (size is None or stage == size - 1) and _is_last()
+    if not ignore_virtual:
+        stage, size = _virtual_stage(vp_stage), get_virtual_pipeline_model_parallel_world_size()
+        if size is not None and stage != size - 1:
+            return False
+    return _is_last_stage()
 
 
 def _virtual_stage(vp_stage: int | None) -> int | None:
@@ -486,8 +594,7 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
     state = current.alone or _state()
-    rank, ranks = state.answers[_own_rank], state.values["_EMBEDDING_GLOBAL_RANKS"]
-    rank = state.answer(_own_rank) if rank is UNKNOWN else rank
+    rank, ranks = state.own_rank(), state.values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -498,23 +605,17 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Tell whether the calling rank has position embeddings."""
     state = current.alone or _state()
-    rank, ranks = state.answers[_own_rank], state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
-    rank = state.answer(_own_rank) if rank is UNKNOWN else rank
+    rank, ranks = state.own_rank(), state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
-@known
-def _own_rank(_: ParallelState) -> int:
-    return dist.get_rank()
-
-
-@answered
+@of_state
 def get_virtual_pipeline_model_parallel_rank(state: ParallelState) -> int | None:
     """Return the virtual stage that was set, if any."""
     return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]  # type: ignore[no-any-return]
 
 
-@answered
+@of_state
 def get_virtual_pipeline_model_parallel_world_size(state: ParallelState) -> int | None:
     """Return the number of virtual stages of each rank, if the pipeline is virtual."""
     return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]  # type: ignore[no-any-return]
@@ -535,16 +636,14 @@ _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
 
-@answered
+@of_state
 def get_global_memory_buffer(state: ParallelState) -> memory.GlobalMemoryBuffer:
     """Return the memory buffer."""
     return state.require(_MEMORY)  # type: ignore[no-any-return]
 
 
-@answered
-def get_global_symmetric_memory_buffer(
-    state: ParallelState,
-) -> memory.GlobalSymmetricMemoryBuffer:
+@of_state
+def get_global_symmetric_memory_buffer(state: ParallelState) -> memory.GlobalSymmetricMemoryBuffer:
     """Return the symmetric memory buffer."""
     return state.require(_SYMMETRIC)  # type: ignore[no-any-return]
 
@@ -725,5 +824,5 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         c10d.set_timeout(timeout, group)
 
 
-name_functions(__name__, globals())
+name_functions(globals(), __name__)
 current.bind(sys.modules[__name__], GLOBALS)

@@ -10,23 +10,21 @@ from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, Va
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron.grid_groups import EXPERT, ROW_OF, held_by, levels_of
-from hypercomm.compat.megatron.groups import TABLE
-from hypercomm.compat.megatron.state import ParallelState, current
+from hypercomm.compat.megatron import training_groups
+from hypercomm.compat.megatron.groups.of_a_grid import EXPERT, fields_of
+from hypercomm.compat.megatron.groups.table import FIELDS, ROWS
+from hypercomm.compat.megatron.releases import version
+from hypercomm.compat.megatron.state.state import ParallelState, current
+from hypercomm.compat.megatron.training_groups import Group
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.interface import GridInterface
-from hypercomm.layout.checks import as_ordered, as_strings, positive
-from hypercomm.layout.messages import shown
-from hypercomm.process_groups import c10d
+from hypercomm.layout.reading.checks import as_strings
+from hypercomm.layout.reading.shown import shown
 
 logger = logging.getLogger(__name__)
-
-Group = ProcessGroup | None
-"""What a field holds; None where it was not set, and on a rank that is in none of the groups."""
 
 
 class ProcessGroupHelperMeta(type):
@@ -48,7 +46,9 @@ class ProcessGroupHelperMeta(type):
 
 @dataclass(init=False, repr=False, eq=False)
 class ProcessGroupCollection:
-    """The process groups of one model; a field that was not set is None, an unknown name an error.
+    """The process groups of one model; a field that was not set is None.
+
+    With megatron-core 0.16 it is an AttributeError, as there. Any other attribute can be set, too.
 
     Args:
         kwargs: Groups by field name.
@@ -62,8 +62,8 @@ class ProcessGroupCollection:
         >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
         ...     groups = ProcessGroupCollection(tp=grid.create_pg("tp"))
         ...     groups.dp = grid.create_pg("dp")
-        ...     print(groups, groups.pp)
-        ProcessGroupCollection(tp(2), dp(4)) None
+        ...     print(groups)
+        ProcessGroupCollection(tp(2), dp(4))
     """
 
     tp: Group = field(init=False)
@@ -78,32 +78,38 @@ class ProcessGroupCollection:
     expt_tp: Group = field(init=False)
     tp_ep: Group = field(init=False)
     tp_ep_pp: Group = field(init=False)
+    tp_ep_pp_with_egtp_remat: Group = field(init=False)
     tp_dp_cp: Group = field(init=False)
     dp: Group = field(init=False)
     dp_cp: Group = field(init=False)
+    dp_cp_gtp_remat: Group = field(init=False)
+    dp_cp_ag: Group = field(init=False)
+    gtp_remat: Group = field(init=False)
+    expt_gtp_remat: Group = field(init=False)
     expt_dp: Group = field(init=False)
+    expt_dp_gtp_remat: Group = field(init=False)
+    expt_dp_ag: Group = field(init=False)
     intra_dp_cp: Group = field(init=False)
     intra_expt_dp: Group = field(init=False)
     inter_dist_opt: Group = field(init=False)
     intra_dist_opt: Group = field(init=False)
-    dp_cp_ag: Group = field(init=False)
-    expt_dp_ag: Group = field(init=False)
 
     def __init__(self, **kwargs: Any) -> None:
-        for name, group in kwargs.items():
-            setattr(self, name, group)
+        _check_fields(type(self), "Unknown attribute", *kwargs)
+        vars(self).update(kwargs)
 
     def __getattr__(self, name: str) -> None:
-        _check_fields(type(self), name)
-
-    def __setattr__(self, name: str, group: object) -> None:
-        if type(self) is ProcessGroupCollection:  # a class derived from it has what it likes
-            _check_fields(type(self), name)
-        super().__setattr__(name, group)
+        _check_fields(type(self), "Unknown attribute", name)
+        if not version.has("unset_is_none"):
+            raise UnknownFieldError(
+                f"field {name!r} was not set, which is an error in megatron-core {version.get()}; "
+                f"the collection has {list(vars(self)) or 'nothing'}"
+            )
 
     def __repr__(self) -> str:
-        names = [item.name for item in fields(self) if item.name in vars(self)]
-        shown = [f"{name}({_size(vars(self)[name])})" for name in names]
+        groups = {item.name: vars(self).get(item.name, self) for item in fields(self)}
+        hidden = (self, None) if version.has("unset_is_none") else (self,)
+        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg not in hidden]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -128,15 +134,15 @@ class ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         if not isinstance(state, ParallelState):
             raise ConfigurationError(f"state must be a ParallelState, got {shown(state)}")
-        wanted = list(_SOURCES)
+        wanted = [name for name in FIELDS if state.answers_gtp or not _is_gtp(name)]
         if required_pgs is not None:
             wanted = list(as_strings(required_pgs, "required_pgs"))
-        _check_fields(cls, *wanted)
+        _check_fields(cls, "Invalid process groups requested", *wanted)
         collection = cls()
         for name in wanted:
             group = None
-            if name in _SOURCES:
-                group = (state.require if name in _NEEDED else state.read)(_SOURCES[name])
+            if name in FIELDS:
+                group = (state.require if name in _NEEDED else state.read)(FIELDS[name])
             if group is None and name in _TWINS and state.grids:
                 group = _named(state.grids[_TWINS[name]], name)
             setattr(collection, name, group)
@@ -149,16 +155,19 @@ class ProcessGroupCollection:
         """Return the groups that grids hold, by the dims that they span.
 
         Args:
-            grid: The dense grid, over some of the dims tp, cp, dp and pp.
-            expert: The expert grid, over some of tp, ep, dp and pp; default: the view "expert" of
-                `grid`, if it has one. Either may call tp and dp expt_tp and expt_dp. It may be
-                `grid` itself: then experts are laid out as the dense layers, and copied along cp.
+            grid: The dense grid, over some of the dims tp, gtp_remat, cp, dp and pp.
+            expert: The expert grid, over some of tp, ep, gtp_remat, dp and pp; default: the view
+                "expert" of `grid`, if it has one. Either may call tp, gtp_remat and dp expt_tp and
+                so on. It may be `grid` itself: then experts are laid out as the dense layers, and
+                copied along cp.
 
         Returns:
             A collection with every field whose group was created. A dim that a grid does not have
             adds no ranks, so `dp_cp` is then `dp`; a field all of whose dims it lacks, such as
             `cp`, is filled by the group that is filed under the field's name. So are the fields of
-            groups that are derived from those over dims, such as `embd` and `pos_embd`.
+            groups that are derived from those over dims, such as `embd` and `pos_embd`. Gloo twins
+            and hybrid context parallel groups, which have no field, are attributes such as
+            `intra_dp_cp_gloo`, and the dict `hybrid_dp_cp`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -166,9 +175,10 @@ class ProcessGroupCollection:
             >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
             ...     for dims in ("tp", "dp", ["tp", "dp"]):
             ...         _ = grid.create_pg(dims)
-            ...     print(ProcessGroupCollection.from_grid(grid))
-            ProcessGroupCollection(tp(2), mp(2), tp_cp(2), tp_dp_cp(8), dp(4), dp_cp(4), intra_dp_cp(4))
-        """  # noqa: E501
+            ...     collection = ProcessGroupCollection.from_grid(grid)
+            ...     print(collection.tp.size(), collection.dp_cp.size(), collection.tp_dp_cp.size())
+            2 4 8
+        """
         for name, given in [("grid", grid), ("expert", expert)]:
             if not isinstance(given, HyperCommGrid) and (name == "grid" or given is not None):
                 raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
@@ -176,21 +186,12 @@ class ProcessGroupCollection:
         if expert is None and EXPERT in grid.views:
             of_experts = grid.view(EXPERT)
         collection = cls()
-        for row in TABLE:
-            source = grid if row.grid == "dense" else of_experts
-            if row.field is None or source is None:
-                continue
-            group: object = held_by(source, row)
-            if row.field == "hcp":
-                group = levels_of(source) or None
-            if group is None and row.otherwise is not None:
-                group = getattr(collection, ROW_OF[row.otherwise].field or "")
-            if group is not None:
-                setattr(collection, row.field, group)
+        vars(collection).update(fields_of(grid, of_experts))
         return collection
 
-    @staticmethod
+    @classmethod
     def setup_process_groups_for_optimizer(
+        cls,
         pg_collection: ProcessGroupCollection | None,
         model_chunks: Sequence[Any],
         use_gloo_process_groups: bool = True,
@@ -200,44 +201,13 @@ class ProcessGroupCollection:
         Args:
             pg_collection: Where to take them from; default: the current parallel state.
             model_chunks: The first one's configuration tells what is needed.
-            use_gloo_process_groups: Whether to add gloo twins, which only the state has.
+            use_gloo_process_groups: Whether to add gloo twins. With GTP the state has none.
 
         Raises:
-            ValueError: A group that is needed was not set, or gloo twins were asked for.
+            ValueError: A group that is needed was not set, or a gloo twin.
             StateError: The parallel state is needed and not initialised.
         """
-        chunks = as_ordered(model_chunks, "model_chunks")
-        if not chunks:
-            raise ConfigurationError("model_chunks is empty; give the parts of a model")
-        ddp_config = getattr(chunks[0], "ddp_config", None)
-        instances = 1 if ddp_config is None else _instances_of(ddp_config)
-        groups: dict[str, Group]
-        if pg_collection is None:
-            require = current.get().require
-            groups = _from_state(require, "dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
-            groups |= _from_state(require, "intra_dist_opt", "mp")
-            groups["expt_tp_pp_group"] = require(_SOURCES["tp_ep_pp"])
-            inter = require(_SOURCES["inter_dist_opt"]) if instances > 1 else None
-            groups["inter_dist_opt_group"] = inter
-            for name in ("intra_dp_cp", "intra_expt_dp"):
-                twin = require(f"{_SOURCES[name]}_GLOO") if use_gloo_process_groups else None
-                groups[f"{name}_group_gloo"] = twin
-            return groups
-        groups = _data_parallel(pg_collection, lambda: _config_of(chunks[0]))
-        groups["expt_dp_group"] = _take(pg_collection, "expt_dp")
-        groups |= _instance_groups(pg_collection, groups, instances)
-        groups["intra_dist_opt_group"] = None
-        if instances > 1:
-            _take(pg_collection, "intra_dist_opt")
-        if ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer"):
-            groups["intra_dist_opt_group"] = _take(pg_collection, "intra_dist_opt")
-        groups["mp_group"] = _take(pg_collection, "mp")
-        groups["expt_tp_pp_group"] = _take(pg_collection, "tp_ep_pp")
-        if use_gloo_process_groups:
-            raise ConfigurationError(
-                "a ProcessGroupCollection has no gloo twins; give use_gloo_process_groups=False"
-            )
-        return groups | {"intra_dp_cp_group_gloo": None, "intra_expt_dp_group_gloo": None}
+        return training_groups.for_optimizer(pg_collection, model_chunks, use_gloo_process_groups)
 
     @staticmethod
     def setup_process_groups_for_ddp(
@@ -254,58 +224,56 @@ class ProcessGroupCollection:
             ValueError: A group that is needed was not set.
             StateError: The parallel state is needed and not initialised.
         """
-        instances = _instances_of(ddp_config)
-        groups: dict[str, Group]
-        if pg_collection is None:
-            require = current.get().require
-            groups = _from_state(require, "dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
-            groups |= _from_state(require, "tp", "pp", "ep")
-            for name, needed in [
-                ("inter_dist_opt", instances > 1),
-                ("intra_dist_opt", _setting(ddp_config, "use_distributed_optimizer")),
-            ]:
-                groups[f"{name}_group"] = require(_SOURCES[name]) if needed else None
-            return groups
-        groups = _data_parallel(pg_collection, lambda: config)
-        groups |= {f"{name}_group": _take(pg_collection, name) for name in ("tp", "pp", "ep")}
-        groups["expt_dp_group"] = getattr(pg_collection, "expt_dp", None)
-        groups |= _instance_groups(pg_collection, groups, instances)
-        if groups["expt_dp_group"] is None:
-            logger.warning("no expt_dp group was given; creating one of this rank alone")
-            alone = c10d.as_member(
-                dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return training_groups.for_ddp(pg_collection, config, ddp_config)
+
+    @staticmethod
+    def is_gtp_remat_active(process_group_dict: Mapping[str, Group]) -> bool:
+        """Tell whether weights are shared among GTP peers.
+
+        Args:
+            process_group_dict: What one of the `setup_process_groups_for_...` answered.
+
+        Raises:
+            ConfigurationError: It is no mapping.
+        """
+        if not isinstance(process_group_dict, Mapping):
+            raise ConfigurationError(
+                f"process_group_dict must map names to groups, got {shown(process_group_dict)}"
             )
-            groups["expt_dp_group"] = alone
-            if instances == 1:
-                groups["intra_expt_dp_group"] = alone
-        return groups
+        return training_groups.has_peers(process_group_dict)
 
 
-_SOURCES = {row.field: row.name for row in TABLE if row.field is not None}
-"""The global of each field; the expert twin for all-gathers has none."""
-_NEEDED = ("dp", "dp_cp", "intra_dp_cp")
+def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_expert: bool) -> Group:
+    """Return the GTP peers of a module that owns weights.
+
+    Args:
+        pg_collection: The module's groups; without one, or where it does not have this field, the
+            current parallel state answers.
+        is_expert: Whether the weights are those of experts.
+
+    Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
+    """
+    name = "expt_gtp_remat" if is_expert else "gtp_remat"
+    if pg_collection is not None and name in vars(pg_collection):
+        return vars(pg_collection)[name]  # type: ignore[no-any-return]
+    return current.get().read(FIELDS[name])  # type: ignore[no-any-return]
+
+
+_NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
 """The fields that Megatron's `use_mpu_process_groups` does not leave at None."""
 _TWINS = {"dp_cp_ag": "dense", "expt_dp_ag": "expert"}
 """The grid that holds what `create_all_gather_groups` creates, by field."""
 
 
-def _check_fields(kind: type[ProcessGroupCollection], *names: str) -> None:
+def _is_gtp(name: str) -> bool:
+    return ROWS[FIELDS[name]].gtp
+
+
+def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: str) -> None:
     known = [item.name for item in fields(kind)]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UnknownFieldError(f"{kind.__name__} has no field {unknown[0]!r}; it has {known}")
-
-
-def _instances_of(ddp_config: Any) -> int:
-    name = "num_distributed_optimizer_instances"
-    return positive(_setting(ddp_config, name), name)
-
-
-def _setting(config: Any, name: str) -> Any:
-    """Return an attribute of a configuration that was given."""
-    if not hasattr(config, name):
-        raise ConfigurationError(f"the configuration {shown(config)} has no {name}")
-    return getattr(config, name)
+        raise UnknownFieldError(f"{complaint}: {unknown}; {kind.__name__} has {known}")
 
 
 def _named(grid: HyperCommGrid, name: str) -> Group:
@@ -317,60 +285,6 @@ def _size(group: Any) -> object:
     if group is None:
         return None
     return [item.size() for item in group] if isinstance(group, list) else group.size()
-
-
-def _from_state(require: Any, *names: str) -> dict[str, Group]:
-    return {f"{name}_group": require(_SOURCES[name]) for name in names}
-
-
-def _take(collection: ProcessGroupCollection, name: str) -> Any:
-    """Return a group that must have been set, perhaps to None."""
-    if not _is_set(collection, name):
-        raise ConfigurationError(
-            f"the process group {name!r} is needed, but the collection has only {collection!r}; "
-            f"set it, to None if it is not used"
-        )
-    return getattr(collection, name)
-
-
-def _is_set(collection: Any, name: str) -> bool:
-    """Tell whether a collection, or what stands in for one, has a group that was not left out."""
-    if isinstance(collection, ProcessGroupCollection):
-        return name in vars(collection) or hasattr(type(collection), name)
-    return hasattr(collection, name)
-
-
-def _data_parallel(collection: ProcessGroupCollection, config: Any) -> dict[str, Group]:
-    """Return dp and dp_cp; without context parallel they are the same."""
-    groups = {"dp_group": _take(collection, "dp")}
-    if _is_set(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1:
-        return groups | {"dp_cp_group": _take(collection, "dp_cp")}
-    return groups | {"dp_cp_group": groups["dp_group"]}
-
-
-def _instance_groups(
-    collection: ProcessGroupCollection, groups: Mapping[str, Group], instances: int
-) -> dict[str, Group]:
-    """Return the groups within and across optimizer instances; with one, there is no across."""
-    if instances == 1:
-        return {
-            "intra_dp_cp_group": groups["dp_cp_group"],
-            "intra_expt_dp_group": groups["expt_dp_group"],
-            "inter_dist_opt_group": None,
-        }
-    names = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
-    return {f"{name}_group": _take(collection, name) for name in names}
-
-
-def _config_of(model: Any) -> Any:
-    """Return the configuration of a model, under all that it is wrapped in."""
-    while getattr(model, "config", None) is None:
-        if not hasattr(model, "module"):
-            raise ConfigurationError(
-                f"model_chunks[0] has no config, nor has what it wraps: {model!r}"
-            )
-        model = model.module
-    return model.config
 
 
 @dataclass
@@ -400,12 +314,6 @@ class MultiModuleProcessGroupCollection:
                 f"module_pgs must map names of modules, one at least, to their collections, "
                 f"got {shown(self.module_pgs)}"
             )
-        for name, collection in self.module_pgs.items():
-            if not isinstance(name, str) or not isinstance(collection, ProcessGroupCollection):
-                raise ConfigurationError(
-                    f"module_pgs must map names of modules to a ProcessGroupCollection each, "
-                    f"got {shown(name)}: {shown(collection)}"
-                )
         if self.language_model_module_name is not None:
             self.get_module_collection(self.language_model_module_name)
 

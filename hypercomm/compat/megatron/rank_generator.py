@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hypercomm.compat.megatron.configuration import order_layout
+from hypercomm.compat.megatron.groups.layouts import GTP, order_layout
+from hypercomm.compat.megatron.releases import version
 from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_few, as_int, positive
-from hypercomm.layout.messages import shown
+from hypercomm.layout.reading.checks import as_few, as_int, positive
+from hypercomm.layout.reading.shown import shown
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -64,6 +65,8 @@ class RankGenerator:
         cp: Context parallel size; this or `ep` is 1.
         order: The dims, the first one varying fastest; those of size 1 may be left out.
         rank_offset: The smallest rank.
+        gtp_remat: Number of GTP peers; as a dim it is there from megatron-core 0.19 on, or if it
+            is larger than 1.
 
     Raises:
         ConfigurationError: Both `ep` and `cp` are larger than 1.
@@ -77,9 +80,19 @@ class RankGenerator:
     """
 
     def __init__(
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
     ) -> None:
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        if gtp_remat != 1 or version.has("gtp_remat"):
+            self.name_to_size[GTP] = gtp_remat
         for name, size in self.name_to_size.items():
             positive(size, f"the size of dim {name!r}")
         if ep > 1 and cp > 1:
@@ -87,7 +100,7 @@ class RankGenerator:
                 f"ep={ep} and cp={cp} cannot both be larger than 1 in one RankGenerator; make one "
                 f"for the dense layers, with cp, and one for the experts, with ep"
             )
-        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.tp, self.ep, self.dp, self.pp, self.cp, self.gtp_remat = tp, ep, dp, pp, cp, gtp_remat
         self.rank_offset = rank_offset
         self._layout = order_layout(order, self.name_to_size, rank_offset)
         self.world_size = math.prod(self.name_to_size.values())
@@ -112,6 +125,22 @@ class RankGenerator:
         self.get_mask(self.order, token)
         groups = self._layout.groups(*dict.fromkeys(token.split("-")))
         return groups.to_array().tolist()  # type: ignore[no-any-return]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Enumerate the groups of GTP peers; each rank alone where their size is 1.
+
+        Raises:
+            ConfigurationError: `gtp_remat_size` is not that of the generator.
+            LayoutError: It is no positive int.
+        """
+        if positive(gtp_remat_size, "gtp_remat_size") != self.gtp_remat:
+            raise ConfigurationError(
+                f"gtp_remat_size must be that of the generator, {self.gtp_remat}, "
+                f"got {shown(gtp_remat_size)}"
+            )
+        if GTP in self.name_to_size:
+            return self.get_ranks(GTP)
+        return [[rank] for rank in self._layout.ranks]
 
 
 def _split(text: str, what: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -18,9 +19,9 @@ from hypercomm.process_groups.c10d.private_names import (
     PLUGINS,
     SET_TIMEOUT,
     WORLD_TABLES,
+    is_other_world,
     private,
 )
-from hypercomm.process_groups.c10d.stand_in_world import is_other_world
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """torch's names for NCCL, as of 2.15."""
@@ -65,14 +66,18 @@ def backend_of(group: ProcessGroup) -> str:
 @functools.lru_cache(maxsize=64)
 def single_backends(backend: str) -> tuple[str, ...]:
     """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
-    return tuple(part.rpartition(":")[2].strip() for part in backend.lower().split(","))
+    return tuple(single for _, single in _pairs(backend))
 
 
 def devices_of(backend: str) -> tuple[str, ...] | None:
     """List the devices in a backend string such as "cpu:gloo,cuda:nccl"; None for "gloo"."""
-    if not {":", ","} & set(backend):
-        return None
-    return tuple(part.rpartition(":")[0].strip() for part in backend.lower().split(","))
+    return tuple(device for device, _ in _pairs(backend)) if {":", ","} & set(backend) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(backend: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.rpartition(":") for part in backend.lower().split(","))
+    return tuple((device.strip(), single.strip()) for device, _, single in pairs)
 
 
 def known_backends() -> list[str]:
@@ -165,19 +170,15 @@ def world_timeout(backend: str) -> timedelta | None:
     None where torch does not tell: the fake backend has no options, and gloo shows its own only
     in recent versions.
     """
-    devices = {single: device for device, single in parts_of_world().items()}
-    timeouts = {
-        single: _part_timeout(part_on(torch.device(device))) for single, device in devices.items()
-    }
-    wanted = [timeouts.get(single) for single in single_backends(backend)]
-    return next((timeout for timeout in [*wanted, *timeouts.values()] if timeout), None)
-
-
-def _part_timeout(part: Any) -> timedelta | None:
-    try:
-        return timeout_in(part.options)
-    except (AttributeError, RuntimeError):  # as above
-        return None
+    world: Any = dist.group.WORLD
+    parts, wanted = parts_of_world(), single_backends(backend)
+    first = [device for one in wanted for device, single in parts.items() if single == one]
+    for device in (*first, *parts) if private.works(GET_BACKEND) else ():
+        with contextlib.suppress(AttributeError, RuntimeError):  # as above
+            timeout: timedelta | None = world._get_backend(torch.device(device)).options._timeout
+            if timeout:
+                return timeout
+    return None
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -190,27 +191,17 @@ def default_timeout(backend: str) -> timedelta:
 
 def parts_of_world() -> dict[str, str]:
     """Name the backend that WORLD runs on each device, by the name of the device."""
-    return _parts(dist.get_backend_config())
+    return dict(_pairs(dist.get_backend_config()))
 
 
 def parts_of(backend: str) -> dict[str, str]:
     """Name the backend that a group of `backend` runs on each device."""
-    return _parts(backend_config(backend))
+    return dict(_pairs(backend_config(backend)))
 
 
 def backend_config(backend: str) -> str:
     """Return what torch makes of a backend string: the backend of each device."""
     return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
-
-
-@functools.lru_cache(maxsize=64)
-def _pairs(config: str) -> tuple[tuple[str, str], ...]:
-    pairs = (part.partition(":") for part in config.split(","))
-    return tuple((device.strip(), single.strip()) for device, _, single in pairs)
-
-
-def _parts(config: str) -> dict[str, str]:
-    return dict(_pairs(config))
 
 
 def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
@@ -222,7 +213,16 @@ def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
 
 def device_type(group: ProcessGroup) -> str:
     """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
-    parts = _parts(dist.get_backend_config(group))
+    return _made_for(dist.get_backend_config(group))
+
+
+def devices_made_for(backend: str) -> str:
+    """Return the type of the devices whose tensors groups of a backend are made for."""
+    return _made_for(backend_config(backend))
+
+
+def _made_for(config: str) -> str:
+    parts = dict(_pairs(config))
     if len(parts) == 1:
         return next(iter(parts))
     backends = set(parts.values()) - {"fake"}  # it is for all devices
@@ -241,8 +241,5 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
     """Change the timeout of a group, or of WORLD, from now on."""
     if hasattr(dist, "set_timeout"):  # torch 2.14
         dist.set_timeout(timeout, group)
-    elif private.works(SET_TIMEOUT):
-        try:
-            private.get(SET_TIMEOUT)(timeout, group)
-        except Exception as error:  # noqa: BLE001 - the arguments are right
-            private.lost(SET_TIMEOUT, f"raises {error!r}")
+    else:
+        private.call(SET_TIMEOUT, timeout, group)

@@ -1,4 +1,4 @@
-"""The device that WORLD is bound to, what can be split off there, and groups made without a split.
+"""The device that WORLD is bound to, groups made without a split of it, and what a split makes.
 
 A group on the device of a bound WORLD is split off WORLD's communicator, for which every rank of
 WORLD must come. A rank that creates its own group alone tells torch not to: by the option
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import ProcessGroup
 
 from hypercomm.process_groups.c10d.backends import (
     NCCL,
@@ -30,77 +28,41 @@ from hypercomm.process_groups.c10d.backends import (
     single_backends,
     why_unavailable,
 )
-from hypercomm.process_groups.c10d.private_names import COLOR, private, signature_of, since
+from hypercomm.process_groups.c10d.private_names import (
+    COLOR,
+    NAME_GROUP,
+    Replaced,
+    private,
+    signature_of,
+)
+from hypercomm.process_groups.c10d.self_checks import since
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""
 
-
-class Binding:
-    """The device that WORLD is bound to, which can be hidden from torch for a while."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._hiding = 0
-        self._hidden: tuple[ProcessGroup, torch.device] | None = None
-
-    def device(self) -> torch.device | None:
-        """Return the device, hidden or not; None where WORLD is bound to none."""
-        with self._lock:
-            return self._device(dist.group.WORLD)
-
-    def _device(self, world: ProcessGroup | None) -> torch.device | None:
-        if self._hidden is not None and self._hidden[0] is world:
-            return self._hidden[1]
-        return getattr(world, "bound_device_id", None)
-
-    def can_be_hidden(self) -> bool:
-        """Tell whether torch lets the device be set."""
-        world: Any = dist.group.WORLD
-        with self._lock:
-            if self._hiding:
-                return True
-            try:
-                world.bound_device_id = world.bound_device_id
-            except (AttributeError, RuntimeError, TypeError):
-                return False
-        return True
-
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide the device from torch within a `with` block, which other threads may enter, too."""
-        world: Any = dist.group.WORLD
-        with self._lock:
-            device = self._device(world)
-            if device is not None:
-                self._hiding += 1
-                self._hidden = (world, device)
-                world.bound_device_id = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._hiding -= device is not None
-                if device is not None and not self._hiding:
-                    world.bound_device_id = device
-                    self._hidden = None
+_bound = Replaced("bound_device_id")
 
 
-binding = Binding()
-"""Of this process."""
+def bound_device() -> torch.device | None:
+    """Return the device that WORLD is bound to, hidden or not; None where it is bound to none."""
+    device: torch.device | None = _bound.original(dist.group.WORLD)
+    return device
+
+
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """Hide the device from torch within a `with` block, which other threads may enter, too."""
+    if bound_device() is None:
+        yield
+        return
+    with _bound.by(dist.group.WORLD, None):
+        yield
 
 
 def split_device() -> torch.device | None:
     """Return the device that WORLD is bound to, if its backend there can be split."""
-    device = binding.device()
-    if device is None:
-        return None
-    return device if getattr(part_on(device), "supports_splitting", False) else None
-
-
-def device_backend(device: torch.device) -> str:
-    """Return the name of the backend that WORLD runs on a device."""
-    return parts_of_world()[device.type]
+    device = bound_device()
+    return device if device is not None and _can_split(device) else None
 
 
 def why_not_alone(backend: str) -> str | None:
@@ -112,7 +74,7 @@ def why_not_alone(backend: str) -> str | None:
         return reason
     if parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
         return None
-    if connects_as_told(backend) or binding.can_be_hidden():
+    if connects_as_told(backend) or _bound.can_be(dist.group.WORLD):
         return None
     return f"WORLD is bound to {device}, and every rank must take part in splitting it"
 
@@ -147,9 +109,10 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
     return pg_options
 
 
+@contextlib.contextmanager
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
-) -> AbstractContextManager[tuple[Any, torch.device | None]]:
+) -> Iterator[tuple[Any, torch.device | None]]:
     """Let the members of a group create it within a `with` block without any other rank.
 
     Args:
@@ -159,30 +122,20 @@ def made_alone(
         lazily: Whether members of an NCCL group connect at their first message; None: as torch
             does, which on a bound WORLD connects them at once unless it has that for a switch.
 
-    Returns:
-        A context manager, which yields the options, and the device to connect on, with which torch
-        is to create the group.
+    Yields:
+        The options, and the device to connect on, with which torch is to create the group.
     """
-    device = binding.device()
+    device = bound_device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
     if lazily is not False and (is_bound or lazily) and connects_as_told(backend):
-        return contextlib.nullcontext((lazy_options(backend, pg_options, timeout), device))
-    if is_bound:
-        return _made_unbound(pg_options, None if lazily else device)
-    at_once = lazily is False and is_nccl(backend)
-    return contextlib.nullcontext((pg_options, _current_device() if at_once else None))
-
-
-@contextlib.contextmanager
-def _made_unbound(
-    pg_options: Any, device: torch.device | None
-) -> Iterator[tuple[Any, torch.device | None]]:
-    with binding.hidden():
-        yield pg_options, device
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+        yield lazy_options(backend, pg_options, timeout), device
+    elif is_bound:
+        with unbound():
+            yield pg_options, None if lazily else device
+    elif lazily is False and is_nccl(backend):
+        yield pg_options, torch.device("cuda", torch.cuda.current_device())
+    else:
+        yield pg_options, None
 
 
 # ---- what a split makes -----------------------------------------------------------------------
@@ -199,11 +152,11 @@ def why_not_split(backend: str) -> str | None:
         return f"{COLOR} {private.why_not(COLOR)}, so that groups may be mistaken for each other"
     if (reason := _why_unknown(backend)) is not None:
         return reason
-    bound = device_backend(device)
     world, wanted = parts_of_world(), parts_of(backend)
+    bound = world[device.type]
     if wanted.get(device.type) != bound or not wanted.items() <= world.items():
         return f"WORLD is bound to {device} with {bound!r}, and has no {backend!r} to split off"
-    if wanted != world and not takes_backend():
+    if wanted != world and "backend" not in signature_of(dist.split_group):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     if len(set(wanted.values())) > 1 and not since("2.14"):
         return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
@@ -217,18 +170,8 @@ def _why_unknown(backend: str) -> str | None:
     return next((f"{single!r} {reason}" for single, reason in reasons if reason is not None), None)
 
 
-def _can_split(device_type: str) -> bool:
-    return bool(getattr(part_on(torch.device(device_type)), "supports_splitting", False))
-
-
-def takes_backend() -> bool:
-    """Tell whether a split can keep some of WORLD's backends alone (torch 2.13)."""
-    return "backend" in signature_of(dist.split_group)
-
-
-def split_backend(backend: str) -> str | None:
-    """Return what a split must be told to make groups of `backend`; None: all that WORLD has."""
-    return None if parts_of(backend) == parts_of_world() else backend
+def _can_split(device: torch.device | str) -> bool:
+    return bool(getattr(part_on(torch.device(device)), "supports_splitting", False))
 
 
 def keeps_order() -> bool:
@@ -250,3 +193,40 @@ def split_colors(groups: NDArray[np.int64]) -> list[int]:
             ranks + np.uint64(0x9E3779B9) + (colors << np.uint64(6)) + (colors >> np.uint64(2))
         )
     return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
+
+
+# ---- the names of what a split makes ----------------------------------------------------------
+
+_name: ContextVar[str | None] = ContextVar("name", default=None)
+_naming = Replaced("_process_group_name")
+
+
+def names_splits() -> bool:
+    """Tell whether groups that are split off WORLD get names of ours."""
+    return private.works(NAME_GROUP)
+
+
+@contextlib.contextmanager
+def named(name: str | None) -> Iterator[None]:
+    """Let the group that this thread splits off WORLD within a `with` block have a name.
+
+    torch salts the name of a group that is split off. Before 2.14 the salt is the number of groups
+    that a rank has, which differs between ranks once a split has left some out: they then name
+    later groups differently, and as `destroy_process_group` ends groups in the order of their
+    names, NCCL waits for ever (pytorch issue 190396). Names of ours are the same on all members.
+    """
+    if name is None or not names_splits():
+        yield
+        return
+    token = _name.set(name)
+    try:
+        with _naming.by(dist.distributed_c10d, _process_group_name):
+            yield
+    finally:
+        _name.reset(token)
+
+
+def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
+    """Take the place of torch's function."""
+    torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)  # counts it
+    return _name.get() or torchs_name

@@ -1,4 +1,4 @@
-"""Meeting: how the members of one gloo group find each other in the store, and who did not come.
+"""GlooStore: how the members of one gloo group find each other, and who of them is missing.
 
 gloo asks the store for the address of each member, and waits in there, where nobody can end the
 wait. gloo takes any store: this one waits for it, looks now and then whether there is still
@@ -18,6 +18,8 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from hypercomm.process_groups.c10d.store import answer, peek
+
 GAVE_UP = b"gave up"
 """Stands in the store in place of the address of a member that waits no more."""
 
@@ -28,7 +30,11 @@ _SHORTEST_S = 0.0002
 _LONGEST_S = 0.5
 _MOST_LOOKED_FOR = 8
 _FEW = 3
-_ABSENT = "absent"
+_MOST_ASKED = 64
+"""The addresses that one question asks for while some are missing."""
+
+_MOST_POLLS = 2000
+"""How many ranks of a job may poll in a second, once they have waited for long."""
 
 
 class MembersMissingError(RuntimeError):
@@ -70,7 +76,10 @@ ENDLESS = Patience(lambda _ranks, _waited_s: None, math.inf)
 
 
 def wait_until(
-    is_there: Callable[[], bool], timeout_s: float, look: Callable[[], None]
+    is_there: Callable[[], bool],
+    timeout_s: float,
+    look: Callable[[], None],
+    longest_s: float = _LONGEST_S,
 ) -> float | None:
     """Ask again and again, less and less often; between the answers other threads may ask.
 
@@ -78,6 +87,7 @@ def wait_until(
         is_there: Whether what is waited for has come; one question to the store.
         timeout_s: When to give up.
         look: Called once a wait takes long; raises if there is nothing to wait for.
+        longest_s: The longest pause.
 
     Returns:
         None once it is there; else the seconds that passed.
@@ -91,11 +101,11 @@ def wait_until(
         if waited > _LONGEST_S / 2:
             look()
         time.sleep(min(pause, timeout_s - waited + _SHORTEST_S))
-        pause = min(max(_SHORTEST_S, waited / 4), _LONGEST_S)
+        pause = min(max(_SHORTEST_S, waited / 4), longest_s)
     return None
 
 
-class Meeting(dist.Store):  # type: ignore[name-defined, misc]
+class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     """The store that one gloo group is created with.
 
     Args:
@@ -116,6 +126,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         self._patience = patience
         self._found: dict[str, bytes] = {}
         self._has_looked = False
+        self._has_all = False
         self._has_ended = False
 
     def left_s(self) -> float:
@@ -125,6 +136,15 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
     def end(self) -> None:
         """Wait no more: the next look raises."""
         self._has_ended = True
+
+    def listen(self) -> None:
+        """Raise if another member has given up while this one connects; before, `get` looks."""
+        if not self._has_all:
+            return
+        place = next(iter(self._found)).rpartition("/")[0]
+        gave_up = partial(self._store.check, [f"{place}/{GAVE_UP_KEY}"])
+        if answer(gave_up, self.left_s() + _LONGEST_S):
+            raise RuntimeError("another member gave up while this one connected")
 
     def set(self, key: str, value: bytes) -> None:
         """Leave this member's address."""
@@ -161,24 +181,41 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
         others = [one for one in keys if one not in self._found]
         are_few = len(others) <= _FEW
         waited = wait_until(
-            partial(self._peek, others) if are_few else partial(self._store.check, keys),
+            partial(self._peek, others) if are_few else partial(self._are_there, keys, [0]),
             self.left_s(),
             partial(self._look, place, keys, time.monotonic()),
+            max(_LONGEST_S, self._ranks_of_job() / _MOST_POLLS),
         )
         if waited is not None:
-            raise MembersMissingError(list(self._missing(keys, 0)), waited)
+            raise MembersMissingError(list(self._missing(keys)), waited)
         if not are_few or self._has_looked:  # what was found long ago may hold no more
             self._found.update(zip(keys, self._read(keys), strict=True))
         if GAVE_UP in self._found.values():
             self._patience.look([], 0.0)  # there may be a reason
             raise AttemptGivenUpError("members of the group gave up before all had come")
+        self._has_all = self._has_all or len(keys) == self._size
+
+    def _ranks_of_job(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else self._size
+
+    def _are_there(self, keys: Sequence[str], seen: list[int]) -> bool:
+        """Tell whether keys are set; of many, ask for those that follow the ones seen so far."""
+        while seen[0] + _MOST_ASKED < len(keys):
+            if not self._store.check(keys[seen[0] : seen[0] + _MOST_ASKED]):
+                return False
+            seen[0] += _MOST_ASKED
+        if not self._store.check(keys[seen[0] :]):
+            return False
+        are_all = not seen[0] or bool(self._store.check(keys))  # none is gone again
+        seen[0] = seen[0] if are_all else 0
+        return are_all
 
     def _peek(self, keys: Sequence[str]) -> bool:
         """Read keys that are set, one question each, where `check` and `multi_get` ask three."""
         for key in keys:
             if key not in self._found:
-                value = self._store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
-                if value == _ABSENT.encode():
+                value = peek(self._store, key)
+                if value is None:
                     return False
                 self._found[key] = value
         return True
@@ -191,16 +228,16 @@ class Meeting(dist.Store):  # type: ignore[name-defined, misc]
     def _look(self, place: str, keys: Sequence[str], begin: float) -> None:
         if self._has_ended:
             raise AttemptGivenUpError("the caller was interrupted")
-        missing = list(islice(self._missing(keys, 0), _MOST_LOOKED_FOR))
+        missing = list(islice(self._missing(keys), _MOST_LOOKED_FOR))
         self._patience.look(missing, time.monotonic() - begin)
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
             if not self._has_looked:
                 raise AttemptGivenUpError("members of the group gave up before this one came")
             waited = time.monotonic() - begin
-            raise MembersMissingError(list(self._missing(keys, 0)), waited, others_gave_up=True)
+            raise MembersMissingError(list(self._missing(keys)), waited, others_gave_up=True)
         self._has_looked = True
 
-    def _missing(self, keys: Sequence[str], first: int) -> Iterator[int]:
+    def _missing(self, keys: Sequence[str], first: int = 0) -> Iterator[int]:
         """Give the positions of keys that are not set: few questions where few are not."""
         if self._store.check(keys):
             return

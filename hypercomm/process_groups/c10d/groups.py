@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -15,14 +15,16 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.process_groups.c10d.backends import (
     backend_of,
+    default_backend,
     default_timeout,
+    is_live,
     part_on,
-    single_backends,
+    parts_of,
+    parts_of_world,
 )
-from hypercomm.process_groups.c10d.binding import binding, is_nccl, made_alone, split_backend
-from hypercomm.process_groups.c10d.gloo import lazy_init, making
-from hypercomm.process_groups.c10d.gloo_store import ENDLESS, Patience
-from hypercomm.process_groups.c10d.naming import named
+from hypercomm.process_groups.c10d.binding import bound_device, is_nccl, made_alone, named
+from hypercomm.process_groups.c10d.gloo import making
+from hypercomm.process_groups.c10d.gloo_store import Patience
 from hypercomm.process_groups.c10d.private_names import (
     ABORT,
     HELPER,
@@ -31,7 +33,8 @@ from hypercomm.process_groups.c10d.private_names import (
     WORLD_TABLES,
     private,
 )
-from hypercomm.process_groups.c10d.store import has_store, store
+from hypercomm.process_groups.c10d.self_checks import since
+from hypercomm.process_groups.c10d.store import store
 
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 """What lives as long as a group."""
@@ -45,7 +48,8 @@ def missing() -> list[str]:
 
 def replaces_new_group() -> str | None:
     """Name what makes this world create groups in a way of its own, if anything does."""
-    if TORCHCOMMS.is_due() and private.works(TORCHCOMMS) and private.get(TORCHCOMMS)():
+    uses_torchcomms = private.get(TORCHCOMMS)
+    if uses_torchcomms is not None and uses_torchcomms():
         return "torch creates groups through TorchComms here"
     if callable(getattr(dist.group.WORLD, "new_group", None)):
         return "the default process group has a new_group() of its own"
@@ -61,19 +65,20 @@ def new_group(
     pg_options: Any,
     group_desc: str,
     lazily: bool | None,
-    patience: Patience = ENDLESS,
+    patience: Patience | None,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
     torch's public functions name a group after a count that each rank keeps for itself; this
-    one is the same on every member whatever else a rank has created.
+    one is the same on every member whatever else a rank has created. `patience` is as for
+    `GlooMaking.connecting`.
     """
     backend = dist.Backend(backend)
     if timeout is None:
         timeout = default_timeout(backend)
     members = list(ranks)
     with (
-        connecting(backend, lazily, patience) as kept,
+        making.connecting(backend, lazily, patience) as kept,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
         group, _ = private.get(HELPER)(
@@ -89,7 +94,7 @@ def new_group(
             group_desc=group_desc,
         )
     _kept[group] = kept
-    private.get(WORLD_TABLES).pg_group_ranks[group] = Positions(members)
+    _table("pg_group_ranks")[group] = Positions(members)
     return group  # type: ignore[no-any-return]
 
 
@@ -135,8 +140,7 @@ def split_group(
     Returns:
         The group; None where the calling rank is not in it.
     """
-    filtered = split_backend(backend)
-    only: dict[str, Any] = {} if filtered is None else {"backend": filtered}
+    only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
@@ -148,30 +152,6 @@ def split_group(
     return as_member(part)
 
 
-def connecting(
-    backend: str, lazily: bool | None, patience: Patience
-) -> AbstractContextManager[object]:
-    """Choose how gloo connects the group that is created within a `with` block.
-
-    Args:
-        backend: The group's.
-        lazily: Whether each pair of members connects at its first message.
-        patience: For how long members are waited for.
-
-    Returns:
-        A context manager, which yields what must live as long as the group.
-    """
-    if "gloo" not in single_backends(backend) or not has_store():
-        return contextlib.nullcontext()
-    return _connecting(lazily, patience)
-
-
-@contextlib.contextmanager
-def _connecting(lazily: bool | None, patience: Patience) -> Iterator[object]:
-    with lazy_init.set_to(lazily), making.met(patience) as meetings:
-        yield meetings
-
-
 # ---- what torch has registered ----------------------------------------------------------------
 
 
@@ -180,11 +160,15 @@ def kept() -> set[ProcessGroup]:
     return set(_kept)
 
 
+def _table(name: str) -> Any:
+    """Return one of the tables in which torch registers groups; an empty one where it has none."""
+    tables = private.get(WORLD_TABLES)
+    return {} if tables is None else getattr(tables, name)
+
+
 def registered_as(name: str) -> set[ProcessGroup]:
     """Return the process group that torch has registered under a name, if there is one."""
-    tables = private.get(WORLD_TABLES)
-    names = {} if tables is None else tables.pg_names
-    return {group for group, known in names.items() if known == name}
+    return {group for group, known in _table("pg_names").items() if known == name}
 
 
 def registered() -> set[ProcessGroup]:
@@ -211,21 +195,28 @@ def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
 
 def forget_non_members() -> None:
     """Remove what torch files under its marker for "not a member", as if it were a group."""
-    tables = private.get(WORLD_TABLES)
-    if tables is not None:
-        tables.pg_group_ranks.pop(dist.GroupMember.NON_GROUP_MEMBER, None)
+    _table("pg_group_ranks").pop(dist.GroupMember.NON_GROUP_MEMBER, None)
 
 
 # ---- the end of groups ------------------------------------------------------------------------
 
 
+def let_threads_finish() -> None:
+    """Let gloo's threads drop their last tensors before their groups go, where that can deadlock.
+
+    Before torch 2.8 a group joins its threads while it holds the interpreter lock, for which a
+    thread may be waiting to drop a tensor (pytorch pull request 154976).
+    """
+    if not since("2.8") and is_live() and default_backend() != "fake":
+        time.sleep(0.02)
+
+
 def destroy(group: ProcessGroup) -> None:
     """Destroy a group, and what torch forgets to clean up."""
-    tables = private.get(WORLD_TABLES)
-    tag = None if tables is None else tables.pg_to_tag.get(group)
+    tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
     dist.destroy_process_group(group)
-    if tables is not None and not tables.tags_to_pg.get(tag, True):
-        del tables.tags_to_pg[tag]  # torch leaves an empty list for every group that ever was
+    if not tagged.get(tag, True):
+        del tagged[tag]  # torch leaves an empty list for every group that ever was
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:
@@ -247,7 +238,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
             errors.append(error)
     for group in pending:
         try:
-            if group not in nccl or not _end_aborted(group):
+            if group not in nccl or not private.call(ABORT, group):
                 destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
             errors.append(error)
@@ -255,37 +246,17 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
         raise errors[0]
 
 
-def _end_aborted(group: ProcessGroup) -> bool:
-    """Let torch forget a group that is aborted, or abort it; tell whether that could be done."""
-    end = private.get(ABORT)
-    if end is None:
-        return False
-    try:
-        end(group)
-    except Exception as error:  # noqa: BLE001 - there is a way without it
-        private.lost(ABORT, f"raises {error!r}")
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _at_once(group: ProcessGroup) -> Iterator[None]:
+def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
     """Let NCCL do within a `with` block what it is told of all groups, in one go."""
-    device: Any = binding.device() or next(
+    device: Any = bound_device() or next(
         (device for device in group._device_types if device.type != "cpu"), None
     )
     part: Any = None if device is None else part_on(device, group)
+    end = contextlib.ExitStack()
     if hasattr(part, "_group_start"):
         part._group_start()
-        try:
-            yield
-        finally:
-            part._group_end()
+        end.callback(part._group_end)
     elif getattr(part, "supports_coalescing", False):
         group._start_coalescing(device)
-        try:
-            yield
-        finally:
-            group._end_coalescing(device)
-    else:
-        yield
+        end.callback(group._end_coalescing, device)
+    return end

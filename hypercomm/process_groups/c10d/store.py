@@ -1,28 +1,37 @@
-"""The job's store, in which the ranks leave word for each other."""
+"""The job's store, in which the ranks leave word for each other, and how long it may take.
+
+When the link to the store's host is cut without a word, a question hangs for a quarter of an hour,
+whatever its timeout says (seen in torch 2.13). So it is asked in a thread, and given up in time.
+"""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hypercomm.process_groups.c10d.backends import backend_of, single_backends
-from hypercomm.process_groups.c10d.private_names import STORE, private
-from hypercomm.process_groups.c10d.stand_in_world import is_other_world
+from hypercomm.process_groups.c10d.private_names import STORE, has_other_ranks, private
 
-_store_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The identity of each store, which is asked for once."""
+_ABSENT = "absent"
 
 
-def has_store() -> bool:
-    """Tell whether the ranks of this world can meet in a store; those of a fake one cannot."""
+def has_ranks() -> bool:
+    """Tell whether there are ranks to meet: those of a fake world are not there."""
     world = dist.group.WORLD
-    if world is None or is_other_world():
+    if world is None or not has_other_ranks():
         return False
-    return "fake" not in single_backends(backend_of(world)) and private.works(STORE)
+    return "fake" not in single_backends(backend_of(world))
+
+
+def knows_store() -> bool:
+    """Tell whether torch tells which store it is."""
+    return private.works(STORE)
 
 
 def store() -> Any:
@@ -30,31 +39,27 @@ def store() -> Any:
     return private.get(STORE)()
 
 
-def store_identity() -> str:
-    """Return a word that all ranks of this job's store share, and that no other store has."""
-    if not has_store():
-        return ""
-    own = store()
-    if own not in _store_words:
-        _store_words[own] = set_if_absent("hypercomm/store", uuid.uuid4().hex)
-    return _store_words[own]
-
-
-def set_if_absent(key: str, text: str) -> str:
-    """Set a key of the store that nobody has set, and return what it holds then."""
-    found: bytes = store().compare_set(key, "", text)
+def exchange(key: str, expected: str, text: str) -> str:
+    """If a key of the store holds `expected` ("": nothing), set it; return what it holds."""
+    found: bytes = store().compare_set(key, expected, text)
     return found.decode(errors="replace")
 
 
-def read_if_set(key: str) -> str | None:
+def read(key: str) -> str | None:
     """Return what a key of the store holds; None where nobody has set it."""
     found = read_bytes(key)
     return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(key: str) -> bytes | None:
-    """Do as `read_if_set`, for what is no text."""
-    return store().get(key) if is_set([key]) else None
+    """Do as `read`, for what is no text; one question, where to look first would be two."""
+    return peek(store(), key)
+
+
+def peek(place: Any, key: str) -> bytes | None:
+    """Do as `read_bytes`, in any store."""
+    found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
+    return None if found == _ABSENT.encode() else found
 
 
 def is_set(keys: Sequence[str]) -> bool:
@@ -62,20 +67,132 @@ def is_set(keys: Sequence[str]) -> bool:
     return bool(store().check(list(keys)))
 
 
-def set_value(key: str, value: str | bytes) -> None:
-    """Set a key in the store; waits for no answer."""
-    store().set(key, value)
-
-
-def set_keys(keys: Sequence[str]) -> None:
+def set_all(texts: Mapping[str, str | bytes]) -> None:
     """Set keys in the store, in one message where it can; waits for no answer."""
-    if len(keys) > 1 and store().has_extended_api():
-        store().multi_set(list(keys), ["1"] * len(keys))
+    if len(texts) > 1 and store().has_extended_api():
+        store().multi_set(list(texts), list(texts.values()))
         return
+    for key, text in texts.items():
+        store().set(key, text)
+
+
+def forget(keys: Iterable[str]) -> None:
+    """Delete keys of the store, those that are there."""
     for key in keys:
-        set_value(key, "1")
+        store().delete_key(key)
 
 
-def forget(key: str) -> None:
-    """Delete a key of the store, if it is there."""
-    store().delete_key(key)
+def count_up(key: str) -> int:
+    """Add one to the number that a key of the store holds, and return it."""
+    return int(store().add(key, 1))
+
+
+# ---- in time ----------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+USUAL_S = 60.0
+"""How long an answer may take where nothing else says so: a large job asks all at once."""
+
+_LOOKING_S = 0.5
+"""How often a wait looks whether it is in vain."""
+
+_in_thread = threading.local()
+
+
+class Workers:
+    """Threads that wait for something to do: on a busy machine a new one is slow to begin.
+
+    As many stay as were ever busy at once; the child of a fork begins without.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        os.register_at_fork(after_in_child=self._idle.clear)
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Do something that raises nothing, in a thread."""
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(
+                target=self._work, args=(inbox,), name="hypercomm", daemon=True
+            ).start()
+        inbox.put(action)
+
+    def _work(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+        ask_here()
+        while True:
+            inbox.get()()
+            self._idle.append(inbox)
+
+
+workers = Workers()
+"""Of this process."""
+
+
+def ask_here() -> None:
+    """Let the questions of this thread be asked in it: it is one that may wait for ever."""
+    _in_thread.is_set = True
+
+
+class LateError(RuntimeError):
+    """Something was not done in time."""
+
+
+def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
+    """Do something in another thread, wait for it for so long, and return what it does.
+
+    A thread that is late goes on, and ends when what it waits for does.
+
+    Args:
+        action: What is done.
+        limit_s: When to give up.
+        look: Called now and then, once that takes long; raises if it is in vain.
+
+    Raises:
+        LateError: It was not done in time.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            errors.append(error)
+        done.set()
+
+    workers.start(run)
+    if look is None:
+        done.wait(min(limit_s, threading.TIMEOUT_MAX))
+    else:
+        end = time.monotonic() + limit_s
+        while not done.wait(max(0.0, min(_LOOKING_S, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                break
+            look()
+    if not done.is_set():
+        raise LateError(f"not done within {limit_s:.1f} s")
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # the error holds this frame
+    return results[0]
+
+
+def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
+    """Ask the store something, and return the answer; questions within are asked as they are.
+
+    Raises:
+        DistNetworkError: No answer came in time; torch raises it, too, when the store is gone.
+    """
+    if getattr(_in_thread, "is_set", False):
+        return question()
+    try:
+        return in_time(question, limit_s)
+    except LateError as error:
+        raise dist.DistNetworkError("the store does not answer") from error

@@ -1,0 +1,96 @@
+"""A DeepSpeed PipelineModule of two stages, with ZeRO-1, on a topology made from a layout.
+
+    pip install deepspeed
+    python examples/deepspeed_pipeline.py
+
+trains on 4 local ranks with dp=2 and pp=2, on the CPU, and compares with plain Adam on one process.
+
+DeepSpeed creates the pipeline's process groups itself, from the ranks that the topology names. On a
+CPU it pipelines in float32 and bfloat16; fp16 it refuses, with "Type fp16 is not supported on your
+device", where oneDNN has none for the processor. ZeRO-2 and ZeRO-3 it refuses beside a pipeline on
+any device.
+"""
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch import nn
+
+from hypercomm import RankLayout, run_ranks
+from hypercomm.compat.deepspeed import process_topology
+
+STEPS, RATE = 5, 1e-2
+REPLICAS, MICRO_BATCHES, MICRO_BATCH = 2, 2, 4
+LAYOUT = RankLayout.parse("dp=2,pp=2")  # the ranks of a stage are neighbours
+
+
+def layers() -> list[nn.Module]:
+    """Make the layers of the model."""
+    torch.manual_seed(0)
+    return [nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 1)]
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared error."""
+    return (outputs - targets).square().mean()
+
+
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return inputs and targets of each step, alike on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(STEPS, REPLICAS * MICRO_BATCHES * MICRO_BATCH, 8, generator=generator)
+    return [(x, x.sum(dim=1, keepdim=True)) for x in batches]
+
+
+def alone() -> list[float]:
+    """Train with plain Adam on whole batches."""
+    whole, losses = nn.Sequential(*layers()), []
+    optimizer = torch.optim.Adam(whole.parameters(), lr=RATE)
+    for x, target in data():
+        loss = loss_of(whole(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def in_a_pipeline() -> tuple[int, list[float]]:
+    """Train in two stages with ZeRO-1; return the number of this stage's layers, and the losses."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo")
+    module = PipelineModule(
+        layers(),
+        topology=process_topology(LAYOUT),
+        loss_fn=loss_of,
+        partition_method="uniform",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=torch.optim.Adam(module.parameters(), lr=RATE),
+        config={
+            "train_micro_batch_size_per_gpu": MICRO_BATCH,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # DeepSpeed clips by default, Adam alone does not
+        },
+    )
+    replica, losses = engine.grid.get_data_parallel_rank(), []
+    for batch in data():
+        inputs, targets = (whole.chunk(REPLICAS)[replica].chunk(MICRO_BATCHES) for whole in batch)
+        pairs = zip(inputs, targets, strict=True)
+        losses.append(engine.train_batch(data_iter=pairs).item())
+    return len(module.forward_funcs), losses
+
+
+if __name__ == "__main__":
+    wanted, ranks = alone(), run_ranks(in_a_pipeline, LAYOUT.size)
+    difference = max(abs(a - b) for _, losses in ranks for a, b in zip(losses, wanted, strict=True))
+    print(f"losses: {' '.join(f'{loss:.4f}' for loss in wanted)}")
+    print(f"layers of each rank: {' '.join(str(layers) for layers, _ in ranks)}")
+    print(f"largest difference: {difference:.1e}")

@@ -1,0 +1,67 @@
+"""Arguments and options that several commands take, and how they are read."""
+
+from __future__ import annotations
+
+import click
+
+from hypercomm.errors import LayoutError, NotationError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.checks import positive
+from hypercomm.layout.reading.notation import OPEN, parse_groups, parse_sizes
+from hypercomm.layout.reading.sizes import check_one_open, close_sizes, perhaps_meant
+
+
+def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
+    return None if text is None else parse_groups(text)
+
+
+sizes = click.argument("sizes")
+groups = click.option(
+    *("--groups", "wanted"),
+    metavar="DIMS",
+    callback=_read_groups,
+    help="As in tp,dp+cp. Default: every combination.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def read_layout(
+    text: str,
+    world_size: int | None,
+    option: str,
+    *,
+    room: str = "",
+    rank_offset: int = 0,
+    offset_option: str = "--rank-offset",
+) -> RankLayout:
+    """Read sizes, where errors speak of the command's own option.
+
+    Args:
+        text: Sizes, as in "tp=2,dp=4"; one may be open.
+        world_size: The number of ranks that they must multiply to, if it is known.
+        option: The option that gives it.
+        room: The error's clause about that number; default: that the option is it.
+        rank_offset: The smallest rank.
+        offset_option: The option that gives it.
+
+    Raises:
+        LayoutError: A number is too small.
+        NotationError: The text cannot be read, or a size is open and nothing tells it.
+        WorldSizeError: The sizes do not multiply to the number of ranks.
+
+    Example:
+        >>> str(read_layout("tp=2,dp=-1", 8, "--world-size"))
+        'tp=2,dp=4'
+    """
+    sizes = parse_sizes(text)
+    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    if unknown is not None and world_size is None:
+        raise NotationError(
+            f"the size of dim {unknown!r} is open; give it, or {option}{perhaps_meant(unknown)}"
+        )
+    if world_size is not None:
+        positive(world_size, option)
+    if rank_offset < 0:
+        raise LayoutError(f"{offset_option} must be non-negative, got {rank_offset}")
+    closed = close_sizes(sizes, world_size, room or f"{option} is {world_size}")
+    return RankLayout(tuple(closed.values()), tuple(closed), rank_offset)

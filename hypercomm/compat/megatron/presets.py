@@ -1,0 +1,239 @@
+"""Presets: the grids of Megatron's models, with experts, and inference beside training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from hypercomm.compat.megatron.collections_of import as_grid_set, collections_of
+from hypercomm.compat.megatron.groups.layouts import GTP, Layouts, model_layouts, other_pipelines
+from hypercomm.compat.megatron.groups.of_a_grid import EXPERT, HYBRID
+from hypercomm.compat.megatron.groups.requests import MegatronChoices, megatron_requests
+from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
+from hypercomm.grid_set import GridSet
+from hypercomm.grid_set.arguments import SetArguments
+from hypercomm.layout import RankLayout
+from hypercomm.layout.placement import Requirement
+from hypercomm.layout.reading.checks import as_flag, as_offset, as_world_size
+from hypercomm.layout.reading.notation import OPEN
+from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.reading.sizes import as_size, close_sizes
+from hypercomm.process_groups import world
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
+    from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+
+_DENSE = {dim: dim for dim in ("tp", GTP, "cp", "dp", "pp")}
+_EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", "pp": "pp"}
+"""What Megatron's dims are called in the grid, and in its view of the experts."""
+
+
+def megatron_grids(
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    dp: int = OPEN,
+    ep: int = 1,
+    expt_tp: int | None = None,
+    gtp_remat: int = 1,
+    expt_gtp_remat: int = 1,
+    order: str = "tp-cp-ep-dp-pp",
+    world_size: int | None = None,
+    rank_offset: int = 0,
+    inference: Mapping[str, int] | None = None,
+    beside: bool = False,
+    requires: Requirement | None = None,
+    **arguments: Unpack[SetArguments],
+) -> GridSet:
+    """Make the grids of one of Megatron's models: "training", and "inference" if it is asked for.
+
+    Each grid has the dims tp, cp, dp and pp, and the view "expert" of the same ranks with the dims
+    expt_tp, ep, expt_dp and pp, which both share. No process group is created:
+    `create_megatron_pgs` creates all that Megatron's code asks for.
+
+    Args:
+        tp: Tensor parallel size.
+        cp: Context parallel size.
+        pp: Pipeline parallel size.
+        dp: Data parallel size; default: what the other sizes leave of the world.
+        ep: Expert parallel size.
+        expt_tp: Tensor parallel size of the experts; default: `tp`.
+        gtp_remat: GTP peers, ranks that share each weight and gather it to use it; where there are
+            any, they are a dim of the grid, behind tp unless the order says where.
+        expt_gtp_remat: The same for the weights of experts, in the view, behind ep.
+        order: The order of the dims, the first varying fastest, for the dense and the expert ones.
+        world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
+        rank_offset: The smallest rank of the training.
+        inference: The sizes of inference, with the same names and defaults.
+        beside: False puts inference on the ranks of training, True on those behind them; `dp` must
+            then be given.
+        requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
+            that no rank is left over ("disjoint" behind an offset), else "colocated", or
+            "disjoint" with `beside`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
+            as for `GridSet`.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the order cannot be read.
+        OrderError: The order leaves out a dim that is larger than 1.
+        UnknownDimError: The order or `inference` names a dim that Megatron does not have.
+        WorldSizeError: The sizes do not divide the world, or leave ranks of it over; the experts'
+            sizes do not divide the grid; or the dense and the expert layers have different
+            pipelines.
+
+    Example:
+        >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
+        >>> for name, grid in grids.items():
+        ...     print(name, grid.layout, "experts", grid.view("expert").layout)
+        training tp=2,cp=1,dp=4,pp=2 experts expt_tp=2,ep=2,expt_dp=2,pp=2
+        inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
+    """
+    given = {name: value for name, value in locals().items() if name in _SIZES}
+    check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
+    total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
+    if offset >= total:
+        raise WorldSizeError(
+            f"no ranks of the world of {total} are left behind rank_offset={offset}; make it "
+            f"smaller, or start at least {offset + 1} ranks"
+        )
+    if as_flag(beside, "beside") and as_size("dp", dp) == OPEN:
+        raise WorldSizeError(
+            "beside=True puts inference on the ranks that training leaves; give dp= of training"
+        )
+    models = {"training": _model("training", given, order, total - offset, offset)}
+    if inference is not None:
+        training = models["training"].dense
+        start = offset + training.size if beside else offset
+        room = total - start if beside else training.size
+        if room < 1:
+            raise WorldSizeError(
+                f"beside=True, but training ({training}) leaves none of the world's {total} ranks "
+                f"behind it; make a size smaller, or start more ranks"
+            )
+        models["inference"] = _model("inference", _inference_sizes(inference), order, room, start)
+    if requires is None and inference is None:
+        requires = "disjoint" if offset else "tiled"
+    elif requires is None:
+        requires = "disjoint" if beside else "colocated"
+    grids = GridSet(
+        {label: dense for label, (dense, _) in models.items()},
+        requires=requires,
+        world_size=total,
+        **arguments,
+    )
+    for label, (_, expert) in models.items():
+        grids[label].register_view(EXPERT, expert.shape, expert.dim_names, ["pp"])
+    return grids
+
+
+_DEFAULTS = megatron_grids.__kwdefaults__ or {}
+_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_DENSE.values(), *_EXPERT.values()}}
+"""The sizes that a model is given, with their defaults."""
+
+
+def create_megatron_pgs(
+    grids: GridSet,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    share: Share | None = None,
+    **choices: Unpack[MegatronChoices],
+) -> dict[str, ProcessGroupCollection]:
+    """Create every process group that Megatron's code asks for, in each grid, all or none.
+
+    Every rank of the job must call this. After `reshape` of one of the grids the groups are those
+    of its new sizes: `collections_of(grids)` collects them anew.
+
+    Args:
+        grids: What `megatron_grids` has made, or other grids with such dims: what
+            `megatron_requests` says of a grid.
+        backend: As for `GridSet.create_pgs`; so are the other two.
+        timeout: Of each group, and for the whole call.
+        share: Whether keys may hold one group.
+        choices: As for `megatron_requests`, for each grid. For grids that differ in these, hand
+            what `megatron_requests` lists for each to `grids.create_pgs`.
+
+    Returns:
+        Megatron's collection of each grid that the calling rank is in, by name.
+
+    Raises:
+        LayoutError: A grid has none of Megatron's dims, or cannot be cut like this; names it.
+        HyperCommError: As for `megatron_requests` and `GridSet.create_pgs`.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(16), megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}) as grids:
+        ...     collections = create_megatron_pgs(grids)
+        ...     training, inference = collections["training"], collections["inference"]
+        ...     print(training.tp.size(), training.embd.size(), training.ep.size())
+        ...     print(inference.tp.size(), inference.embd.size(), inference.ep.size())
+        2 2 2
+        4 1 1
+    """
+    known = ["backend", "timeout", "share", *MegatronChoices.__annotations__]
+    check_keywords("create_megatron_pgs", choices, known)
+    requests: dict[str, list[GroupArguments]] = {}
+    for name, grid in as_grid_set(grids).items():
+        try:
+            requests[name] = megatron_requests(grid, **choices)
+        except HyperCommError as error:
+            raise type(error)(f"grid {name!r}: {error}") from error
+    grids.create_pgs(requests, backend=backend, timeout=timeout, share=share)
+    collections = collections_of(grids)
+    for collection in collections.values() if choices.get("hybrid_context_parallel") else ():
+        vars(collection).setdefault(HYBRID, {})  # of two ranks or fewer there are none
+    return collections
+
+
+def _inference_sizes(given: Mapping[str, int]) -> dict[str, int | None]:
+    if not isinstance(given, Mapping):
+        raise LayoutError(
+            f"inference must map dims to sizes, as in {{'tp': 4, 'pp': 1}}, got {shown(given)}"
+        )
+    for dim in given:
+        if dim not in _SIZES:
+            raise UnknownDimError(f"unknown dim {shown(dim)} of inference; it has {list(_SIZES)}")
+    return {**_SIZES, **given}
+
+
+def _model(
+    label: str, sizes: Mapping[str, int | None], order: str, room: int, offset: int
+) -> Layouts:
+    """The layouts of a model's dense and expert layers."""
+    given = {
+        dim: as_size(dim, size)
+        for dim, size in sizes.items()
+        if not (dim == "expt_tp" and size is None)
+    }
+    for dim, size in given.items():
+        if size == OPEN and dim != "dp":
+            raise LayoutError(f"only dp of {label} may be open (-1), not {dim}; give its size")
+    given = {"expt_tp": given["tp"], "expt_dp": OPEN, **given}
+    dense, expert = (
+        {dim: given[name] for dim, name in names.items() if dim != GTP or given[name] > 1}
+        for names in (_DENSE, _EXPERT)
+    )
+    if dense["dp"] == OPEN:
+        dense = close_sizes(dense, room, f"{label}'s dense layers must fit on {room}")
+    room = math.prod(dense.values())
+    expert = close_sizes(expert, room, f"{label}'s expert layers must fit on {room}")
+    layouts = model_layouts(order, dense, expert, offset)
+    problem = other_pipelines(layouts, order, {dim: _EXPERT[dim] for dim in expert})
+    if problem is not None:
+        raise WorldSizeError(f"{label}: {problem}")
+    return Layouts(
+        _without(layouts.dense, "ep"),
+        _without(layouts.expert, "cp").rename(**{dim: _EXPERT[dim] for dim in expert}),
+    )
+
+
+def _without(layout: RankLayout, dim: str) -> RankLayout:
+    """The same numbering without a dim of size 1."""
+    names = [name for name in layout.dim_names if name != dim]
+    return RankLayout([layout.size_of(name) for name in names], names, layout.rank_offset)

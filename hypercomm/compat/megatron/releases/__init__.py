@@ -1,0 +1,1 @@
+"""Which release of Megatron is meant, and what its source holds."""

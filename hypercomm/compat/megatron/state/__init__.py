@@ -1,0 +1,1 @@
+"""What parallel_state holds, and its getters."""

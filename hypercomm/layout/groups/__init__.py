@@ -1,0 +1,1 @@
+"""The disjoint groups of some dims."""

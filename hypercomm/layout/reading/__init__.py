@@ -1,0 +1,1 @@
+"""What callers may give, and how values are shown."""

@@ -1,0 +1,1 @@
+"""Making and ending the process group of the calling rank."""

@@ -1,0 +1,61 @@
+"""The simulated job: how ranks agree, on real code, under every schedule and fault one can name."""
+
+from hypercomm.testing.simulated_job.faults import (
+    AnswersLate,
+    AsksInVain,
+    AsksLate,
+    Dies,
+    Fault,
+    IsInterrupted,
+    Pauses,
+    RankFault,
+    SetsLate,
+    StoreGoes,
+    StoreIsSlow,
+    draw_faults,
+)
+from hypercomm.testing.simulated_job.job import (
+    Held,
+    JobRun,
+    Outcome,
+    attempt,
+    gate,
+    interrupt_in,
+    new_store,
+    now,
+    simulate_job,
+    sleep,
+    thread,
+)
+from hypercomm.testing.simulated_job.process import Call
+from hypercomm.testing.simulated_job.schedules import AtRandom, ByPriority, every_schedule
+
+__all__ = [
+    "AnswersLate",
+    "AsksInVain",
+    "AsksLate",
+    "AtRandom",
+    "ByPriority",
+    "Call",
+    "Dies",
+    "Fault",
+    "Held",
+    "IsInterrupted",
+    "JobRun",
+    "Outcome",
+    "Pauses",
+    "RankFault",
+    "SetsLate",
+    "StoreGoes",
+    "StoreIsSlow",
+    "attempt",
+    "draw_faults",
+    "every_schedule",
+    "gate",
+    "interrupt_in",
+    "new_store",
+    "now",
+    "simulate_job",
+    "sleep",
+    "thread",
+]

@@ -1,0 +1,222 @@
+"""Runs a program as every rank of a job, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from hypercomm.compat.ezpz import state as ezpz
+from hypercomm.compat.megatron.state import state as megatron
+from hypercomm.errors import LayoutError, RankFailedError, SimulationError
+from hypercomm.launch.run import check_call
+from hypercomm.layout.reading.checks import as_int, as_tuple, as_world_size
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import check_given_timeout, check_known
+from hypercomm.testing.simulation.calls import Collectives, Ledger
+from hypercomm.testing.simulation.creations import Creation
+from hypercomm.testing.simulation.functions import FUNCTIONS
+from hypercomm.testing.simulation.group import RecordingGroup
+from hypercomm.testing.simulation.mail import Mail
+from hypercomm.testing.simulation.meetings import find_disagreements
+from hypercomm.testing.simulation.result import Simulation
+
+Result = TypeVar("Result")
+
+
+def simulate(
+    function: Callable[..., Result],
+    world_size: int,
+    *,
+    ranks: Iterable[int] | None = None,
+    args: Sequence[object] = (),
+    backend: str = "nccl",
+    timeout: timedelta = timedelta(minutes=10),
+) -> Simulation[Result]:
+    """Run a function once for every rank of a job, one after the other, in this process.
+
+    torch.distributed answers as on that rank, `torch.distributed.init_process_group` returns at
+    once (called like this, not as a name that was imported), and groups are stand-ins that know
+    their ranks: no process group of torch is made. `torch.distributed.new_group` and DeviceMesh
+    are recorded like a grid's own creations. Globals of Megatron and ezpz (`hypercomm.compat`)
+    begin empty for each rank; other globals are the function's own concern. Other threads see the
+    simulated job too.
+
+    All collectives of torch.distributed, sends and receives are recorded and return at once, on
+    WORLD and on any group. What of a later rank would come does not: only ranks that ran before
+    have left anything.
+
+    - all_reduce, reduce: the tensor stays this rank's own.
+    - all_gather, gather: this rank's own in every slot; reduce_scatter: this rank's part of its
+      own; all_to_all: its own tensor, where that fits.
+    - broadcast, scatter, recv: what the root or sender gave if it ran before; otherwise the tensor
+      stays as it is.
+    - Those of objects do likewise, with copies; they too are to be called as attributes of
+      torch.distributed.
+
+    The ranks are then compared. The members of a group have to call the same in the same order:
+    op, shapes, dtype, reduction and root, as TORCH_DISTRIBUTED_DEBUG=DETAIL would ask of real
+    ranks; of an all-to-all, what each sends to each. A rank waits in a collective for all members,
+    with `async_op=True` where it waits for the work, and in a receive for the send; a send waits
+    for nothing, and tags are told apart, which NCCL does not do. Of each group the first
+    difference is told. What does not work: functional collectives, hence DTensor, and what hands
+    a group to C++, as DistributedDataParallel does.
+
+    Args:
+        function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
+        world_size: The number of ranks of the job, at most 2**24.
+        ranks: Those to simulate; default: all. Then only members among them are compared.
+        args: Arguments of the function.
+        backend: The backend of WORLD, available here or not.
+        timeout: The timeout of WORLD.
+
+    Returns:
+        What each rank returned, would create and would call, and where the ranks disagree: a
+        group with another backend, timeout or description, one that a member does not create,
+        collectives that differ, that a member does not call, messages without their other end, or
+        any of these in orders that wait for each other.
+
+    Raises:
+        RankFailedError: The function raised; names the rank, and holds the traceback.
+        LayoutError: `world_size` or a rank is no int, or out of range.
+        GroupOptionsError: torch does not know the backend, or `timeout` is no length of time.
+        LaunchError: `function` cannot be called, or `args` is no sequence.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import simulate
+        >>> def program(odd=None):
+        ...     grid = HyperCommGrid([4, 4], ["tp", "dp"])
+        ...     order = ["tp", ["tp", "dp"]]
+        ...     for dims in reversed(order) if dist.get_rank() == odd else order:
+        ...         grid.create_pg(dims)
+        >>> print(simulate(program, 16))
+        16 of 16 ranks: 5 process groups, 2 on each rank
+        all ranks agree
+        >>> print(simulate(program, 16, args=(7,)).disagreements[1])
+        tp of ranks (4, 5, 6, 7): ranks 4, 5, 6 wait for rank 7, which waits in tp+dp
+
+        Rank 3 takes part in another collective than the others.
+
+        >>> import torch
+        >>> def start(odd=None):
+        ...     dist.barrier()
+        ...     dist.all_reduce(torch.zeros(5 if dist.get_rank() == odd else 4))
+        >>> print(simulate(start, 8))
+        8 of 8 ranks: 0 process groups, 0 on each rank; 2 collectives on each
+        all ranks agree
+        >>> one, = simulate(start, 8, args=(3,)).disagreements
+        >>> one.number, one.calls[3].op, one.calls[3].shapes, one.calls[0].shapes
+        (2, 'all_reduce', ((5,),), ((4,),))
+    """
+    as_world_size(world_size)
+    check_call(function, args)
+    check_given_timeout(timeout)
+    wanted: Sequence[int] = range(world_size)
+    if ranks is not None:
+        wanted = sorted({as_int(rank, "rank") for rank in as_tuple(ranks, "ranks")})
+    outside = [rank for rank in wanted if not 0 <= rank < world_size]
+    if outside:
+        raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
+    check_known(backend)
+    if c10d.is_other_world():
+        raise SimulationError(
+            "simulate() was called by a function that it runs; leave it out there"
+        )
+    job, returned, creations = _Job(world_size, wanted, backend, timeout), {}, {}
+    for rank in wanted:
+        with job.as_rank(rank) as created, ezpz.current.fresh(), megatron.current.fresh():
+            try:
+                returned[rank] = function(*args)
+            except Exception as error:
+                raise RankFailedError(rank, traceback.format_exc()) from error
+        creations[rank] = tuple(created)
+    found = find_disagreements(creations, job.ledger)
+    return Simulation(world_size, returned, creations, Collectives(job.ledger), found)
+
+
+class _Job:
+    """A job whose ranks are simulated one after the other."""
+
+    def __init__(
+        self, world_size: int, ranks: Sequence[int], backend: str, timeout: timedelta
+    ) -> None:
+        self.ledger = Ledger()
+        self._everyone = _Everyone(world_size)
+        self._simulated = ranks if isinstance(ranks, range) else frozenset(ranks)
+        self._backend = backend
+        self._timeout = timeout
+        self._mail = Mail()
+        self._known: dict[str, Sequence[int]] = {}
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int) -> Iterator[list[Creation]]:
+        """Let torch.distributed answer as on a rank, and yield what it creates."""
+        created: list[Creation] = []
+        size = len(self._everyone)
+        jobs = itertools.count(1)
+
+        def stand_in(creation: Creation, name: str) -> RecordingGroup:
+            book = self.ledger, self._mail
+            return RecordingGroup(creation, rank, book, later, name)
+
+        def later(ranks: Sequence[int]) -> int:
+            return sum(other > rank and other in self._simulated for other in ranks)
+
+        def world() -> RecordingGroup:
+            number = next(jobs)
+            name = "WORLD" if number == 1 else f"WORLD (job {number})"
+            whole = Creation(name, range(size), self._backend, self._timeout, name)
+            return stand_in(whole, "0")
+
+        def create(
+            name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
+        ) -> RecordingGroup:
+            # The members of a group hold one tuple, or a large job would not fit into memory.
+            known = self._known.setdefault(name, ranks)
+            made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
+            created.append(made)
+            self.ledger.create()
+            return stand_in(made, name)
+
+        self.ledger.begin(rank)
+        job = c10d.OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
+        with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
+            yield created
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Everyone(Mapping[int, int]):
+    """Each rank of the world, mapped to itself."""
+
+    def __init__(self, world_size: int) -> None:
+        self._ranks = range(world_size)
+
+    def __getitem__(self, rank: int) -> int:
+        if rank not in self._ranks:
+            raise KeyError(rank)
+        return rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)

@@ -1,0 +1,1 @@
+"""Tensors that move as a mapping says."""

@@ -1,0 +1,310 @@
+"""The command line as a user meets it: a process with arguments, two streams and an exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launched import rank_free
+from ranks import rank_functions
+
+from hypercomm import RankLayout, __version__
+from hypercomm.launch import run_ranks
+
+
+def hypercomm(*arguments, timeout=120):
+    return subprocess.run(
+        [sys.executable, "-m", "hypercomm", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=rank_free(),
+        check=False,
+    )
+
+
+# The main job: every combination of dims is created, communicated over and right, and nothing but
+# progress is on stderr.
+def test_check():
+    done = hypercomm("check", "tp=2,dp=3")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith("ok")]
+    assert [(row[0], " ".join(row[1:4])) for row in rows] == [
+        ("tp", "3 x 2"),
+        ("dp", "2 x 3"),
+        ("tp+dp", "1 x 6"),
+    ]
+    assert "right over every group, on 6 gloo ranks" in done.stdout
+    assert re.fullmatch(r"(\d of 3 checked, last \S+\n){3}", done.stderr)
+
+
+# torchrun starts the ranks, and the check joins them; an open size is inferred from their number.
+@pytest.mark.long
+def test_check_under_torchrun():
+    done = subprocess.run(
+        ["torchrun", "--nproc-per-node", "4", "-m", "hypercomm", "check", "tp=2,dp=-1", "--json"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+        env=rank_free(),
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["layout"], answer["ok"]) == ("tp=2,dp=2", True)
+    assert [row["dims"] for row in answer["groups"]] == [["tp"], ["dp"], ["tp", "dp"]]
+
+
+# A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates.
+def test_probe_finds_a_wrong_result():
+    layout = RankLayout.parse("tp=2,dp=2")
+    findings = run_ranks(
+        rank_functions.check_with_a_broken_rank, 4, args=(layout, [("tp",), ("dp",)], 3)
+    )
+    wrong = {
+        (rank, *dims) for found in findings for rank, dims, figures in found if figures["wrong"]
+    }
+    assert wrong == {(2, "tp"), (3, "tp"), (1, "dp"), (3, "dp")}
+    # rank 2 holds 3 and 4, rank 3 holds 4 and 9, and adds 1 to each of its own
+    assert findings[2][0][2]["wrong"] == ["all-reduce gave [8, 14], expected [7, 13]"]
+
+
+# The wrong group, its ranks and the rank's coordinates are on stdout, and the exit code is 1.
+def test_wrong_results_are_shown(capsys):
+    from hypercomm.cli.check.outcome import Outcome
+    from hypercomm.cli.check.request import Key, Request
+
+    figures = {"creation": 0.001, "latency": 1e-4, "bandwidth": 1e8, "host": "a"}
+    figures |= {"lacking": [], "sweep": []}
+    key = Key(None, ("tp",))
+    outcome = Outcome(Request(RankLayout.parse("tp=2,dp=2"), [key]))
+    with outcome.progress():
+        for rank in range(4):
+            wrong = ["all-reduce gave [8], expected [7]"] if rank == 3 else []
+            outcome.hear((rank, key, figures | {"wrong": wrong}))
+    assert outcome.show(as_json=False) == 1
+    out = capsys.readouterr().out
+    assert "rank 3 (tp=1, dp=1) in group tp of ranks [2, 3]: all-reduce gave [8], expected" in out
+    assert "some results are wrong" in out
+
+
+def start_check(*arguments):
+    """A check that is at work: it has told of its first groups."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hypercomm", "check", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=rank_free(),
+        start_new_session=True,
+    )
+    assert "checked" in process.stderr.readline()
+    return process
+
+
+def session_of(process):
+    """The processes of a session, without its leader."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    return {int(pid): args for pid, args in lines if int(pid) != process.pid}
+
+
+def assert_session_is_empty(process):
+    deadline = time.monotonic() + 5
+    while session_of(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not session_of(process)
+
+
+# Ctrl-C ends the check and all of its processes within seconds, with exit code 130 and one line.
+@pytest.mark.alone
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c():
+    process = start_check("tp=2,cp=2,dp=2")
+    begin = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 130
+    assert "hypercomm: interrupted; every rank that was started has been ended" in err
+    assert "Traceback" not in err
+    assert_session_is_empty(process)
+
+
+# Ctrl-C while torch is still being loaded ends it as well, without a traceback from anywhere.
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.1, 0.4])
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_at_the_start(seconds):
+    with subprocess.Popen(
+        [sys.executable, "-m", "hypercomm", "check", "tp=2,cp=2,dp=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=rank_free(),
+        start_new_session=True,
+    ) as process:
+        while not any("forkserver" in args for args in session_of(process).values()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert_session_is_empty(process)
+
+
+# A killed rank ends the check within seconds: which rank, where it was, and in which group.
+@pytest.mark.long
+def test_a_killed_rank():
+    process = start_check("tp=2,cp=2,dp=2")
+    forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
+    begin = time.monotonic()
+    os.kill(max(forks), signal.SIGKILL)
+    out, err = process.communicate(timeout=10)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 1
+    pattern = (
+        r"failed: rank \d \(tp=\d, cp=\d, dp=\d\) in group \S+ of ranks \[[\d, ]+\], in \w+: killed"
+    )
+    assert re.search(pattern + r" by signal 9 \(SIGKILL\)", out), out
+    assert "Traceback" not in out + err
+    assert_session_is_empty(process)
+
+
+# A check that hangs ends after --timeout and says which rank is where.
+@pytest.mark.long
+def test_a_check_that_hangs():
+    process = start_check("tp=2,cp=2,dp=2", "--timeout", "8")
+    forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
+    os.kill(max(forks), signal.SIGSTOP)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "it had not returned after 8 s" in out
+    assert "(it does not answer)" in out
+    assert_session_is_empty(process)
+
+
+# The plan's numbers are those of the layout, also in JSON.
+def test_plan():
+    done = hypercomm("plan", "tp=8,cp=2,dp=64,pp=8", "--rank", "37", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (plan["ranks"], plan["hosts"], plan["rank"]) == (8192, 1024, 37)
+    # 37 = 5 + 8 * 0 + 16 * 2
+    assert plan["coords"] == {"tp": 5, "cp": 0, "dp": 2, "pp": 0}
+    assert len(plan["groups"]) == 15
+    rows = {"+".join(row["dims"]): row for row in plan["groups"]}
+    assert rows["dp"]["groups"] == 128
+    assert rows["dp"]["strides"] == [16]
+    assert rows["dp"]["hosts_per_group"] == [64, 64]
+    assert rows["dp"]["example"] == list(range(5, 5 + 16 * 16, 16))
+    assert rows["tp+cp"]["hosts_per_group"] == [2, 2]
+    text = hypercomm("plan", "tp=8,cp=2,dp=64,pp=8", "--rank", "37").stdout
+    assert "rank 37 is at tp=5, cp=0, dp=2, pp=0" in text
+    assert re.search(r"dp +128 +64 +16 +64 +5 21 \.\. 1013", text)
+
+
+# A million ranks are planned in under a second, process start included, without loading torch.
+@pytest.mark.alone
+def test_plan_of_a_million_ranks():
+    begin = time.monotonic()
+    done = hypercomm("plan", "tp=8,cp=2,dp=1024,pp=64")
+    assert time.monotonic() - begin < 1
+    assert "1,048,576 ranks" in done.stdout
+    program = (
+        "import sys; from hypercomm.cli import main\n"
+        "code = main(['plan', 'tp=8,dp=4', '--json']); assert code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+
+# Every mistake in a call ends with exit code 2, nothing on stdout, and the offending part.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "tp=2,,dp"), "part 2 of 'tp=2,,dp' is empty"),
+        (("plan", "tp=x"), "the size in 'tp=x' must be a positive integer"),
+        (("plan", "tp=2,dp=2,tp=4"), "dim 'tp' is given twice in 'tp=2,dp=2,tp=4'"),
+        (("plan", "=2"), "'=2' has no dim name"),
+        (("plan", "tp=0"), "the size in 'tp=0' must be a positive integer"),
+        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it"),
+        (
+            ("plan", "tp=3,dp=-1", "--world-size", "8"),
+            "tp=3 = 3 ranks, but --world-size is 8, no multiple",
+        ),
+        (("plan", "tp=2", "--rank", "2"), "rank 2 is not in layout tp=2, which holds ranks 0..1"),
+        (("plan", "tp=2", "--gpus-per-node", "0"), "0 is not in the range x>=1"),
+        (("plan", "tp=2", "--rank-offset", "-1"), "--rank-offset must be non-negative, got -1"),
+        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it, or --world-size"),
+        (("plan", "tp8"), "dim 'tp8' is open; give it, or --world-size; did you mean 'tp=8'?"),
+        (("plan", "tp:8"), "'tp:8' has ':' between a dim and its size, and no '='; write it like"),
+        (("check", "tp2dp4"), "'tp2dp4' has no '='; did you mean 'tp=2,dp=4'?"),
+        (("check", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it, or --nprocs"),
+        (("check", "tp=3", "--nprocs", "0"), "--nprocs must be at least 1, got 0"),
+        (("check", "tp=3", "--nprocs", "4"), "tp=3 = 3 ranks, but --nprocs is 4; change a size"),
+        (("diff", "tp=2", "dp", "--world-size", "3"), "2 ranks, but --world-size is 3; change"),
+        (("check", "tp=2", "--view", "ep=3"), "ep=3 = 3 ranks, but the layout tp=2 has 2; change"),
+        (("check", "tp=2", "--view", "base:ep=2"), "View 'base' is that of the grid's own dims"),
+        (("check", "tp=2", "--sizes", "1K..8"), "'1K..8' ends before it begins; write it like"),
+        (("check", "tp=2", "--sizes", "1T"), "'1T' is no size of a message, which has 4 bytes to"),
+        (("check", "tp=2", "--groups", "tp,pp"), "unknown dim 'pp'; this layout has dims ('tp',)"),
+        (("check", "tp=2", "--groups", "tp,,pp"), "part 2 of 'tp,,pp' is empty"),
+        (("check", "tp=2", "--groups", "tp+tp"), "dim 'tp' comes twice"),
+        (("check", "tp=2,cp=2", "--groups", "tp+cp,cp+tp"), "'cp+tp' come twice"),
+        (("check", "tp=8,dp=64"), "needs 512 ranks, and at most 64 are started on one machine"),
+        (("check", "tp=2", "--backend", "nccl"), "backend 'nccl' "),  # not built in, or no GPU
+        (("check", "tp=2", "--backend", "bogus"), "unknown backend 'bogus'; this torch knows ["),
+        (("plan", "tp=99999999999"), "torch numbers them up to 2147483647"),
+        (("plan", "tp=2000000000"), "has 2,000,000,000 ranks; plan shows up to 16,777,216"),
+        (("check", "tp=2", "--timeout", "inf"), "is not in the range"),
+        (("check",), "Missing argument"),
+        (("chekc",), "No such command"),
+    ],
+)
+def test_mistakes(arguments, message, in_process):
+    done = in_process(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# The version, the help, and the script that the package installs.
+def test_version_and_help():
+    assert hypercomm("--version").stdout.split()[-1] == __version__
+    for command in ((), ("plan",), ("check",)):
+        assert hypercomm(*command, "--help").stdout.startswith("Usage: hypercomm")
+
+
+# Without click or rich the command line says what to install.
+@pytest.mark.parametrize("lacking", ["click", "rich"])
+def test_without_the_extra(lacking):
+    program = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = (\n"
+        f"    lambda name, *rest: None if name == {lacking!r} else find(name, *rest)\n"
+        ")\n"
+        "from hypercomm.cli import main\n"
+        "sys.exit(main(['plan', 'tp=2']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"hypercomm: the command line needs {lacking}: pip install 'hypercomm[cli]'\n"
+    )

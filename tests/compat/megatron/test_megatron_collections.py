@@ -1,0 +1,739 @@
+"""Collections of process groups, against Megatron's: fields, states, grids, optimizer and DDP."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import megatron_facts as facts
+import pytest
+import torch.distributed as dist
+from megatron.core import process_groups_config as their_config
+from megatron_facts import ours, theirs
+from ranks.rank_functions import registered
+
+from hypercomm import HyperCommGrid
+from hypercomm.compat.megatron import ParallelState, version
+from hypercomm.compat.megatron import process_groups_config as our_config
+from hypercomm.compat.megatron.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+    ProcessGroupHelperMeta,
+)
+from hypercomm.errors import UnknownFieldError
+from hypercomm.testing import fake_world
+
+# Megatron's own, and those that its releases brought, in the order of the newest.
+FIELDS = tuple(field.name for field in dataclasses.fields(their_config.ProcessGroupCollection))
+TWINS = ("dp_cp_ag", "expt_dp_ag")
+FIELDS = tuple(name for name in FIELDS if name not in TWINS)
+EVERY = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep"),
+    *("tp_ep_pp", "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat"),
+    *("dp_cp_ag", "gtp_remat", "expt_gtp_remat", "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag"),
+    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+)
+HIDES_NONE = version.has("unset_is_none")
+UNKNOWN = ("dpcp", "dp-cp", "TP", "virtual_pipeline_model_parallel_size", "_tp", "size")
+
+WORLD_SIZE = 16
+MATRIX = {
+    "dense": {},
+    "tp": {"tensor_model_parallel_size": 2},
+    "tp_pp_cp": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+    },
+    "instances": {"num_distributed_optimizer_instances": 2, "tensor_model_parallel_size": 2},
+    "experts": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "num_distributed_optimizer_instances": 2,
+    },
+    "hcp": {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+    "pp": {"pipeline_model_parallel_size": 4, "create_gloo_process_groups": False},
+}
+RANKS = (0, 5, 15)
+
+
+@contextlib.contextmanager
+def state_of(module, rank, arguments):
+    """A Megatron that is initialised as one rank of 16."""
+    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+        try:
+            module.initialize_model_parallel(**arguments)
+            yield
+        finally:
+            facts.forget(module)
+
+
+def class_of(module):
+    config = our_config if module is ours else their_config
+    return config.ProcessGroupCollection
+
+
+def held_by(collection, name):
+    return getattr(collection, name, None)
+
+
+def ranks_of_fields(collection, names=FIELDS):
+    """The ranks of each group of a collection."""
+    return {name: facts.plain(getattr(collection, name, None)) for name in names}
+
+
+# ---- fields -------------------------------------------------------------------------------------
+
+
+# The fields are all of Megatron's releases, in its order.
+def test_fields():
+    names = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
+    assert names == list(EVERY)
+    assert [name for name in names if name in FIELDS] == list(FIELDS)
+
+
+# A field that was not set is None, in an empty collection and beside others; in Megatron 0.16 it is
+# an AttributeError, so that hasattr() tells.
+@pytest.mark.parametrize("name", EVERY)
+def test_unset_is_none(name):
+    other = "tp" if name != "tp" else "pp"
+    collections = ProcessGroupCollection(), ProcessGroupCollection(**{other: object()})
+    for release in ("0.17.0", "0.20"):
+        with version.use(release):
+            assert [getattr(collection, name) for collection in collections] == [None] * 2
+    with version.use("0.16.1"):
+        assert not any(hasattr(collection, name) for collection in collections)
+        with pytest.raises(ValueError, match=f"field '{name}' was not set.*0.16.1.*'{other}'"):
+            getattr(collections[1], name)
+
+
+# The one that is installed has it so.
+def test_unset_is_as_installed():
+    assert hasattr(ProcessGroupCollection(), "tp") == hasattr(
+        their_config.ProcessGroupCollection(), "tp"
+    )
+
+
+# A field is what was given, at construction or afterwards; deleted, it is unset again.
+@pytest.mark.parametrize("name", EVERY)
+def test_set(name):
+    group, other = object(), object()
+    collection = ProcessGroupCollection(**{name: group})
+    assert getattr(collection, name) is group
+    setattr(collection, name, other)
+    assert getattr(collection, name) is other
+    delattr(collection, name)
+    assert getattr(collection, name, None) is None
+
+
+# An unknown name is an error at construction, reading and asking the state for it; the
+# error names it and the fields.
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda name: ProcessGroupCollection(**{name: None}),
+        lambda name: ProcessGroupCollection(tp=None, **{name: None}),
+        lambda name: getattr(ProcessGroupCollection(), name),
+        lambda name: ProcessGroupCollection.use_mpu_process_groups([name]),
+        lambda name: ProcessGroupCollection.use_mpu_process_groups(["tp", name]),
+        lambda name: ProcessGroupCollection.from_state(ParallelState(), [name]),
+    ],
+    ids=["init", "init beside", "read", "mpu", "mpu beside", "state"],
+)
+def test_unknown_names(use, name):
+    with pytest.raises(UnknownFieldError, match=rf"'{name}'.*'tp'.*'intra_dist_opt'"):
+        use(name)
+
+
+# Any other attribute can be set, as examples of Megatron's do; it is no field.
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_attributes(name):
+    collection, value = ProcessGroupCollection(), object()
+    setattr(collection, name, value)
+    assert getattr(collection, name) is value
+    assert repr(collection) == "ProcessGroupCollection(empty)"
+    assert name not in [field.name for field in dataclasses.fields(collection)]
+
+
+# Megatron's callers catch a ValueError at construction, and hasattr() answers for attributes.
+def test_unknown_names_as_callers_ask():
+    with pytest.raises(ValueError, match="dpcp"):
+        ProcessGroupCollection(dpcp=None)
+    assert not hasattr(ProcessGroupCollection(), "dpcp")
+    assert hasattr(ProcessGroupCollection(dp=None), "dp")
+
+
+# A copy has the same groups, and is another collection.
+def test_copy():
+    group = object()
+    collection = ProcessGroupCollection(tp=group)
+    twin = copy.copy(collection)
+    twin.dp = group
+    assert (twin.tp, twin.dp) == (group, group)
+    assert "dp" not in vars(collection)
+
+
+# A collection shows the fields that were set, with their sizes, in the order of the fields.
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], "ProcessGroupCollection(empty)"),
+        (["tp"], "ProcessGroupCollection(tp(2))"),
+        (["dp", "tp"], "ProcessGroupCollection(tp(2), dp(8))"),
+        (["embd"], f"ProcessGroupCollection({'empty' if HIDES_NONE else 'embd(None)'})"),
+        (["hcp"], "ProcessGroupCollection(hcp([2, 8]))"),
+    ],
+)
+def test_repr(names, text):
+    with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
+        tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+        groups = {"tp": tp, "dp": dp, "embd": None, "hcp": [tp, dp]}
+        collection = ProcessGroupCollection(**{name: groups[name] for name in names})
+        assert repr(collection) == text
+        if "hcp" not in names:  # of which Megatron's asks a list for its size
+            chosen = {name: groups[name] for name in names}
+            assert repr(their_config.ProcessGroupCollection(**chosen)) == text
+
+
+# ---- of a state ---------------------------------------------------------------------------------
+
+
+def mpu_groups(module, rank, arguments, required=None):
+    with state_of(module, rank, arguments):
+        collection = class_of(module).use_mpu_process_groups(required)
+        return ranks_of_fields(collection, FIELDS if required is None else required)
+
+
+# Every field has the ranks that Megatron's has, None included.
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
+def test_use_mpu_process_groups(arguments, rank):
+    assert mpu_groups(ours, rank, arguments) == mpu_groups(theirs, rank, arguments)
+
+
+# The collection of a state of its own is the same, however its groups come to be; the default
+# state stays empty.
+@pytest.mark.parametrize("way", [{}, {"lazy": True}, {"share": "identical"}], ids=str)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
+def test_collection_of_a_state(arguments, rank, way):
+    expected = mpu_groups(theirs, rank, arguments)
+    with fake_world(WORLD_SIZE, rank), ParallelState.create(**arguments, **way) as state:
+        first, second = (
+            ProcessGroupCollection.from_state(state),
+            ProcessGroupCollection.from_state(state),
+        )
+        assert ranks_of_fields(first) == expected
+        assert not ours.is_initialized()
+        with ours.use(state):
+            mpu = ProcessGroupCollection.use_mpu_process_groups()
+        for name in (*FIELDS, *TWINS):
+            assert held_by(first, name) == held_by(second, name) == held_by(mpu, name)
+
+
+# A collection holds the groups of the state themselves, and those for all-gathers where they are.
+def test_collection_holds_the_groups():
+    with state_of(ours, 5, {"tensor_model_parallel_size": 2, "create_all_gather_group": True}):
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        assert collection.tp is ours.get_tensor_model_parallel_group()
+        assert collection.intra_dp_cp is collection.dp_cp is ours.get_data_parallel_group(True)
+        twin = ours.get_data_parallel_group(True, independent_all_gather=True)
+        assert collection.dp_cp_ag is twin is not collection.dp_cp
+
+
+# Only the required fields are set; the rest are unset, as repr shows.
+@pytest.mark.parametrize("required", [["tp"], ["tp", "dp"], ["dp_cp", "hcp"], list(FIELDS), []])
+def test_required_groups(required):
+    arguments = MATRIX["tp_pp_cp"]
+    expected = mpu_groups(theirs, 5, arguments, required)
+    assert mpu_groups(ours, 5, arguments, required) == expected
+    with fake_world(WORLD_SIZE, 5), ParallelState.create(**arguments) as state:
+        shown = repr(ProcessGroupCollection.from_state(state, required))
+        assert all((f"{name}(" in shown) == (name in required) for name in ("mp", "embd", "dp_cp"))
+        assert held_by(ProcessGroupCollection.from_state(state, required), "mp") is (
+            ProcessGroupCollection.from_state(state).mp if "mp" in required else None
+        )
+
+
+# Before initialisation a field is None or an error, as in Megatron.
+@pytest.mark.parametrize("name", FIELDS)
+def test_collection_before_initialisation(name):
+    found = []
+    for module in (ours, theirs):
+        try:
+            found.append(getattr(class_of(module).use_mpu_process_groups([name]), name))
+        except AssertionError:
+            found.append(AssertionError)
+    assert found[0] == found[1]
+
+
+# ---- of grids -----------------------------------------------------------------------------------
+
+DENSE = {
+    "tp": "tp",
+    "cp": "cp",
+    "dp": "dp",
+    "pp": "pp",
+    "mp": "tp-pp",
+    "tp_cp": "tp-cp",
+    "dp_cp": "dp-cp",
+    "tp_dp_cp": "tp-dp-cp",
+    "intra_dp_cp": "dp-cp",
+}
+EXPERT = {
+    "ep": "ep",
+    "expt_tp": "tp",
+    "tp_ep": "tp-ep",
+    "tp_ep_pp": "tp-ep-pp",
+    "expt_dp": "dp",
+    "intra_expt_dp": "dp",
+}
+
+
+def grids():
+    """The dense and the expert grid of 16 ranks, as in MATRIX["experts"] but for the instances."""
+    dense = HyperCommGrid([2, 1, 4, 2], ["tp", "cp", "dp", "pp"])
+    return dense, HyperCommGrid([1, 4, 2, 2], ["tp", "ep", "dp", "pp"])
+
+
+def create_all(dense, expert):
+    for grid, fields in ((dense, DENSE), (expert, EXPERT)):
+        for dims in fields.values():
+            grid.ensure_pg(dims.split("-"))
+    ends = {"embd": lambda ranks: (ranks[0], ranks[-1]), "pos_embd": lambda ranks: (ranks[0],)}
+    for name, pick in ends.items():
+        dense.create_pg("pp", name=name, derive=lambda groups, pick=pick: groups.pick(pick))
+
+
+# The collection of two grids has the ranks that Megatron finds for the same sizes.
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+def test_from_grids(rank):
+    sizes = MATRIX["experts"] | {"num_distributed_optimizer_instances": 1}
+    expected = mpu_groups(theirs, rank, sizes)
+    with fake_world(WORLD_SIZE, rank):
+        dense, expert = grids()
+        with dense, expert:
+            create_all(dense, expert)
+            collection = ProcessGroupCollection.from_grid(dense, expert)
+            names = [*DENSE, *EXPERT, "embd", "pos_embd"]
+            assert ranks_of_fields(collection, names) == {key: expected[key] for key in names}
+            assert {name for name in FIELDS if getattr(collection, name, None) is None} == {
+                *(() if rank < 8 else ("pos_embd",)),
+                *("hcp", "inter_dist_opt", "intra_dist_opt"),
+                *({"gtp_remat", "expt_gtp_remat"} & set(FIELDS)),
+            }
+
+
+# The grids that a state is made of give the collection of the state.
+@pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
+def test_from_the_grids_of_a_state(arguments):
+    with fake_world(WORLD_SIZE, 5), ParallelState.create(**arguments) as state:
+        collection = ProcessGroupCollection.from_grid(state.grids["dense"], state.grids["expert"])
+        names = [name for name in FIELDS if name != "hcp"]
+        assert ranks_of_fields(collection, names) == ranks_of_fields(
+            ProcessGroupCollection.from_state(state), names
+        )
+
+
+# A group fills the fields of exactly its dims, and fields of the expert grid come from there only.
+@pytest.mark.parametrize(
+    ("dense_dims", "expert_dims", "filled"),
+    [
+        ([], [], ""),
+        (["tp"], [], "tp(2)"),
+        (["dp"], [], "dp(4)"),
+        ([], ["dp"], "expt_dp(2), intra_expt_dp(2)"),
+        ([], ["tp"], "expt_tp(1)"),
+        (["tp-pp"], ["tp-ep"], "mp(4), tp_ep(4)"),
+        (["dp-cp"], [], "dp_cp(4), intra_dp_cp(4)"),
+        (["tp-cp-dp-pp"], ["ep-pp"], ""),
+    ],
+)
+def test_from_grid_fills_what_exists(dense_dims, expert_dims, filled):
+    with fake_world(WORLD_SIZE):
+        dense, expert = grids()
+        with dense, expert:
+            for grid, names in ((dense, dense_dims), (expert, expert_dims)):
+                for dims in names:
+                    grid.create_pg(dims.split("-"))
+            collection = ProcessGroupCollection.from_grid(dense, expert)
+            without = {name: vars(collection).pop(name, None) for name in EVERY if "gtp" in name}
+            assert repr(collection) == f"ProcessGroupCollection({filled or 'empty'})"
+            whole = {"dp_cp": "dp_cp_gtp_remat", "expt_dp": "expt_dp_gtp_remat"}
+            for name, with_gtp in whole.items() if version.has("gtp_remat") else ():
+                assert without[with_gtp] is held_by(collection, name)
+
+
+# A dim that the dense grid does not have adds no ranks.
+def test_from_grid_without_some_dims():
+    with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
+        tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+        collection = ProcessGroupCollection.from_grid(grid)
+        assert collection.tp is collection.mp is collection.tp_cp is tp
+        assert collection.dp is collection.dp_cp is collection.intra_dp_cp is dp
+        unset = ("pp", "cp", "tp_dp_cp", "ep", "expt_dp", "embd")
+        assert [getattr(collection, name, None) for name in unset] == [None] * 6
+
+
+# A field of plain groups takes that of the dims, whatever others are called; a field of derived
+# groups takes the one of its name, and so does one all of whose dims the grid lacks.
+def test_from_grid_names():
+    with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
+        plain, _ = grid.create_pg("dp"), grid.create_pg("dp", name="dp_cp")
+        grid.create_pg("tp", name="gloo"), grid.create_pg("dp", name="tp")
+        alone = grid.create_pg("tp", name="cp", derive=lambda groups: groups.chunks(1))
+        embd, pos = (grid.create_pg("tp", name=name) for name in ("embd", "pos_embd"))
+        collection = ProcessGroupCollection.from_grid(grid)
+        assert (collection.dp, collection.dp_cp) == (plain, plain)
+        assert collection.cp is alone
+        assert (collection.embd, collection.pos_embd, held_by(collection, "tp")) == (
+            embd,
+            pos,
+            None,
+        )
+
+
+# On a rank outside the grid every field is None.
+def test_from_grid_outside():
+    with fake_world(WORLD_SIZE, 15), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        collection = ProcessGroupCollection.from_grid(grid)
+        assert [getattr(collection, name, None) for name in FIELDS] == [None] * len(FIELDS)
+
+
+# ---- for an optimizer, for DDP ------------------------------------------------------------------
+
+NEEDED = {
+    "optimizer": (
+        *("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt"),
+        *("intra_dist_opt", "mp", "tp_ep_pp"),
+    ),
+    "ddp": (
+        *("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt"),
+        *("tp", "pp", "ep"),
+    ),
+}
+
+
+def model_of(cp_size, ddp_config):
+    config = (
+        SimpleNamespace() if cp_size is None else SimpleNamespace(context_parallel_size=cp_size)
+    )
+    model = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=config)))
+    if ddp_config is not None:
+        model.ddp_config = ddp_config
+    return model
+
+
+def set_up(module, what, collection, cp_size, ddp_config, gloo=False):
+    """The groups by key, as ranks; or the error."""
+    kind = class_of(module)
+    collection = None if collection is None else kind(**collection)
+    model = model_of(cp_size, ddp_config)
+    try:
+        if what == "optimizer":
+            found = kind.setup_process_groups_for_optimizer(collection, [model], gloo)
+        else:
+            config = model.module.module.config
+            found = kind.setup_process_groups_for_ddp(collection, config, ddp_config)
+    except Exception as error:  # noqa: BLE001 - whatever Megatron raises
+        return error
+    return {key: facts.plain(group) for key, group in found.items()}
+
+
+def assert_alike(found, expected):
+    """The same keys and groups, or an error that is caught as Megatron's."""
+    if isinstance(expected, Exception):
+        assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
+    else:
+        assert found == expected
+
+
+def ddp_configs():
+    for instances, sharded in itertools.product([1, 2], [False, True]):
+        yield SimpleNamespace(
+            num_distributed_optimizer_instances=instances, use_distributed_optimizer=sharded
+        )
+
+
+# The groups of a state, for states with one and two instances, with gloo twins and without.
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("what", NEEDED)
+@pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
+def test_set_up_from_a_state(arguments, what, rank):
+    found = {}
+    for module in (ours, theirs):
+        with state_of(module, rank, arguments):
+            found[module] = [
+                set_up(module, what, None, 1, config, gloo)
+                for config in (*ddp_configs(), *([None] if what == "optimizer" else []))
+                for gloo in (False, True)
+            ]
+    for ours_, theirs_ in zip(found[ours], found[theirs], strict=True):
+        assert_alike(ours_, theirs_)
+
+
+# Before initialisation both fail alike.
+@pytest.mark.parametrize("what", NEEDED)
+def test_set_up_without_a_state(what):
+    for config in ddp_configs():
+        found, expected = (set_up(module, what, None, 1, config) for module in (ours, theirs))
+        assert isinstance(expected, AssertionError)
+        assert_alike(found, expected)
+
+
+@pytest.fixture
+def some_groups():
+    """One group for each field, of different ranks, so that no two can be taken for each other."""
+    with fake_world(WORLD_SIZE):
+        yield {name: dist.new_group([0, 1 + place]) for place, name in enumerate(FIELDS[:15])} | {
+            name: dist.new_group([0, place, 15]) for place, name in enumerate(FIELDS[15:], 1)
+        }
+
+
+# Of a collection that lacks any one, any two or nearly all fields: the same groups or errors.
+@pytest.mark.parametrize("gloo", [False, True])
+@pytest.mark.parametrize("cp_size", [None, 1, 2])
+@pytest.mark.parametrize("what", NEEDED)
+def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
+    fields = NEEDED[what]
+    lacking = [*itertools.chain.from_iterable(itertools.combinations(fields, n) for n in (0, 1, 2))]
+    lacking += [tuple(name for name in fields if name != only) for only in fields]
+    refused, accepted = 0, 0
+    for lacks, config in itertools.product(
+        lacking, [*ddp_configs(), *([None] if what == "optimizer" else [])]
+    ):
+        given = {name: some_groups[name] for name in fields if name not in lacks}
+        found, expected = (
+            set_up(module, what, given, cp_size, config, gloo) for module in (ours, theirs)
+        )
+        assert_alike(found, expected)
+        refused += isinstance(expected, Exception)
+        accepted += isinstance(expected, dict)
+    assert refused > 0
+    assert accepted > 0 or (what, gloo) == ("optimizer", True)
+
+
+# A field that is set to None is set: it is taken, and never missing.
+@pytest.mark.parametrize("what", NEEDED)
+def test_set_up_with_fields_of_none(what, some_groups):
+    fields = NEEDED[what]
+    for none, config in itertools.product(fields, ddp_configs()):
+        given = {name: some_groups[name] for name in fields} | {none: None}
+        found, expected = (set_up(module, what, given, 2, config) for module in (ours, theirs))
+        assert isinstance(expected, dict)
+        assert found == expected
+
+
+# An empty collection lacks dp: it is no None, which stands for the state.
+@pytest.mark.parametrize("what", NEEDED)
+def test_set_up_from_an_empty_collection(what):
+    for config in ddp_configs():
+        error = set_up(ours, what, {}, 1, config)
+        assert isinstance(error, ValueError)
+        assert "'dp'" in str(error)
+
+
+# An error names the missing group, and what there is.
+@pytest.mark.parametrize("missing", NEEDED["optimizer"])
+def test_the_error_names_the_missing_group(missing, some_groups):
+    given = {name: some_groups[name] for name in NEEDED["optimizer"] if name != missing}
+    error = set_up(ours, "optimizer", given, 2, list(ddp_configs())[-1])
+    assert f"'{missing}'" in str(error)
+    assert "set it" in str(error)
+
+
+# A model without a configuration, where it is needed, is the error that Megatron raises; a
+# configuration of None is looked for further inside.
+@pytest.mark.parametrize(
+    "model",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(module=SimpleNamespace()),
+        SimpleNamespace(config=None),
+        SimpleNamespace(
+            config=None,
+            module=SimpleNamespace(config=SimpleNamespace(context_parallel_size=1)),
+        ),
+        [SimpleNamespace(config=SimpleNamespace(context_parallel_size=1))],
+    ],
+    ids=["none", "none inside", "of None", "inside", "list"],
+)
+def test_set_up_looks_for_the_configuration(model, some_groups):
+    results = []
+    for module in (ours, theirs):
+        given = class_of(module)(
+            **{name: some_groups[name] for name in ("dp", "expt_dp", "mp", "tp_ep_pp")}
+        )
+        try:
+            found = given.setup_process_groups_for_optimizer(given, [model], False)
+            results.append({key: facts.plain(group) for key, group in found.items()})
+        except Exception as error:  # noqa: BLE001 - whatever Megatron raises
+            results.append(error)
+    assert_alike(*results)
+
+
+# DDP's expert group of one rank is made where none is given, and is of the calling rank.
+@pytest.mark.parametrize("given", [{}, {"expt_dp": None}])
+def test_ddp_makes_an_expert_group(given):
+    with fake_world(WORLD_SIZE, 5):
+        groups = dict.fromkeys(("dp", "tp", "pp", "ep"), dist.group.WORLD) | given
+        config = SimpleNamespace(
+            num_distributed_optimizer_instances=1, use_distributed_optimizer=False
+        )
+        found = set_up(ours, "ddp", groups, 1, config)
+        assert found["expt_dp_group"] == found["intra_expt_dp_group"] == (5,)
+
+
+# What stands in for a collection is asked as Megatron asks it, whether its groups are attributes of
+# the object or of its class, which newer releases do not look at.
+@pytest.mark.parametrize("given", [("expt_dp",), ()], ids=["all", "without expt_dp"])
+@pytest.mark.parametrize("in_class", [False, True])
+def test_set_up_from_a_stand_in(given, in_class):
+    names = ("dp", "dp_cp", "tp", "pp", "ep", *given)
+    ddp = SimpleNamespace(num_distributed_optimizer_instances=1, use_distributed_optimizer=False)
+    results = []
+    with fake_world(WORLD_SIZE, 5):
+        groups = dict.fromkeys(names, dist.group.WORLD)
+        stand_in = type("StandIn", (), groups)() if in_class else SimpleNamespace(**groups)
+        for module in (ours, theirs):
+            try:
+                found = class_of(module).setup_process_groups_for_ddp(
+                    stand_in, SimpleNamespace(context_parallel_size=1), ddp
+                )
+            except ValueError:
+                assert module is theirs
+                assert in_class
+                assert version.has("unset_is_none")
+                continue
+            results.append({key: facts.plain(group) for key, group in found.items()})
+    assert results[0] == results[-1]
+
+
+# A class derived from the collection has attributes of its own.
+def test_derived_collection():
+    class Tagged(ProcessGroupCollection):
+        def __init__(self, tag):
+            super().__init__()
+            self.tag = tag
+
+    tagged = Tagged("encoder")
+    assert (tagged.tag, held_by(tagged, "tp")) == ("encoder", None)
+
+
+# A refused set up leaves no group behind.
+@pytest.mark.parametrize(
+    ("given", "instances"), [(["dp"], 1), (["dp"], 2), (["dp", "dp_cp", "tp", "pp"], 1)]
+)
+def test_a_refused_set_up_changes_nothing(given, instances):
+    config = SimpleNamespace(
+        num_distributed_optimizer_instances=instances, use_distributed_optimizer=False
+    )
+    with fake_world(WORLD_SIZE):
+        before = registered()
+        found = set_up(ours, "ddp", dict.fromkeys(given, dist.group.WORLD), 1, config)
+        assert isinstance(found, ValueError)
+        assert registered() == before
+
+
+# ---- several modules ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def modules():
+    encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()
+    return encoder, llm, MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, "llm")
+
+
+# It is a dict of collections, but that it iterates over the collections.
+def test_modules_are_like_a_dict(modules):
+    encoder, llm, both = modules
+    assert len(both) == 2
+    assert (both["encoder"], both["llm"]) == (encoder, llm)
+    assert list(both) == list(both.values()) == [encoder, llm]
+    assert list(both.keys()) == ["encoder", "llm"]
+    assert list(both.items()) == [("encoder", encoder), ("llm", llm)]
+    assert both.get_module_collection("encoder") is encoder
+    assert (both.module_pgs, both.language_model_module_name) == (dict(both.items()), "llm")
+
+
+# With a language model it says so, and finds its collection.
+def test_language_model(modules):
+    _, llm, both = modules
+    assert both.has_language_model()
+    assert both.get_language_model_collection() is llm
+
+
+# Without one it says so, and what asks for it is a ValueError.
+@pytest.mark.parametrize("arguments", [{}, {"language_model_module_name": None}])
+def test_no_language_model(arguments):
+    encoders = {"encoder_1": ProcessGroupCollection(), "encoder_2": ProcessGroupCollection()}
+    both = MultiModuleProcessGroupCollection(module_pgs=encoders, **arguments)
+    assert not both.has_language_model()
+    for ask in (both.get_language_model_collection, both.get_language_model_cp_size):
+        with pytest.raises(ValueError, match="no language model"):
+            ask()
+
+
+# The context parallel size is that of the language model: 4 ranks, where the encoder has 2.
+def test_language_model_cp_size():
+    with fake_world(8), HyperCommGrid([2, 4], ["a", "b"]) as grid:
+        both = MultiModuleProcessGroupCollection(
+            {
+                "encoder": ProcessGroupCollection(cp=grid.create_pg("a")),
+                "llm": ProcessGroupCollection(cp=grid.create_pg("b")),
+            },
+            "llm",
+        )
+        assert both.get_language_model_cp_size() == 4
+
+
+# A cp group that was not set is a ValueError too.
+def test_language_model_without_cp(modules):
+    with pytest.raises(ValueError, match="cp"):
+        modules[2].get_language_model_cp_size()
+
+
+# An unknown module is a ValueError, or a KeyError in brackets; both name those that there are.
+def test_unknown_module(modules):
+    both = modules[2]
+    with pytest.raises(ValueError, match=r"'decoder'.*encoder.*llm"):
+        both.get_module_collection("decoder")
+    with pytest.raises(KeyError, match=r"'decoder'.*encoder.*llm"):
+        both["decoder"]
+
+
+# There is at least one module, and the language model is one of them.
+@pytest.mark.parametrize(
+    ("names", "language_model"), [([], None), ([], "llm"), (["encoder"], "llm"), (["llm"], "")]
+)
+def test_wrong_modules(names, language_model):
+    with pytest.raises(ValueError, match=r"module"):
+        MultiModuleProcessGroupCollection(
+            {name: ProcessGroupCollection() for name in names}, language_model
+        )
+
+
+# It shows every module, and which one is the language model.
+def test_repr_of_modules(modules):
+    text = repr(modules[2])
+    assert text.startswith("MultiModuleProcessGroupCollection(")
+    assert "encoder" in text
+    assert "'llm'" in text
+
+
+# The metaclass keeps one attribute of its classes from being assigned, and no other.
+def test_helper_meta():
+    class Helper(metaclass=ProcessGroupHelperMeta):
+        virtual_pipeline_model_parallel_size = 1
+
+    Helper.pipeline_model_parallel_size = 2
+    assert Helper.pipeline_model_parallel_size == 2
+    with pytest.raises(AttributeError, match="set_virtual_pipeline_model_parallel_size"):
+        Helper.virtual_pipeline_model_parallel_size = 2
+    assert Helper.virtual_pipeline_model_parallel_size == 1
+    Helper().virtual_pipeline_model_parallel_size = 3

@@ -1,0 +1,283 @@
+"""Megatron's hyper_comm_grid: the private names of its callers, and worlds that are only mocked."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from megatron.core import hyper_comm_grid as theirs
+
+import hypercomm
+from hypercomm.compat.megatron import hyper_comm_grid as ours
+from hypercomm.errors import HyperCommError
+from hypercomm.testing import fake_world
+
+SHAPE, NAMES = [2, 2, 2], ["tp", "dp", "pp"]
+VIEW = ("expert", [2, 2, 2], ["expt_tp", "ep", "pp"], ["pp"])
+MODULES = {"ours": ours}
+if hasattr(theirs.HyperCommGrid, "register_view"):
+    MODULES["theirs"] = theirs
+
+
+@pytest.fixture(params=MODULES, name="grid")
+def grid_of_either(request, monkeypatch):
+    """A grid with a view, ours or Megatron's: each test says what both do."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = MODULES[request.param].HyperCommGrid(SHAPE, NAMES)
+    grid.register_view(*VIEW)
+    return grid
+
+
+@pytest.fixture(name="created")
+def subgroups():
+    """torch.distributed's function for groups, mocked, as Megatron's own tests do."""
+    with mock.patch("torch.distributed.new_subgroups_by_enumeration") as function:
+        function.side_effect = lambda *_, **__: (mock.MagicMock(spec=dist.ProcessGroup), None)
+        yield function
+
+
+def test_views(grid):
+    assert list(grid._views) == ["base", "expert"]
+    base, view = grid._views["base"], grid._resolve_view("expert")
+    assert (base.name, base.shape, base.dim_names, base.shared_dims) == ("base", SHAPE, NAMES, [])
+    assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
+    assert grid._resolve_view(None).name == "base"
+
+
+def test_enumerations(grid):
+    view = grid._views["expert"]
+    assert grid._gen_rank_enum_for([2, 4], ["a", "b"], ["b"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert grid._gen_rank_enum_for([2, 4], ["a", "b"], ["a", "b"])[0] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
+    assert grid._order_dims_for(["a", "b", "c"], "b") == (["b"], "b")
+    assert grid._order_dims_for_view(view, ["expt_tp", "pp"]) == (["pp", "expt_tp"], "pp-expt_tp")
+    for dims, key, name in [
+        (["ep", "expt_tp"], ("expert", ("ep", "expt_tp")), "expert"),
+        (["pp"], "pp", "base"),
+        (["pp", "ep"], ("expert", ("pp", "ep")), "expert"),
+    ]:
+        found, spec, ordered = grid._canonical_pg_key_and_enum_view(view, dims)
+        assert (found, spec.name, ordered) == (key, name, dims)
+        assert grid._is_base_pg_key(found) == isinstance(key, str)
+
+
+# Without a default group the mocked function is all that is asked, with what the caller gave.
+def test_mocked(grid, created):
+    options = object()
+    with mock.patch("torch.distributed.get_rank", side_effect=AssertionError("nobody to ask")):
+        group = grid.create_pg(["pp", "tp"], pg_options=options, group_desc="mine")
+        shared, own = grid.create_pg("pp", view="expert"), grid.create_pg("ep", view="expert")
+    calls = [(call.args, call.kwargs) for call in created.call_args_list]
+    assert calls == [
+        (
+            ([[0, 1, 4, 5], [2, 3, 6, 7]],),
+            {"backend": None, "pg_options": options, "group_desc": "mine"},
+        ),
+        (([[0, 4], [1, 5], [2, 6], [3, 7]],), {"backend": None}),
+        (([[0, 2], [1, 3], [4, 6], [5, 7]],), {"backend": None}),
+    ]
+    assert grid._pgs == {"pp-tp": group, "pp": shared, ("expert", ("ep",)): own}
+    assert grid.get_pg(["tp", "pp"]) is group
+    assert grid.get_pg("pp") is grid.get_pg("pp", view="expert") is shared
+    assert grid.get_pg("ep", view="expert") is own
+
+
+# ... nor in a job, as long as the function is another than torch's own.
+def test_mocked_in_a_job(created):
+    with fake_world(8), ours.HyperCommGrid(SHAPE, NAMES) as grid:
+        group = grid.create_pg("tp", group_desc="mine")
+        assert created.call_args.kwargs == {"backend": None, "group_desc": "mine"}
+        assert grid._pgs == {"tp": group}
+        with mock.patch("torch.distributed.destroy_process_group"):
+            grid.destroy()
+
+
+# Without a job and without mocks, the error says what to do; a name is for groups of a job.
+def test_neither_job_nor_mock(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = ours.HyperCommGrid(SHAPE, NAMES)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        grid.create_pg("tp")
+    with (
+        mock.patch("torch.distributed.new_subgroups_by_enumeration"),
+        pytest.raises(ValueError, match="name='second' is for groups of a job"),
+    ):
+        grid.create_pg("tp", name="second")
+    assert grid._pgs == {}
+
+
+# Dims may be any iterable, and what is none is refused as by the core class.
+def test_dims():
+    with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
+        group = grid.create_pg(dim for dim in ("tp", "dp"))
+        assert grid.get_pg(dim for dim in ("dp", "tp")) is group
+        assert grid.ensure_pg({"tp": 0, "dp": 1}.keys()) is group
+        for call in (grid.create_pg, grid.get_pg, grid.ensure_pg):
+            with pytest.raises(ValueError, match="dims must be"):
+                call(3)
+
+
+# Groups that were set are found, outlive no abort(), and stand in the way of a reshape.
+def test_groups_that_are_set_in_a_job():
+    with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
+        other = dist.new_group([3])
+        grid._pgs = {"tp": other}
+        assert grid.ensure_pg("tp") is other
+        with pytest.raises(RuntimeError, match=r"'tp'.* were set from outside"):
+            grid.reshape("tp=4,dp=2")
+        with pytest.raises(ValueError, match="_pgs must map keys to groups, got None"):
+            grid._pgs = None
+        assert grid._pgs == {"tp": other}
+        dist.destroy_process_group(other)  # its owner may end it first
+        grid.destroy()
+    with fake_world(8, rank=3):
+        grid = ours.HyperCommGrid(SHAPE, NAMES)
+        grid._pgs = {"tp": dist.new_group([3])}
+        grid.abort()
+        assert grid._pgs == {}
+
+
+# Groups can be set from outside; destroy() ends those that the rank is in, each once.
+def test_groups_that_are_set(grid):
+    member, other = (mock.MagicMock(spec=dist.ProcessGroup) for _ in range(2))
+    non_member = dist.GroupMember.NON_GROUP_MEMBER
+    grid._pgs = {"tp": member, "dp": non_member, "pp": None, "dp-tp": member, "pp-tp": other}
+    assert grid._pgs["tp"] is member
+    assert grid.get_pg(["tp", "dp"]) is member
+    with mock.patch("torch.distributed.destroy_process_group") as destroy:
+        grid.destroy()
+    assert [call.args for call in destroy.call_args_list] == [(member,), (other,)]
+    assert grid._pgs == {}
+
+
+SENTENCES = [
+    (lambda grid: grid.get_pg("tp"), KeyError, "Process group for.*hasn't been created"),
+    (lambda grid: grid.get_pg(["tp", "dp"]), KeyError, "Process group for.*hasn't been created"),
+    (
+        lambda grid: grid.get_pg("ep", view="expert"),
+        KeyError,
+        "for view 'expert' hasn't been created",
+    ),
+    (
+        lambda grid: [grid.create_pg("tp") for _ in range(2)],
+        KeyError,
+        "Process group.*has already been created",
+    ),
+    (
+        lambda grid: grid.get_rank_enum("ep", view="no"),
+        KeyError,
+        "View 'no' is not registered",
+    ),
+    (lambda grid: grid.get_rank_enum("ep"), ValueError, "'ep' is not in view 'base'"),
+    (
+        lambda grid: grid.register_view("expert", [8], ["x"]),
+        ValueError,
+        "View 'expert' is already registered",
+    ),
+    (
+        lambda grid: grid.register_view("v", [2, 4], ["a"]),
+        ValueError,
+        r"len\(shape\).*!= len\(dim_names\)",
+    ),
+    (
+        lambda grid: grid.register_view("v", [2, 4], ["a", "a"]),
+        ValueError,
+        "duplicate dim_names",
+    ),
+    (
+        lambda grid: grid.register_view("v", [2, 2], ["a", "b"]),
+        ValueError,
+        "has size 4, but the grid size is 8",
+    ),
+    (
+        lambda grid: grid.register_view("v", [8, 0], ["a", "b"]),
+        ValueError,
+        "shape must be positive ints",
+    ),
+    (
+        lambda grid: grid.register_view("v", [4, 2], ["a", "pp"], ["pp", "pp"]),
+        ValueError,
+        "duplicate shared_dims",
+    ),
+    (
+        lambda grid: grid.register_view("v", [4, 2], ["a", "b"], ["b"]),
+        ValueError,
+        "Shared dim 'b' .* is not in the base view",
+    ),
+    (
+        lambda grid: grid.register_view("v", [4, 2], ["a", "b"], ["pp"]),
+        ValueError,
+        "Shared dim 'pp' .* is not in the view's dim_names",
+    ),
+    (
+        lambda grid: grid.register_view("v", [2, 4], ["pp", "b"], ["pp"]),
+        ValueError,
+        "Shared dim 'pp' has different membership across views",
+    ),
+    (
+        lambda grid: type(grid)([2, 2], ["a"]),
+        ValueError,
+        r"len\(shape\).*!= len\(dim_names\)",
+    ),
+    (
+        lambda grid: type(grid)([2, 2], ["a", "b"], -1),
+        ValueError,
+        "rank_offset must be non-negative",
+    ),
+    (
+        lambda grid: type(grid)([4, 4], ["a", "b"]),
+        RuntimeError,
+        r"Grid shape \[4, 4\] is over sized",
+    ),
+]
+
+
+# Legacy code matches these words in what Megatron raises; they stand in ours.
+@pytest.mark.usefixtures("created")
+@pytest.mark.parametrize(("call", "kind", "words"), SENTENCES)
+def test_words(grid, call, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        call(grid)
+    assert isinstance(caught.value, HyperCommError) == isinstance(grid, hypercomm.HyperCommGrid)
+
+
+# In a job, groups are the grid's own, under Megatron's keys, the view in those of a view's own.
+def test_in_a_job():
+    with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
+        assert isinstance(grid, hypercomm.HyperCommGrid)
+        grid.register_view(*VIEW)
+        group, own = grid.create_pg(["tp", "dp"]), grid.create_pg("ep", view="expert")
+        shared = grid.create_pg("pp", view="expert")
+        grid.create_pg("dp", name="second")
+        keys = {"dp-tp": group, ("expert", ("ep",)): own, "pp": shared}
+        assert dict(grid._pgs) == keys
+        other = dist.new_group([3])
+        grid._pgs = {**keys, "tp": other}
+        assert dict(grid._pgs) == {**keys, "tp": other}
+        assert grid.get_pg("tp") is other
+        with pytest.raises(KeyError, match="has already been created"):
+            grid.create_pg("tp")
+        assert grid.create_pg("tp", name="mine") is grid.get_pg("tp", name="mine")
+        grid.destroy()
+        assert not {group, own, shared, other} & set(dist.distributed_c10d._world.pg_map)
+
+
+# As in Megatron, what the environment says of the world wins; what is no size is left to others.
+def test_world_size(monkeypatch):
+    with fake_world(8):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(RuntimeError, match=r"over sized.*the world has 2"):
+            ours.HyperCommGrid([2, 4], ["tp", "dp"])
+        assert ours.HyperCommGrid([2, 4], ["tp", "dp"], world_size=8).size == 8
+        monkeypatch.setenv("WORLD_SIZE", "many")
+        assert ours.HyperCommGrid([2, 4], ["tp", "dp"]).size == 8
+    layout = hypercomm.RankLayout([2, 4], ["tp", "dp"])
+    assert ours.HyperCommGrid.from_layout(layout, world_size=8)._pgs == {}
+
+
+# A copy of what says where a view's dims are is the caller's to change.
+def test_views_are_copies():
+    grid = ours.HyperCommGrid(SHAPE, NAMES, world_size=8)
+    before = copy.deepcopy(grid._views)
+    grid._views["base"].shape.append(3)
+    assert grid._views == before

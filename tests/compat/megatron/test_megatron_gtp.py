@@ -1,0 +1,326 @@
+"""GTP, by arithmetic: which ranks every group has, of a state, of grids, and on real ranks.
+
+Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_facts import plain
+from ranks import megatron_ranks
+
+from hypercomm import HyperCommGrid, errors, megatron_grids
+from hypercomm.compat.megatron import ParallelState, parallel_state, version
+from hypercomm.compat.megatron.presets import create_megatron_pgs
+from hypercomm.compat.megatron.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_gtp_remat_group,
+)
+from hypercomm.launch import run_ranks
+from hypercomm.testing import fake_world
+
+DENSE, EXPERT = ("pp", "dp", "cp", "gtp", "tp"), ("pp", "dp", "gtp", "ep", "tp")
+"""The dims, the slowest first: GTP peers are behind tp, those of experts behind ep."""
+
+DIMS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": (DENSE, "tp"),
+    "_GTP_WEIGHT_REMAT_GROUP": (DENSE, "gtp"),
+    "_PIPELINE_MODEL_PARALLEL_GROUP": (DENSE, "pp"),
+    "_CONTEXT_PARALLEL_GROUP": (DENSE, "cp"),
+    "_DATA_PARALLEL_GROUP": (DENSE, "dp"),
+    "_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "dp cp"),
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (DENSE, "dp gtp"),
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (DENSE, "dp cp gtp"),
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "dp cp"),
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (DENSE, "dp cp gtp"),
+    "_MODEL_PARALLEL_GROUP": (DENSE, "tp gtp pp"),
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": (DENSE, "tp gtp dp"),
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "tp gtp dp cp"),
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": (DENSE, "tp cp"),
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": (EXPERT, "gtp"),
+    "_EXPERT_MODEL_PARALLEL_GROUP": (EXPERT, "ep"),
+    "_EXPERT_TENSOR_PARALLEL_GROUP": (EXPERT, "tp"),
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": (EXPERT, "tp ep"),
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": (EXPERT, "tp ep pp"),
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": (EXPERT, "tp ep pp gtp"),
+    "_EXPERT_DATA_PARALLEL_GROUP": (EXPERT, "dp"),
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (EXPERT, "dp gtp"),
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": (EXPERT, "dp"),
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (EXPERT, "dp gtp"),
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": (EXPERT, "dp gtp ep tp pp"),
+}
+FIELDS = {
+    "tp": "_TENSOR_MODEL_PARALLEL_GROUP",
+    "gtp_remat": "_GTP_WEIGHT_REMAT_GROUP",
+    "mp": "_MODEL_PARALLEL_GROUP",
+    "tp_dp_cp": "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+    "dp": "_DATA_PARALLEL_GROUP",
+    "dp_cp": "_DATA_PARALLEL_GROUP_WITH_CP",
+    "dp_cp_gtp_remat": "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "intra_dp_cp": "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "expt_gtp_remat": "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    "ep": "_EXPERT_MODEL_PARALLEL_GROUP",
+    "expt_dp": "_EXPERT_DATA_PARALLEL_GROUP",
+    "expt_dp_gtp_remat": "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "tp_ep_pp": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "tp_ep_pp_with_egtp_remat": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+    "intra_dist_opt": "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+}
+SIZES = {
+    DENSE: {
+        "tp": "tensor_model_parallel_size",
+        "gtp": "gtp_remat_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+    },
+    EXPERT: {
+        "tp": "expert_tensor_parallel_size",
+        "gtp": "expert_gtp_remat_size",
+        "ep": "expert_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+    },
+}
+SHORT = {"gtp_remat_size": "gtp_remat", "expert_gtp_remat_size": "expt_gtp_remat"}
+SHORT |= {"tensor_model_parallel_size": "tp", "expert_tensor_parallel_size": "expt_tp"}
+SHORT |= {"context_parallel_size": "cp", "pipeline_model_parallel_size": "pp"}
+SHORT["expert_model_parallel_size"] = "ep"
+
+BOTH = {
+    "tensor_model_parallel_size": 2,
+    "gtp_remat_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+    "expert_gtp_remat_size": 2,
+}
+PIPELINE = {
+    "pipeline_model_parallel_size": 2,
+    "gtp_remat_size": 2,
+    "context_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+@pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
+def in_a_release(request):
+    """Any version may be asked for sizes above 1, and then means the same."""
+    with version.use(request.param):
+        yield request.param
+
+
+def members(arguments, world_size, rank, name):
+    """The ranks of one rank's group, by numpy alone."""
+    dims, wanted = DIMS[name]
+    sizes = {dim: arguments.get(SIZES[dims].get(dim), 1) for dim in dims}
+    sizes["dp"] = world_size // np.prod([sizes[dim] for dim in dims if dim != "dp"])
+    ranks = np.arange(world_size).reshape([sizes[dim] for dim in dims])
+    place = np.argwhere(ranks == rank)[0]
+    index = [slice(None) if dim in wanted.split() else place[i] for i, dim in enumerate(dims)]
+    return tuple(sorted(ranks[tuple(index)].ravel().tolist()))
+
+
+@st.composite
+def sizes_with_gtp(draw):
+    """Draw sizes with GTP for dense layers, for experts, or for both, and a rank."""
+    size = st.sampled_from([1, 2, 3])
+    pp, dense, expert = (draw(size) for _ in range(3))
+    gtp, egtp = draw(st.sampled_from([(2, 1), (1, 2), (2, 2), (4, 3)]))
+    arguments = {
+        "pipeline_model_parallel_size": pp,
+        "tensor_model_parallel_size": dense,
+        "context_parallel_size": draw(size),
+        "gtp_remat_size": gtp,
+        "expert_tensor_parallel_size": expert,
+        "expert_model_parallel_size": draw(size),
+        "expert_gtp_remat_size": egtp,
+    }
+    factors = [value for name, value in arguments.items() if name != "pipeline_model_parallel_size"]
+    world_size = pp * int(np.lcm(np.prod(factors[:3]), np.prod(factors[3:])))
+    return world_size, draw(st.integers(0, world_size - 1)), arguments
+
+
+# Every group of a state has the ranks that its dims say, and so do sizes, ranks and lists.
+@given(sizes_with_gtp())
+def test_state(drawn):
+    world_size, rank, arguments = drawn
+    with fake_world(world_size, rank), ParallelState.create(**arguments) as state:
+        for name in DIMS:
+            if version.has("gtp_remat") or "_GTP_WEIGHT" not in name or state.values[name]:
+                assert plain(state.read(name)) == members(arguments, world_size, rank, name), name
+        with parallel_state.use(state):
+            peers = members(arguments, world_size, rank, "_GTP_WEIGHT_REMAT_GROUP")
+            if arguments["gtp_remat_size"] > 1:
+                assert parallel_state.get_gtp_weight_remat_world_size() == len(peers)
+                assert parallel_state.get_gtp_weight_remat_rank() == peers.index(rank)
+                assert parallel_state.get_gtp_weight_remat_global_ranks() == list(peers)
+                assert parallel_state.get_all_ranks().split("_")[1] == str(peers.index(rank))
+            every = members(arguments, world_size, rank, "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
+            same = members(arguments, world_size, rank, "_DATA_PARALLEL_GROUP")
+            assert parallel_state.get_data_parallel_world_size() == len(every)
+            assert parallel_state.get_data_parallel_rank() == every.index(rank)
+            assert parallel_state.get_data_parallel_world_size(with_gtp_remat=False) == len(same)
+            assert parallel_state.get_data_parallel_rank(with_gtp_remat=False) == same.index(rank)
+
+
+# A collection of the state and one of grids with these sizes have the same ranks.
+@given(sizes_with_gtp())
+def test_collections(drawn):
+    world_size, rank, arguments = drawn
+    expected = {field: members(arguments, world_size, rank, FIELDS[field]) for field in FIELDS}
+    expected = {field: ranks for field, ranks in expected.items() if len(ranks) > 1}
+    with fake_world(world_size, rank):
+        with ParallelState.create(**arguments) as state:
+            found = ProcessGroupCollection.from_state(state)
+            assert {name: plain(vars(found)[name]) for name in expected} == expected
+        short = {SHORT[name]: size for name, size in arguments.items()}
+        with megatron_grids(**short) as grids:
+            found = create_megatron_pgs(grids)["training"]
+            assert {name: plain(vars(found)[name]) for name in expected} == expected
+
+
+# On real ranks each group adds up what its members have, over and over, and nothing is left.
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [BOTH, PIPELINE], ids=["experts", "pipeline"])
+def test_on_real_ranks(arguments):
+    found = run_ranks(partial(megatron_ranks.cycles, 2, arguments), 8, timeout=120)
+    for rank, cycle in enumerate(found):
+        sums = {name: total for name, total in cycle["sums"].items() if name in DIMS}
+        assert sums == {
+            name: sum(2**member for member in members(arguments, 8, rank, name)) for name in sums
+        }
+        assert set(DIMS) - set(sums) <= {"_EXPERT_GTP_WEIGHT_REMAT_GROUP"}  # of one rank each
+        assert cycle["always the same"]
+        assert cycle["registered"]
+        assert cycle["after"] == cycle["before"]
+
+
+# With peers of the dense layers there are no gloo twins; with those of experts, none of experts.
+@pytest.mark.usefixtures("release")
+def test_gloo_twins():
+    with fake_world(8), ParallelState.create(gtp_remat_size=2) as state:
+        assert state.read("_DATA_PARALLEL_GROUP_GLOO") is None
+        assert state.read("_EXPERT_DATA_PARALLEL_GROUP_GLOO") is None
+        with (
+            parallel_state.use(state),
+            pytest.raises(AssertionError, match="with GTP there are no gloo twins"),
+        ):
+            parallel_state.get_data_parallel_group_gloo()
+    with fake_world(8), ParallelState.create(expert_gtp_remat_size=2) as state:
+        assert state.read("_DATA_PARALLEL_GROUP_GLOO") is not None
+        assert state.read("_EXPERT_DATA_PARALLEL_GROUP_GLOO") is None
+
+
+# A grid with peers whose groups were not created has none of those fields: nothing stands in.
+def test_what_was_not_created(release):
+    del release
+    with fake_world(8, 3), HyperCommGrid([2, 2, 2], ["tp", "gtp_remat", "dp"]) as grid:
+        grid.create_pgs(["tp", "dp", ["tp", "dp"]])
+        collection = ProcessGroupCollection.from_grid(grid, grid)
+        assert plain(collection.dp) == plain(collection.dp_cp) == (3, 7)
+        assert not [name for name in vars(collection) if "gtp" in name]
+        grid.create_pg(["gtp_remat", "dp"])
+        assert plain(ProcessGroupCollection.from_grid(grid).dp_cp_gtp_remat) == (1, 3, 5, 7)
+    with fake_world(8, 3), megatron_grids(tp=2) as grids:
+        create_megatron_pgs(grids)
+        grids["training"].reshape("tp=2,gtp_remat=2,cp=1,dp=2,pp=1")
+        collection = ProcessGroupCollection.from_grid(grids["training"])
+        assert "dp_cp_gtp_remat" not in vars(collection)
+        assert "mp" not in vars(collection)
+
+
+# What an optimizer and DDP are told of the peers, whatever release is followed.
+def test_set_up(release):
+    del release
+    chunk = type("Chunk", (), {})()
+    with fake_world(8, 5):
+        parallel_state.initialize_model_parallel(**BOTH)
+        try:
+            setup = ProcessGroupCollection.setup_process_groups_for_optimizer
+            found = setup(None, [chunk], use_gloo_process_groups=True)
+            assert ProcessGroupCollection.is_gtp_remat_active(found)
+            assert plain(found["gtp_remat_group"]) == (5, 7)
+            assert plain(found["expt_gtp_remat_group"]) == (5, 7)
+            assert plain(found["expt_tp_pp_with_egtp_remat_group"]) == (4, 5, 6, 7)
+            assert found["intra_dp_cp_group_gloo"] is None
+            peers = parallel_state.get_gtp_weight_remat_group()
+            assert resolve_gtp_remat_group(None, is_expert=False) is peers
+            empty, own = ProcessGroupCollection(), ProcessGroupCollection(expt_gtp_remat=None)
+            assert resolve_gtp_remat_group(empty, is_expert=False) is peers
+            assert resolve_gtp_remat_group(own, is_expert=True) is None
+        finally:
+            parallel_state.destroy_model_parallel()
+        assert not ProcessGroupCollection.is_gtp_remat_active({"gtp_remat_group": None})
+
+
+# What 0.19 refuses about GTP is refused with its error types, and leaves nothing behind.
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            {"gtp_remat_size": 2, "num_distributed_optimizer_instances": 2},
+            AssertionError,
+            "gtp_remat_size=2 works with one optimizer instance only",
+        ),
+        (
+            {"expert_gtp_remat_size": 2, "num_distributed_optimizer_instances": 2},
+            AssertionError,
+            "expert_gtp_remat_size=2 works with one optimizer instance only",
+        ),
+        (
+            {"gtp_remat_size": 3},
+            RuntimeError,
+            "gtp_remat_size=3 = 3 does not divide the world of 8",
+        ),
+        (
+            {"expert_model_parallel_size": 4, "expert_gtp_remat_size": 4},
+            RuntimeError,
+            "expert_gtp_remat_size=4 = 16 does not divide the world of 8",
+        ),
+        ({"gtp_remat_size": 0}, ValueError, "gtp_remat_size must be at least 1, got 0"),
+        ({"expert_gtp_remat_size": 1.5}, ValueError, "expert_gtp_remat_size must be an int"),
+        (
+            {
+                "order": "tp-pp-dp",
+                "pipeline_model_parallel_size": 2,
+                "gtp_remat_size": 2,
+                "expert_model_parallel_size": 1,
+            },
+            AssertionError,
+            "must have the same pipelines",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("release")
+def test_refused(arguments, error, words):
+    with fake_world(8):
+        with pytest.raises(error, match=words) as caught:
+            parallel_state.initialize_model_parallel(**arguments)
+        assert isinstance(caught.value, errors.HyperCommError)
+        assert not parallel_state.is_initialized()
+        parallel_state.initialize_model_parallel(gtp_remat_size=2)
+        parallel_state.destroy_model_parallel()
+
+
+# Grids, too, have one optimizer instance with GTP.
+def test_refused_grids():
+    with fake_world(8), megatron_grids(gtp_remat=2) as grids:
+        with pytest.raises(
+            AssertionError, match="grid 'training': gtp_remat_size=2 works with one"
+        ):
+            create_megatron_pgs(grids, num_distributed_optimizer_instances=2)
+        assert not grids["training"].pgs
+
+
+# A generator enumerates the peers, and asks for its own size.
+def test_generator(release):
+    generator = parallel_state.RankGenerator(
+        tp=2, ep=1, dp=1, pp=1, cp=1, order="tp-gtp_remat", gtp_remat=2
+    )
+    assert generator.get_gtp_ranks(2) == generator.get_ranks("gtp_remat") == [[0, 2], [1, 3]]
+    with pytest.raises(AssertionError, match="gtp_remat_size must be that of the generator, 2"):
+        generator.get_gtp_ranks(1)
+    alone = parallel_state.RankGenerator(tp=2, ep=1, dp=1, pp=1, cp=1, order="tp", rank_offset=4)
+    assert alone.get_gtp_ranks(1) == [[4], [5]]
+    assert (alone.order == "tp-pp-dp-ep-cp") == (release == "0.16.1")

@@ -1,0 +1,522 @@
+"""The names, signatures and free functions of Megatron's parallel_state, and the bad calls."""
+
+import inspect
+import re
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator as TheirGenerator
+from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_globals, theirs
+
+from hypercomm import errors
+from hypercomm.compat.megatron import ParallelState
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+from hypercomm.process_groups import c10d
+from hypercomm.testing import fake_world
+
+
+@pytest.fixture(autouse=True)
+def no_state_is_left():
+    """Empty both states, whatever a test did."""
+    yield
+    ours.destroy_model_parallel()
+    forget(theirs)
+
+
+functions = [
+    name
+    for name, value in vars(theirs).items()
+    if inspect.isfunction(value) and value.__module__ == theirs.__name__
+]
+
+
+# Every function of Megatron's is here, with its arguments and their defaults. Those that stand at
+# other places in other releases can only be given by name: at a place they would mean another.
+MOVED = {
+    *("hybrid_context_parallel", "create_all_gather_group", "gtp_remat_size"),
+    *("expert_gtp_remat_size", "rank_offset", "local_world_size", "with_gtp_remat"),
+    *("partial_data_parallel", "partial_expert_data_parallel", "independent_all_gather"),
+}
+NEVER_MOVED = {"get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"}
+
+
+@pytest.mark.parametrize("name", functions)
+def test_signatures(name):
+    def shape(function, at_places):
+        return [
+            (parameter.name, parameter.default)
+            for parameter in inspect.signature(function).parameters.values()
+            if name in NEVER_MOVED or (parameter.name in MOVED) != at_places
+        ]
+
+    mine, megatrons = getattr(ours, name), getattr(theirs, name)
+    assert shape(mine, True)[: len(shape(megatrons, True))] == shape(megatrons, True)
+    assert dict(shape(megatrons, False)).items() <= dict(shape(mine, False)).items()
+    assert mine.__name__ in {name, "inject_gtp"}
+    assert mine.__doc__ or name.startswith("_")
+
+
+# So is every global, None or empty at rest, and those that tests and frameworks list by dir().
+def test_globals():
+    assert set(GLOBALS) <= set(dir(ours))
+    assert {name: getattr(ours, name) for name in GLOBALS} == {
+        name: {} if name == "_HYBRID_DP_CP_GROUPS" else None for name in GLOBALS
+    }
+
+
+@st.composite
+def generators(draw):
+    """Draw the arguments of a RankGenerator, some of them wrong."""
+    sizes = {name: draw(st.sampled_from([1, 1, 2, 3])) for name in ("tp", "ep", "dp", "pp", "cp")}
+    order = "-".join(draw(st.lists(st.sampled_from(list(sizes)), unique=True, min_size=2)))
+    return {**sizes, "order": order, "rank_offset": draw(st.integers(0, 9))}
+
+
+# A RankGenerator has Megatron's attributes, masks and ranks, or is refused as Megatron refuses it.
+@given(generators(), st.lists(st.sampled_from(["tp", "ep", "dp", "pp", "cp"]), min_size=1))
+def test_rank_generator(arguments, dims):
+    token = "-".join(dims)
+    try:
+        expected = TheirGenerator(**arguments)
+    except (RuntimeError, AssertionError) as error:
+        with pytest.raises(type(error)):
+            ours.RankGenerator(**arguments)
+        return
+    found = ours.RankGenerator(**arguments)
+    for name in ("tp", "ep", "dp", "pp", "cp", "rank_offset", "world_size", "order"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.name_to_size == expected.name_to_size
+    assert found.ordered_size == expected.ordered_size
+    assert found.get_mask(found.order, token) == expected.get_mask(expected.order, token)
+    assert found.get_ranks(token) == expected.get_ranks(token)
+
+
+# The enumeration by masks is Megatron's, also for a part of the ranks and for no dim at all.
+@given(st.data())
+def test_masked_groups(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    mask = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    world_size = data.draw(st.integers(1, 64))
+    try:
+        expected = theirs.generate_masked_orthogonal_rank_groups(world_size, sizes, mask)
+    except AssertionError:
+        with pytest.raises(AssertionError):
+            ours.generate_masked_orthogonal_rank_groups(world_size, sizes, mask)
+    else:
+        found = ours.generate_masked_orthogonal_rank_groups(world_size, sizes, mask)
+        assert found == expected
+
+
+def created_by(module, call):
+    """What a function of a module creates in a fake world, and returns."""
+    created = []
+
+    def new_group(ranks, **options):
+        created.append((tuple(ranks), options.get("backend"), options.get("group_desc")))
+        return created[-1]
+
+    with fake_world(24, rank=5), mock.patch.object(dist, "new_group", new_group):
+        return call(module), created
+
+
+# The free functions create the same groups in the same order, and return the caller's.
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda module: module.create_hierarchical_groups(5, list(range(12)), [2, 3, 2], True),
+        lambda module: module.create_hierarchical_groups(5, [5, 1, 9, 7], [2, 2], group_desc="X"),
+        lambda module: module.create_hierarchical_groups(5, [1, 2], [2], pg_options=[None]),
+        lambda module: module.create_hybrid_dp_cp_groups(5, list(range(16)), None),
+        lambda module: module.create_hybrid_dp_cp_groups(5, list(range(10)), None),
+        lambda module: module.create_group([5, 3], group_desc="mine", backend="gloo"),
+    ],
+)
+def test_free_functions(call):
+    assert created_by(ours, call) == created_by(theirs, call)
+    ours.destroy_model_parallel()
+    theirs.destroy_model_parallel()
+
+
+# A group from create_group is listed, before and after the others, and so are all-gather twins: a
+# change of all timeouts reaches them.
+def test_timeouts():
+    with fake_world(4), mock.patch("hypercomm.process_groups.c10d.set_timeout") as change:
+        early = ours.create_group([0, 1])
+        ours.initialize_model_parallel(2)
+        mine = ours.create_group([0, 1])
+        twins = ours.create_all_gather_groups()
+        ours.update_pg_timeout(timedelta(seconds=3))
+        groups = {group for (_, group), _ in change.call_args_list}
+        values = [getattr(ours, name) for name in GLOBALS]
+        assert groups == {
+            None,
+            early,
+            mine,
+            twins[0],
+            *(v for v in values if isinstance(v, dist.ProcessGroup)),
+        }
+        change.reset_mock()
+        ours.update_pg_timeout(timedelta(seconds=4), mine)
+        change.assert_called_once_with(timedelta(seconds=4), mine)
+        ours.destroy_model_parallel()
+        with pytest.raises(AssertionError, match="initialize_model_parallel"):
+            ours.update_pg_timeout(timedelta(seconds=3))
+
+
+# The all-gather twins have the ranks of dp-cp and of expert dp, are groups of their own, are the
+# same at the second call, and go with the state.
+def test_all_gather_groups():
+    with fake_world(16, rank=3):
+        with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+            ours.create_all_gather_groups()
+        ours.initialize_model_parallel(2, context_parallel_size=2, expert_model_parallel_size=4)
+        dense, expert = twins = ours.create_all_gather_groups(for_expert_parallelism=True)
+        assert plain(dense) == plain(ours._DATA_PARALLEL_GROUP_WITH_CP) == tuple(range(1, 16, 2))
+        assert plain(expert) == plain(ours._EXPERT_DATA_PARALLEL_GROUP) == (3, 11)
+        assert dense is not ours._DATA_PARALLEL_GROUP_WITH_CP
+        assert ours.create_all_gather_groups(for_expert_parallelism=True) == twins
+        assert ours.create_all_gather_groups() == (dense, None)
+        with pytest.raises(ValueError, match="timeout"):
+            ours.create_all_gather_groups(timeout=timedelta(seconds=7))
+        held = ProcessGroupCollection.use_mpu_process_groups(["dp_cp_ag", "expt_dp_ag"])
+        assert (held.dp_cp_ag, held.expt_dp_ag) == twins
+        ours.destroy_model_parallel()
+        assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
+
+
+# Embedding functions that do not treat all pipelines alike are refused on the ranks of all.
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("name", ["get_embedding_ranks", "get_position_embedding_ranks"])
+def test_uneven_embeddings(name, rank):
+    uneven = {name: lambda ranks: ranks if ranks[0] else ranks[:1]}
+    with fake_world(4, rank):
+        with pytest.raises(ValueError, match="keeps 1 of group 0 and 2 of group 1"):
+            ours.initialize_model_parallel(1, 2, **uneven)
+        ours.initialize_model_parallel(1, 2, **{name: lambda ranks: ranks})
+
+
+# The deprecated names warn, and answer.
+def test_deprecated():
+    with fake_world(4):
+        ours.initialize_model_parallel(2, pipeline_model_parallel_size=2)
+        with pytest.warns(DeprecationWarning, match="use is_initialized"):
+            assert ours.is_unitialized() is False
+        with pytest.warns(DeprecationWarning, match="use get_expert_data_parallel_group"):
+            assert ours.get_data_modulo_expert_parallel_group() is ours._EXPERT_DATA_PARALLEL_GROUP
+        with pytest.warns(DeprecationWarning, match="pass vp_stage"):
+            ours.set_virtual_pipeline_model_parallel_rank(1)
+        assert ours.get_virtual_pipeline_model_parallel_rank() == 1
+        ours.destroy_model_parallel()
+
+
+# DeepSpeed takes the module as `mpu`: model parallel is tensor times pipeline, and the name that
+# sends it down another path is missing.
+def test_deepspeed():
+    with fake_world(16, rank=13):
+        ours.initialize_model_parallel(2, 4)
+        assert ours.get_model_parallel_world_size() == 8
+        assert plain(ours.get_model_parallel_group()) == (0, 1, 4, 5, 8, 9, 12, 13)
+        assert ours.get_model_parallel_rank() == 7
+        assert ours.get_data_parallel_group_ranks() == [13, 15]
+        assert not hasattr(ours, "initialize_sequence_parallel")
+        ours.destroy_model_parallel()
+
+
+# The sequence-parallel names are those of context parallel, with the ranks that Megatron-DeepSpeed
+# gives them where there is no other parallelism: the world is an array over (dp, sp).
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("rank", [0, 5, 7])
+def test_sequence_parallel(rank, cp, lazy):
+    world = np.arange(8).reshape(-1, cp)
+    with fake_world(8, rank):
+        assert not ours.sequence_parallel_is_initialized()
+        assert not ours.sequence_data_parallel_is_initialized()
+        ours.initialize_model_parallel(context_parallel_size=cp, lazy=lazy)
+        assert plain(ours.get_sequence_parallel_group()) == tuple(world[rank // cp])
+        assert ours.get_sequence_parallel_world_size() == cp
+        assert ours.get_sequence_parallel_rank() == rank % cp
+        assert ours.get_sequence_parallel_src_rank() == world[rank // cp, 0]
+        assert plain(ours.get_sequence_data_parallel_group()) == tuple(range(8))
+        assert ours.get_sequence_data_parallel_world_size() == 8
+        assert ours.get_sequence_data_parallel_rank() == rank
+        assert ours.sequence_parallel_is_initialized()
+        assert ours.sequence_data_parallel_is_initialized()
+        ours.destroy_model_parallel()
+
+
+# Without a state they say so.
+@pytest.mark.parametrize("name", [name for name in dir(ours) if name.startswith("get_sequence")])
+def test_sequence_parallel_needs_a_state(name):
+    with fake_world(8), pytest.raises(errors.StateError, match="initialize_model_parallel"):
+        getattr(ours, name)()
+
+
+BAD = [
+    (
+        {"tensor_model_parallel_size": 0},
+        errors.LayoutError,
+        "tensor_model_parallel_size must be at least 1, got 0",
+    ),
+    (
+        {"pipeline_model_parallel_size": -1},
+        errors.LayoutError,
+        "pipeline_model_parallel_size must be at least 1, got -1",
+    ),
+    (
+        {"context_parallel_size": 1.5},
+        errors.LayoutError,
+        "context_parallel_size must be an int, got 1.5",
+    ),
+    (
+        {"expert_model_parallel_size": "2"},
+        errors.LayoutError,
+        "expert_model_parallel_size must be an int, got '2'",
+    ),
+    (
+        {"expert_tensor_parallel_size": True},
+        errors.LayoutError,
+        "expert_tensor_parallel_size must be an int, got True",
+    ),
+    (
+        {"num_distributed_optimizer_instances": 0},
+        errors.LayoutError,
+        "num_distributed_optimizer_instances must be at least 1, got 0",
+    ),
+    (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3},
+        errors.WorldSizeError,
+        (
+            "tensor_model_parallel_size=2 * pipeline_model_parallel_size=3 * context_parallel_size="
+            "1 = 6 does not divide the world of 16 ranks; what would do: pipeline_model_parallel_"
+            "size of 2 or 4, or a world of 12 or 18 ranks"
+        ),
+    ),
+    (
+        {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 4},
+        errors.WorldSizeError,
+        (
+            "expert_tensor_parallel_size=4 * expert_model_parallel_size=8 * "
+            "pipeline_model_parallel_size=1 = 32 does not divide the world of 16 ranks; what would "
+            "do: expert_tensor_parallel_size of 2, or expert_model_parallel_size of 4, or a world "
+            "of 32 ranks"
+        ),
+    ),
+    (
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "pipeline_model_parallel_size": 2,
+            "order": "tp-pp-dp",
+        },
+        errors.ConfigurationError,
+        (
+            "with order 'tp-pp-dp' the dense layers (tp=2,pp=2,dp=4,ep=1,cp=1) and the expert "
+            "layers (tp=1,pp=2,dp=8,ep=1,cp=1) must have the same pipelines and data parallel "
+            "size, but their pipelines are <8 groups of 2: (0, 2), (1, 3), ...> and <8 groups of "
+            "2: (0, 1), (2, 3), ...>; put pp last in the order, or choose expert sizes with "
+            "expert_tensor_parallel_size * expert_model_parallel_size = 2"
+        ),
+    ),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        errors.ConfigurationError,
+        (
+            "virtual_pipeline_model_parallel_size=2 interleaves pipeline stages, but "
+            "pipeline_model_parallel_size is 1; make it at least 2"
+        ),
+    ),
+    (
+        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
+        errors.ConfigurationError,
+        "hierarchical_context_parallel_sizes [2, 3] multiply to 6, but context_parallel_size is 4",
+    ),
+    (
+        {"pipeline_model_parallel_comm_backend": "gloo"},
+        errors.ConfigurationError,
+        "pipeline_model_parallel_comm_backend must be one of ['nccl', 'ucc'], got 'gloo'",
+    ),
+    (
+        {"order": "tp-xx"},
+        errors.UnknownDimError,
+        (
+            "unknown dim 'xx' in order 'tp-xx'; "
+            "Megatron has ('tp', 'pp', 'dp', 'ep', 'cp', 'gtp_remat')"
+        ),
+    ),
+    (
+        {"order": "dp-pp", "tensor_model_parallel_size": 2},
+        errors.OrderError,
+        "dim 'tp' has size 2, but order 'dp-pp' does not name it; add it to the order",
+    ),
+    (
+        {"num_distributed_optimizer_instances": 3},
+        errors.ConfigurationError,
+        "num_distributed_optimizer_instances=3 does not divide the dp * cp size 16; use 2 or 4",
+    ),
+    (
+        {"distributed_timeout_minutes": 0},
+        errors.GroupOptionsError,
+        "distributed_timeout_minutes must be a number above 0, got 0",
+    ),
+    (
+        {"get_embedding_ranks": 3},
+        errors.GroupOptionsError,
+        "get_embedding_ranks must be a function of the ranks of a pipeline, got 3",
+    ),
+    (
+        {"get_embedding_ranks": lambda _: [99]},
+        errors.LayoutError,
+        (
+            "embd: pick() must name at least one rank, all from group 0 (0,); the function "
+            "returned (99,)"
+        ),
+    ),
+    (
+        {"local_world_size": 32},
+        errors.WorldSizeError,
+        (
+            "Grid shape [1, 1, 1, 32, 1] is over sized: the grid tp=1 * cp=1 * ep=1 * dp=32 * "
+            "pp=1 = 32 ranks at rank_offset 0 needs ranks up to 31, but the world has 16 (ranks "
+            "0..15); make a size smaller, or start at least 32 ranks"
+        ),
+    ),
+    (
+        {"share": "all"},
+        errors.GroupOptionsError,
+        "share must be one of ['never', 'identical'], got 'all'",
+    ),
+]
+
+
+# A bad call says what is wrong and what would do; it leaves no global and no group behind, and the
+# correct call after it succeeds.
+@pytest.mark.parametrize(("arguments", "kind", "sentence"), BAD)
+def test_bad_initialisation(arguments, kind, sentence):
+    with fake_world(16, rank=3):
+        rest, groups = read_globals(ours), set(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(kind, match=f"^{re.escape(sentence)}$") as caught:
+            ours.initialize_model_parallel(**arguments)
+        assert type(caught.value) is kind
+        assert read_globals(ours) == rest
+        assert set(dist.distributed_c10d._world.pg_map) == groups
+        ours.initialize_model_parallel()
+        assert ours.is_initialized()
+        ours.destroy_model_parallel()
+
+
+# A second initialisation is refused, and the first stays; so is one without torch.distributed.
+def test_initialise_twice():
+    with pytest.raises(AssertionError, match="init_process_group"):
+        ours.initialize_model_parallel()
+    with fake_world(4):
+        ours.initialize_model_parallel(2)
+        before = read_globals(ours)
+        with pytest.raises(AssertionError, match="already initialized"):
+            ours.initialize_model_parallel(4)
+        assert read_globals(ours) == before
+        ours.destroy_model_parallel()
+        ours.destroy_model_parallel()
+
+
+# A creation that fails in the middle takes back what came before it.
+@pytest.mark.parametrize("fails_at", [1, 5, 20, 25])
+def test_failure_in_the_middle(fails_at):
+    with fake_world(8, rank=3):
+        before = set(dist.distributed_c10d._world.pg_map)
+        honest, calls = c10d.new_group, []
+
+        def new_group(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == fails_at:
+                raise RuntimeError("the network is down")
+            return honest(*args, **kwargs)
+
+        with (
+            mock.patch.object(c10d, "new_group", new_group),
+            pytest.raises(RuntimeError, match="the network is down"),
+        ):
+            ours.initialize_model_parallel(2, num_distributed_optimizer_instances=2)
+        assert set(dist.distributed_c10d._world.pg_map) == before
+        assert not ours.is_initialized()
+        assert ours._GLOBAL_MEMORY_BUFFER is None
+        ours.initialize_model_parallel(2)
+        ours.destroy_model_parallel()
+
+
+# Gloo getters say why there are none, as do those of options that were not given.
+def test_missing_groups_say_why():
+    with (
+        fake_world(8),
+        ParallelState.create(
+            pipeline_model_parallel_size=4, create_gloo_process_groups=False
+        ) as state,
+        ours.use(state),
+    ):
+        for getter, reason in [
+            (ours.get_data_parallel_group_gloo, "create_gloo_process_groups=False"),
+            (ours.get_expert_data_parallel_group_gloo, "create_gloo_process_groups=False"),
+            (ours.get_hierarchical_context_parallel_groups, "hierarchical_context_parallel_sizes"),
+            (ours.get_inter_distributed_optimizer_instance_group, "optimizer_instances"),
+        ]:
+            with pytest.raises(AssertionError, match=reason):
+                getter()
+    with fake_world(8, rank=2), ParallelState.create(pipeline_model_parallel_size=4) as state:
+        with ours.use(state), pytest.raises(AssertionError, match="rank 2 is in none of these"):
+            ours.get_embedding_group()
+        assert ours.get_embedding_group(check_initialized=False) is None
+
+
+# An embedding function of the caller's own picks the stages, as in Megatron.
+def test_own_embedding_ranks():
+    arguments = {
+        "pipeline_model_parallel_size": 4,
+        "get_embedding_ranks": lambda ranks: [ranks[0], ranks[1], ranks[-1]],
+        "get_position_embedding_ranks": lambda ranks: [ranks[1]],
+    }
+    for rank in range(8):
+        embeddings = []
+        for module in (ours, theirs):
+            with fake_world(8, rank), gloo_made_fake(module):
+                module.initialize_model_parallel(**arguments)
+                embeddings.append(
+                    (
+                        plain(module._EMBEDDING_GROUP),
+                        plain(module._POSITION_EMBEDDING_GROUP),
+                        module.is_rank_in_embedding_group(),
+                        module.is_rank_in_position_embedding_group(),
+                    )
+                )
+                forget(module)
+        assert embeddings[0] == embeddings[1]
+
+
+# What is not a state cannot be used as one, and a wrong argument's name is refused.
+def test_bad_states():
+    with (
+        pytest.raises(AssertionError, match="use\\(\\) takes a ParallelState"),
+        ours.use(SimpleNamespace()),
+    ):
+        pass
+    with fake_world(2), pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
+        ParallelState.create(tp=2)
+
+
+# A rank outside the model has no lists of groups either.
+def test_outside():
+    arguments = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
+    with fake_world(8, rank=6):
+        ours.initialize_model_parallel(
+            **arguments, hybrid_context_parallel=True, local_world_size=4
+        )
+        assert ours._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is None
+        assert ours._HYBRID_DP_CP_GROUPS == {}
+        assert not ours.is_initialized()
+        with pytest.raises(AssertionError, match="rank 6 is in none of these groups"):
+            ours.get_tensor_model_parallel_rank()

@@ -1,0 +1,818 @@
+"""NCCL options, SHARP, UCC, the environment, failed initialisations; memory buffers."""
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import megatron_facts as facts
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import utils as their_utils
+
+try:
+    from megatron.core.inference.symmetric_memory import SymmetricMemoryBuffer as TheirMemory
+except ImportError:  # up to 0.16
+    from megatron.core.utils import GlobalSymmetricMemoryBuffer as TheirMemory
+from megatron_facts import ours, theirs
+from ranks.rank_functions import registered
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
+
+from hypercomm.compat.megatron import version
+from hypercomm.errors import NcclConfigError
+from hypercomm.process_groups import c10d
+from hypercomm.testing import fake_world
+
+WORLD_SIZE, RANK = 16, 5
+COLLNET = "NCCL_COLLNET_ENABLE"
+HELPER = "_new_process_group_helper"  # where torch creates one group, for Megatron and for us
+
+# Everything that makes further groups, for 16 ranks: dp 4, cp 2, expert dp 2 in 2 instances.
+WITH_PEERS = ("gtp_remat_dp", "gtp_remat_dp_cp", "ep_gtp_remat_dp", "tp_ep_gtp_remat_pp")
+"""Keys of groups that there are with GTP peers only."""
+
+ALL_GROUPS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "num_distributed_optimizer_instances": 2,
+    "hierarchical_context_parallel_sizes": [2, 1],
+    "hybrid_context_parallel": True,
+    "create_all_gather_group": True,
+    "create_gloo_process_groups": False,
+}
+# The names that Megatron's initialize_model_parallel gives to get_nccl_options.
+KEYS = (
+    *("dp_cp", "intra_dp_cp", "dp", "cp", "hcp", "mp", "tp", "pp", "embd", "pos_embd"),
+    *("tp_dp_cp", "tp_dp", "tp_cp", "ep", "ep_tp", "tp_ep_mp", "tp_ep_pp", "ep_dp"),
+    *("intra_ep_dp", "inter_ep_dp", "intra_dist_opt_instance"),
+    *("gtp_remat", "gtp_remat_dp", "gtp_remat_dp_cp"),
+    *("expt_gtp_remat", "tp_ep_gtp_remat_pp", "ep_gtp_remat_dp"),
+)
+
+
+class NcclOptions(FakeProcessGroup.Options):
+    """Stands for ProcessGroupNCCL.Options; the fake backend takes it, and it records."""
+
+    def __init__(self, is_high_priority_stream=False):
+        super().__init__()
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+def shown(options):
+    """What was asked of NCCL, as a value."""
+    if not hasattr(options, "config"):
+        return None
+    return (options.is_high_priority_stream, tuple(sorted(vars(options.config).items())))
+
+
+@pytest.fixture
+def with_nccl(monkeypatch):
+    """A torch that looks as if it was built with NCCL."""
+    if FakeProcessGroup.Options is Backend.Options:
+        pytest.skip("the fake backend of this torch has no options, and is handed none")
+    stub = SimpleNamespace(Options=NcclOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", stub, raising=False)
+
+
+@contextlib.contextmanager
+def without_nccl():
+    """A torch that looks as if it was built without NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(dist, "ProcessGroupNCCL", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """Put the environment back after each test."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop(COLLNET, None)
+        yield
+
+
+@contextlib.contextmanager
+def created_groups():
+    """Record each group of this rank: its description, ranks, options and environment."""
+    c10d, groups = dist.distributed_c10d, []
+    honest = c10d._new_process_group_helper
+
+    @functools.wraps(honest)
+    def helper(group_size, group_rank, ranks, *args, **options):
+        made = honest(group_size, group_rank, ranks, *args, **options)
+        if made[0] is not dist.GroupMember.NON_GROUP_MEMBER:
+            groups.append(
+                SimpleNamespace(
+                    group_desc=options["group_desc"],
+                    ranks=tuple(sorted(ranks)),
+                    options=shown(options["backend_options"]),
+                    environment=dict(os.environ),
+                )
+            )
+        return made
+
+    with mock.patch.object(c10d, HELPER, helper):
+        yield groups
+
+
+@contextlib.contextmanager
+def job(module, rank=RANK):
+    """A fake world in which a Megatron may be initialised; it is empty afterwards."""
+    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+        try:
+            yield
+        finally:
+            facts.forget(module)
+
+
+def groups_of(module, rank=RANK, **arguments):
+    """The groups that an initialisation creates."""
+    with job(module, rank), created_groups() as groups:
+        module.initialize_model_parallel(**facts.taken_by(module, arguments))
+    # Newer Megatrons create this one beside that of the same ranks without peers; ours share it.
+    return [group for group in groups if not group.group_desc.endswith("WITH_EGTP")]
+
+
+def error_of(module, **arguments):
+    with job(module):
+        try:
+            module.initialize_model_parallel(**arguments)
+        except Exception as error:  # noqa: BLE001 - whatever Megatron raises
+            return error
+    return None
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content):
+        path = tmp_path / "nccl.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+# A file that is not there, or is none, is the operating system's error, with the path.
+@pytest.mark.parametrize(
+    ("name", "error"), [("missing.yaml", FileNotFoundError), ("", IsADirectoryError)]
+)
+def test_no_file(name, error, tmp_path):
+    path = str(tmp_path / name)
+    found = error_of(ours, nccl_communicator_config_path=path)
+    assert type(found) is error
+    assert found.filename.rstrip("/") == path.rstrip("/")
+    assert "nccl_communicator_config_path" in str(found)
+    assert isinstance(error_of(theirs, nccl_communicator_config_path=path), error)
+
+
+# A file that is not yaml, or whose yaml is no mapping of groups to mappings, is refused by name.
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("dp: {", "is not yaml"),
+        ("dp: cp: tp", "is not yaml"),
+        ("dp:\n\tmax_ctas: 1", "is not yaml"),
+        (b"\xff\xfe\x00", "is not yaml"),
+        ("dp: !!python/object/apply:os.getcwd []", "is not yaml"),
+        ("", "must map names to values, got None"),
+        ("3", "must map names to values, got 3"),
+        ("[dp]", "must map names to values"),
+        ("dp", "must map names to values, got 'dp'"),
+        ("dp:", "'dp' must map names to values, got None"),
+        ("dp: 3", "'dp' must map names to values, got 3"),
+        ("dp: [max_ctas]", "'dp' must map names to values"),
+        ("dpp: {max_ctas: 1}", "names no group 'dpp'; use some of .*'dp'"),
+        ("5: {max_ctas: 1}", "names no group 5"),
+        ("dp: {max_cta: 1}", "'dp' has no option 'max_cta'; use some of .*'max_ctas'"),
+        ("dp: {1: 1}", "'dp' has no option 1"),
+        ("dp: {max_ctas: 1}\ncp: {max_cta: 1}", "'cp' has no option 'max_cta'"),
+        ("dp: {max_ctas: 0}", "'dp': max_ctas must be at least 1, got 0"),
+        ("dp: {min_ctas: -1}", "'dp': min_ctas must be at least 1, got -1"),
+        ("dp: {cga_cluster_size: many}", "'dp': cga_cluster_size must be an int, got 'many'"),
+        ("dp: {max_ctas: 1.5}", "'dp': max_ctas must be an int, got 1.5"),
+        ("dp: {max_ctas: true}", "'dp': max_ctas must be an int, got True"),
+        ("dp: {max_ctas: }", "'dp': max_ctas must be an int, got None"),
+        ("dp: {net_name: tcp}", "'dp': net_name must be 'IB' or 'socket', got 'tcp'"),
+        ("dp: {net_name: 3}", "'dp': net_name must be 'IB' or 'socket', got 3"),
+        ("dp: {net_name: }", "'dp': net_name must be 'IB' or 'socket', got None"),
+        ("dp: {is_high_priority_stream: 1}", "'dp': is_high_priority_stream must be true or"),
+        ("dp: {is_high_priority_stream: 'true'}", "'dp': is_high_priority_stream must be true"),
+    ],
+)
+@pytest.mark.usefixtures("with_nccl")
+def test_wrong_files(content, message, file):
+    path = file(content)
+    with job(ours):
+        before = registered()
+        with pytest.raises(NcclConfigError, match=message) as caught:
+            ours.initialize_model_parallel(nccl_communicator_config_path=path)
+        assert path in str(caught.value)
+        assert registered() == before
+        assert not ours.is_initialized()
+
+
+# Megatron's callers catch a RuntimeError for a wrong network, and where yaml is not installed.
+@pytest.mark.usefixtures("with_nccl")
+def test_errors_as_callers_catch_them(file, monkeypatch):
+    path = file("dp: {net_name: tcp}")
+    assert type(error_of(theirs, nccl_communicator_config_path=path)) is RuntimeError
+    assert isinstance(error_of(ours, nccl_communicator_config_path=path), RuntimeError)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert type(error_of(theirs, nccl_communicator_config_path=path)) is RuntimeError
+    found = error_of(ours, nccl_communicator_config_path=path)
+    assert isinstance(found, RuntimeError)
+    assert "pip install 'hypercomm[nccl-config]'" in str(found)
+
+
+# yaml is needed only for a file.
+def test_no_file_needs_no_yaml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert error_of(ours) is None
+
+
+# Every key of Megatron's reaches its groups, and those only, with every kind of group there.
+@pytest.mark.usefixtures("with_nccl")
+def test_each_key_reaches_its_groups(file):
+    arguments = facts.taken_by(theirs, ALL_GROUPS)
+    path = file("\n".join(f"{key}: {{max_ctas: {place}}}" for place, key in enumerate(KEYS, 1)))
+    found, expected = (
+        Counter(
+            (group.ranks, group.options)
+            for group in groups_of(module, nccl_communicator_config_path=path, **arguments)
+        )
+        for module in (ours, theirs)
+    )
+    assert found == expected
+    options = {options for _, options in found}
+    unused = WITH_PEERS if version.has("gtp_remat") else [key for key in KEYS if "gtp" in key]
+    assert options == {
+        (False, (("max_ctas", place),)) for place, key in enumerate(KEYS, 1) if key not in unused
+    }
+
+
+# All options of a file reach NCCL as Megatron passes them; a group without any gets none.
+@pytest.mark.usefixtures("with_nccl")
+@pytest.mark.parametrize("rank", [0, 15])
+@pytest.mark.parametrize(
+    ("content", "high_priority"),
+    [
+        ("{}", []),
+        ("dp: {}", []),
+        ("dp: {max_ctas: 8, min_ctas: 2, cga_cluster_size: 4, net_name: IB}", []),
+        ("dp: {is_high_priority_stream: true}\ntp: {is_high_priority_stream: false}", []),
+        ("dp: {is_high_priority_stream: false, max_ctas: 8}", ["dp", "cp"]),
+        ("pp: {net_name: Socket}", ["pp", "pp"]),
+        (None, ["ep_dp"]),
+        (None, list(KEYS)),
+        (None, []),
+    ],
+)
+def test_options_are_megatrons(content, high_priority, rank, file):
+    arguments = {
+        "nccl_communicator_config_path": content and file(content),
+        "high_priority_stream_groups": high_priority,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+    }
+    before = list(high_priority)
+    found, expected = (
+        Counter((group.ranks, group.options) for group in groups_of(module, rank, **arguments))
+        for module in (ours, theirs)
+    )
+    assert found == expected
+    assert high_priority == before
+
+
+# gloo twins get no NCCL options.
+@pytest.mark.usefixtures("with_nccl")
+def test_gloo_twins_get_no_options():
+    groups = groups_of(ours, high_priority_stream_groups=list(KEYS))
+    twins = [group for group in groups if group.group_desc.endswith("_GLOO")]
+    assert len(twins) == 3
+    assert {group.options for group in twins} == {None}
+
+
+# A high priority is asked for by key, and an unknown one is refused.
+@pytest.mark.parametrize("names", [["dpp"], ["dp", "gloo"], [None]])
+def test_unknown_high_priority_group(names):
+    error = error_of(ours, high_priority_stream_groups=names)
+    assert isinstance(error, NcclConfigError)
+    assert "high_priority_stream_groups names no group" in str(error)
+    assert "'intra_dist_opt_instance'" in str(error)
+
+
+# A lone string is no list of keys.
+def test_high_priority_groups_are_a_list():
+    error = error_of(ours, high_priority_stream_groups="dp")
+    assert isinstance(error, ValueError)
+    assert "high_priority_stream_groups" in str(error)
+
+
+# In a torch without NCCL, options are refused rather than dropped.
+def test_options_without_nccl():
+    with without_nccl():
+        error = error_of(ours, high_priority_stream_groups=["dp"])
+    assert isinstance(error, NcclConfigError)
+    assert "'dp'" in str(error)
+
+
+# ---- functions ----------------------------------------------------------------------------------
+
+
+# Options are Megatron's, for any configuration; the configuration is left as it was.
+@pytest.mark.usefixtures("with_nccl")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"cp": {"max_ctas": 1}},
+        {"dp": {}},
+        {"dp": {"max_ctas": 8}},
+        {"dp": {"min_ctas": 2, "cga_cluster_size": 4, "max_ctas": 32}},
+        *({"dp": {"net_name": name}} for name in ("IB", "ib", "socket", "Socket", "SOCKET")),
+        {"dp": {"is_high_priority_stream": True}},
+        {"dp": {"is_high_priority_stream": False, "net_name": "ib"}, "cp": {"net_name": "tcp"}},
+    ],
+)
+def test_get_nccl_options(config):
+    before = {key: dict(options) for key, options in config.items()}
+    found, expected = (module.get_nccl_options("dp", config) for module in (ours, theirs))
+    assert (found is None) == (expected is None) == ("dp" not in config)
+    assert shown(found) == shown(expected)
+    assert config == before
+
+
+# A value that NCCL does not have is an NcclConfigError, whichever option it is of.
+@pytest.mark.usefixtures("with_nccl")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("net_name", "tcp"),
+        ("net_name", None),
+        ("max_ctas", 0),
+        ("max_ctas", "8"),
+        ("min_ctas", -1),
+        ("cga_cluster_size", 1.5),
+        ("is_high_priority_stream", "yes"),
+    ],
+)
+def test_get_nccl_options_refuses(name, value):
+    with pytest.raises(NcclConfigError, match=name):
+        ours.get_nccl_options("dp", {"dp": {name: value}})
+
+
+# Overwriting sets one option of one group, in place, as Megatron's does.
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KEYS[:3]), st.sampled_from(["a", "b"]), st.integers()),
+        max_size=6,
+    )
+)
+def test_overwrite_nccl_comm_cfgs(calls):
+    configs = []
+    for module in (ours, theirs):
+        config = {"dp": {"a": 0}}
+        for key, option, value in calls:
+            assert module.overwrite_nccl_comm_cfgs(config, key, (option, value)) is None
+        configs.append(config)
+    assert configs[0] == configs[1]
+
+
+# ---- SHARP --------------------------------------------------------------------------------------
+
+SHARP = [
+    ({"use_sharp": True}, "DATA_PARALLEL_GROUP_WITH_CP"),
+    ({"use_sharp": True, "sharp_enabled_group": "dp"}, "DATA_PARALLEL_GROUP_WITH_CP"),
+    (
+        {"use_sharp": True, "sharp_enabled_group": "dp_replica"},
+        "INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    ),
+    ({}, None),
+]
+
+
+# Megatron of 0.19 and 0.20 fails with use_sharp: it asks for a group that it has not set yet.
+WITH_SHARP = [ours] if version.has("gtp_remat") else [ours, theirs]
+
+
+def sharp_of(module, rank, arguments, sizes):
+    """The groups, and each barrier: its ranks, device and environment."""
+    barriers = []
+
+    def barrier(group=None, device_ids=None):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        barriers.append((ranks, device_ids, os.environ.get(COLLNET)))
+
+    with (
+        mock.patch.object(dist, "barrier", barrier),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch.object(torch.cuda, "synchronize") as synchronize,
+    ):
+        groups = groups_of(module, rank, **sizes, **arguments)
+    assert synchronize.call_count == len(barriers)
+    return groups, barriers
+
+
+# The group of Megatron's choice meets in one barrier with SHARP enabled; the switch is off after.
+@pytest.mark.parametrize("preset", [None, "0", "1"])
+@pytest.mark.parametrize("rank", [0, 5, 15])
+@pytest.mark.parametrize(("arguments", "name"), SHARP)
+def test_sharp_barriers(arguments, name, rank, preset):
+    sizes = {"num_distributed_optimizer_instances": 2, "tensor_model_parallel_size": 2}
+    found = []
+    for module in WITH_SHARP:
+        if preset is not None:
+            os.environ[COLLNET] = preset
+        found.append(sharp_of(module, rank, arguments, sizes)[1])
+        assert COLLNET not in os.environ
+    # Megatron repeats the barrier for each further group, of which this rank is no member.
+    assert len(found[0]) <= 1
+    assert all(barrier == found[0][0] for barrier in found[-1])
+    assert bool(found[0]) == bool(found[-1])
+    # dp is 8 ranks apart by 2; the replicas are the ranks at one place of both of its halves.
+    ranks = tuple(range(rank % 2, 16, 2)) if "DATA_PARALLEL_GROUP_WITH" in (name or "") else ()
+    ranks = ranks or (rank % 8, rank % 8 + 8)
+    assert found[0] == ([(ranks, [3], "1")] if name else [])
+
+
+# Only that group is created with SHARP enabled, which Megatron enables for it too.
+@pytest.mark.parametrize("preset", [None, "1"])
+@pytest.mark.parametrize("rank", [0, 5, 15])
+@pytest.mark.parametrize(("arguments", "name"), SHARP)
+def test_sharp_while_groups_are_created(arguments, name, rank, preset):
+    enabled = []
+    for module in WITH_SHARP:
+        if preset is not None:
+            os.environ[COLLNET] = preset
+        groups, _ = sharp_of(module, rank, arguments, ALL_GROUPS)
+        enabled.append([group for group in groups if group.environment.get(COLLNET) is not None])
+        assert {group.environment[COLLNET] for group in enabled[-1]} <= {"1"}
+        assert COLLNET not in os.environ
+    found, expected = enabled[0], enabled[-1]
+    assert [group.group_desc for group in found] == ([name] if name else [])
+    assert {group.ranks for group in found} <= {group.ranks for group in expected}
+
+
+# The group for SHARP over dp is the first of all: SHARP is for the first communicator.
+@pytest.mark.parametrize("module", WITH_SHARP, ids=["ours", "theirs"][: len(WITH_SHARP)])
+def test_sharp_over_dp_comes_first(module):
+    groups, _ = sharp_of(module, RANK, {"use_sharp": True}, ALL_GROUPS)
+    assert groups[0].group_desc == "DATA_PARALLEL_GROUP_WITH_CP"
+    assert groups[0].environment[COLLNET] == "1"
+
+
+# Without a GPU there is no device to name.
+def test_sharp_without_a_gpu():
+    with mock.patch.object(dist, "barrier") as barrier:
+        groups_of(ours, use_sharp=True)
+    assert [call.kwargs["device_ids"] for call in barrier.call_args_list] == [None]
+
+
+# What Megatron refuses about SHARP we refuse, and leave the environment alone.
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sharp_enabled_group": "dp"},
+        {"sharp_enabled_group": "tp", "use_sharp": True},
+        {"sharp_enabled_group": "DP", "use_sharp": True},
+        {"sharp_enabled_group": "", "use_sharp": True},
+        {"sharp_enabled_group": "", "use_sharp": False},
+        {"sharp_enabled_group": "dp_replica", "use_sharp": True},
+        {"sharp_enabled_group": "dp_replica", "num_distributed_optimizer_instances": 2},
+    ],
+)
+def test_sharp_refused(arguments):
+    assert type(error_of(theirs, **arguments)) is AssertionError
+    os.environ[COLLNET] = "1"
+    before = dict(os.environ)
+    error = error_of(ours, **arguments)
+    assert isinstance(error, AssertionError)
+    assert "sharp_enabled_group" in str(error)
+    assert dict(os.environ) == before
+
+
+# ---- UCC ----------------------------------------------------------------------------------------
+
+UCC = {"pipeline_model_parallel_comm_backend": "ucc", "pipeline_model_parallel_size": 2}
+UCC_NAMES = (
+    *("TORCH_UCC_BLOCKING_WAIT", "UCC_EC_CUDA_STREAM_TASK_MODE", "UCX_TLS"),
+    *("NSYS_UCP_COMM_PARAMS", "UCX_RNDV_THRESH", "UCX_NET_DEVICES", "UCC_CL_BASIC_TLS"),
+)
+
+
+@pytest.fixture
+def with_ucc(monkeypatch):
+    """A torch that looks as if it was built with every backend; a fake world runs none."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+    for name in UCC_NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def environments(arguments, preset):
+    """For ours and Megatron's: the environment while the pipeline's group is made, and after."""
+    for module in (ours, theirs):
+        with mock.patch.dict(os.environ, preset):
+            groups = groups_of(module, **arguments)
+            pipeline = next(g for g in groups if g.group_desc == "PIPELINE_MODEL_PARALLEL_GROUP")
+            yield pipeline.environment, dict(os.environ)
+
+
+# What UCC reads is what Megatron sets: some only by default, some always; it stays.
+@pytest.mark.usefixtures("with_ucc")
+@pytest.mark.parametrize(
+    "preset",
+    [
+        {},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        {"TORCH_UCC_BLOCKING_WAIT": "all", "UCX_TLS": "tcp", "UCC_EC_CUDA_STREAM_TASK_MODE": ""},
+        dict.fromkeys(UCC_NAMES, "mine"),
+    ],
+)
+def test_ucc_environment(preset):
+    found, expected = environments(UCC, preset)
+    assert found == expected
+    assert found[0]["UCX_RNDV_THRESH"] == "0"
+    assert found[1]["UCX_TLS"] == preset.get("UCX_TLS", "ib,cuda_copy")
+
+
+# Other backends of the pipeline need no environment.
+@pytest.mark.usefixtures("with_ucc")
+@pytest.mark.parametrize("backend", [None, "nccl"])
+def test_no_ucc_environment(backend):
+    before = dict(os.environ)
+    found, expected = environments({**UCC, "pipeline_model_parallel_comm_backend": backend}, {})
+    assert found == expected == (before, before)
+
+
+# One hardware queue is refused, as by Megatron, and nothing has changed.
+@pytest.mark.usefixtures("with_ucc")
+def test_ucc_with_one_queue():
+    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        before = dict(os.environ)
+        assert isinstance(error_of(theirs, **UCC), AssertionError)
+        os.environ.clear()
+        os.environ.update(before)
+        assert isinstance(error_of(ours, **UCC), AssertionError)
+        assert dict(os.environ) == before
+
+
+# The pipeline's group over UCC gets no NCCL options; its other groups do.
+@pytest.mark.usefixtures("with_ucc", "with_nccl")
+def test_ucc_takes_no_nccl_options():
+    groups = groups_of(ours, **UCC, high_priority_stream_groups=["pp", "embd"])
+    options = {group.group_desc: group.options for group in groups}
+    assert options["PIPELINE_MODEL_PARALLEL_GROUP"] is None
+    assert options["EMBEDDING_GROUP"] == (True, ())
+
+
+# Another backend is refused as by Megatron.
+@pytest.mark.parametrize("backend", ["mpi", "UCC", "", "gloo"])
+def test_other_pipeline_backends(backend):
+    arguments = {**UCC, "pipeline_model_parallel_comm_backend": backend}
+    assert isinstance(error_of(theirs, **arguments), AssertionError)
+    assert isinstance(error_of(ours, **arguments), AssertionError)
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+class OfTheTestError(Exception):
+    pass
+
+
+def fails(*_, **__):
+    raise OfTheTestError
+
+
+@contextlib.contextmanager
+def failing_creation(number, error):
+    """Let the creation of the n-th group fail."""
+    c10d, calls = dist.distributed_c10d, itertools.count(1)
+    honest = c10d._new_process_group_helper
+
+    @functools.wraps(honest)
+    def helper(*args, **options):
+        if next(calls) == number:
+            raise error
+        return honest(*args, **options)
+
+    with mock.patch.object(c10d, HELPER, helper):
+        yield
+
+
+def assert_recovers(error, arguments, fault):
+    """A failed initialisation leaves no trace, and the next one is as if it were the first."""
+    os.environ[COLLNET] = "0"
+    with job(ours):
+        before, environment = registered(), dict(os.environ)
+        with pytest.raises(error), fault:
+            ours.initialize_model_parallel(**arguments)
+        assert registered() == before
+        assert dict(os.environ) == environment
+        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+        assert not ours.is_initialized()
+        assert ours.get_context_parallel_group(check_initialized=False) is None
+        ours.initialize_model_parallel(**ALL_GROUPS)
+        found = {**facts.ask(ours), **facts.read_globals(ours)}
+    with job(theirs):
+        theirs.initialize_model_parallel(**facts.taken_by(theirs, ALL_GROUPS))
+        assert found == {**facts.ask(theirs), **facts.read_globals(theirs)}
+
+
+# ... where a function of the caller's raises, an option is refused late, or SHARP's barrier fails.
+@pytest.mark.usefixtures("with_ucc")
+@pytest.mark.parametrize(
+    ("error", "arguments", "fault"),
+    [
+        (OfTheTestError, {"get_embedding_ranks": fails}, contextlib.nullcontext),
+        (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext),
+        (OfTheTestError, {**UCC, "get_embedding_ranks": fails}, contextlib.nullcontext),
+        (NcclConfigError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
+        (
+            OfTheTestError,
+            {"use_sharp": True},
+            lambda: mock.patch.object(dist, "barrier", fails),
+        ),
+        (
+            OfTheTestError,
+            {
+                "use_sharp": True,
+                "sharp_enabled_group": "dp_replica",
+                "num_distributed_optimizer_instances": 2,
+            },
+            lambda: mock.patch.object(dist, "barrier", fails),
+        ),
+    ],
+    ids=["embedding", "position embedding", "ucc", "options", "sharp dp", "sharp dp_replica"],
+)
+def test_recovers(error, arguments, fault):
+    assert_recovers(error, arguments, fault())
+
+
+# ... where the creation of any group fails, or is interrupted.
+@pytest.mark.parametrize("error", [OfTheTestError(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("number", range(1, 1 + sum("gtp" not in key for key in KEYS)))
+def test_recovers_from_each_creation(number, error):
+    assert_recovers(type(error), ALL_GROUPS, failing_creation(number, error))
+
+
+# A second initialisation is refused and leaves the first as it is.
+def test_initialised_twice():
+    with job(ours):
+        ours.initialize_model_parallel(tensor_model_parallel_size=2)
+        before, environment = registered(), dict(os.environ)
+        group = ours.get_tensor_model_parallel_group()
+        with pytest.raises(AssertionError, match="already initialized"):
+            ours.initialize_model_parallel(tensor_model_parallel_size=4)
+        assert ours.get_tensor_model_parallel_group() is group
+        assert (registered(), dict(os.environ)) == (before, environment)
+
+
+# ---- memory buffers -----------------------------------------------------------------------------
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 4), min_size=1, max_size=3),
+        st.sampled_from([torch.float32, torch.int8]),
+        st.sampled_from(["a", "b"]),
+    ),
+    max_size=8,
+)
+
+
+# For any requests, shapes, dtypes and reuse are Megatron's, and so is when memory is allocated.
+@given(requests)
+def test_memory_buffer_is_megatrons(asked):
+    seen = []
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        for kind in (ours.GlobalMemoryBuffer, their_utils.GlobalMemoryBuffer):
+            buffer, answers = kind(), []
+            for shape, dtype, name in asked:
+                context = mock.MagicMock()
+                tensor = buffer.get_tensor(shape, dtype, name, mem_alloc_context=context)
+                assert tensor.numel() == math.prod(shape)
+                held = {key: value.numel() for key, value in buffer.buffer.items()}
+                same = buffer.get_tensor(shape, dtype, name).data_ptr() == tensor.data_ptr()
+                kept = (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device)
+                answers.append((kept, held, same, context.call_count))
+            seen.append(answers)
+    assert seen[0] == seen[1]
+
+
+# A smaller tensor shares the memory of a larger one; a larger one, another name or dtype does not.
+def test_memory_buffer():
+    buffer = ours.GlobalMemoryBuffer()
+    first = buffer.get_tensor((2, 3), torch.float32, "a")
+    first.fill_(7)
+    assert buffer.get_tensor((5,), torch.float32, "a").tolist() == [7.0] * 5
+    others = [((7,), torch.float32, "a"), ((2,), torch.float32, "b"), ((2,), torch.int8, "a")]
+    pointers = {buffer.get_tensor(*other).data_ptr() for other in others}
+    assert len(pointers | {first.data_ptr()}) == 4
+
+
+# The state has a buffer from initialisation to destruction; a second one is refused, as Megatron's.
+def test_global_memory_buffer():
+    assert error_of(ours) is None
+    with job(ours):
+        with pytest.raises(AssertionError, match="initialize"):
+            ours.get_global_memory_buffer()
+        ours.initialize_model_parallel()
+        buffer = ours.get_global_memory_buffer()
+        assert isinstance(buffer, ours.GlobalMemoryBuffer)
+        assert ours.get_global_memory_buffer() is buffer
+        with pytest.raises(AssertionError, match="already"):
+            ours._set_global_memory_buffer()
+        ours.destroy_global_memory_buffer()
+        with pytest.raises(AssertionError, match="initialize"):
+            ours.get_global_memory_buffer()
+        ours._set_global_memory_buffer()
+        assert ours.get_global_memory_buffer() is not buffer
+
+
+# Without a GPU there is no symmetric memory, and that is no error: both answer None.
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (0,)])
+def test_symmetric_memory_without_a_gpu(shape):
+    with fake_world(8):
+        for kind in (ours.GlobalSymmetricMemoryBuffer, TheirMemory):
+            buffer = kind(1, dist.group.WORLD)
+            assert (buffer.symm_buffer, buffer.symm_mem_hdl) == (None, None)
+            answer = buffer.maybe_get_tensor(shape, torch.float32)
+            assert answer == {"tensor": None, "handle": None}
+
+
+# Where there is memory, a tensor that fits is a view of its beginning; one that does not is None.
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fits"),
+    [
+        ((16,), torch.uint8, True),
+        ((17,), torch.uint8, False),
+        ([2, 2], torch.float32, True),
+        ((5,), torch.float32, False),
+        ((4, 2), torch.bfloat16, True),
+        ((3, 3), torch.bfloat16, False),
+        ((2,), torch.int64, True),
+        ((0, 5), torch.int64, True),
+    ],
+)
+def test_symmetric_memory(shape, dtype, fits):
+    memory, handle, answers = torch.arange(16, dtype=torch.uint8), object(), []
+    with fake_world(8):
+        for kind in (ours.GlobalSymmetricMemoryBuffer, TheirMemory):
+            buffer = kind(1, dist.group.WORLD)
+            buffer.symm_buffer, buffer.symm_mem_hdl = memory, handle
+            answers.append(buffer.maybe_get_tensor(shape, dtype))
+    found, expected = answers
+    assert found["handle"] is expected["handle"] is (handle if fits else None)
+    if not fits:
+        assert found["tensor"] is expected["tensor"] is None
+        return
+    assert found["tensor"].shape == expected["tensor"].shape == torch.Size(shape)
+    assert found["tensor"].dtype is dtype
+    assert torch.equal(found["tensor"], expected["tensor"])
+    assert found["tensor"].data_ptr() == expected["tensor"].data_ptr()
+
+
+# Its size is in MiB.
+@pytest.mark.parametrize("size", [1, 0.5, 256])
+def test_size_of_symmetric_memory(size):
+    with (
+        fake_world(8),
+        mock.patch.object(c10d, "symmetric_memory", return_value=(None, None)) as asked,
+    ):
+        ours.GlobalSymmetricMemoryBuffer(size, dist.group.WORLD)
+        asked.assert_called_once_with(size * 2**20, dist.group.WORLD)
+
+
+# The state's symmetric buffer needs its tensor parallel group, and is forgotten with the state.
+def test_global_symmetric_memory_buffer():
+    with job(ours):
+        with pytest.raises(AssertionError, match="initialize"):
+            ours._set_global_symmetric_memory_buffer()
+        ours.initialize_model_parallel()
+        with pytest.raises(AssertionError, match="initialize"):
+            ours.get_global_symmetric_memory_buffer()
+        ours._set_global_symmetric_memory_buffer()
+        buffer = ours.get_global_symmetric_memory_buffer()
+        assert isinstance(buffer, ours.GlobalSymmetricMemoryBuffer)
+        with pytest.raises(AssertionError, match="already"):
+            ours._set_global_symmetric_memory_buffer()
+        ours.destroy_global_symmetric_memory_buffer()
+        ours._set_global_symmetric_memory_buffer()
+        ours.destroy_model_parallel()
+        with pytest.raises(AssertionError, match="initialize"):
+            ours.get_global_symmetric_memory_buffer()

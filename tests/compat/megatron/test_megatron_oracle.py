@@ -1,0 +1,100 @@
+"""Our grids and orders against megatron-core, whose HyperCommGrid and RankGenerator are oracles."""
+
+import functools
+import os
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import hyper_comm_grid
+from megatron.core.parallel_state import RankGenerator
+
+from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.testing import dim_subsets, layouts, orders
+
+MEGATRON_NAMES = ("tp", "cp", "ep", "dp", "pp")
+FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some are parts of others
+
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def twin_grids(draw):
+    """Draw a shape, names and an offset, and make our grid and Megatron's of them."""
+    layout = draw(layouts(dim_names=draw(st.sampled_from([MEGATRON_NAMES, FREE_NAMES]))))
+    spare = draw(st.integers(0, 3))
+    world_size = layout.rank_offset + layout.size + spare
+    arguments = list(layout.shape), list(layout.dim_names), layout.rank_offset
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
+        theirs = hyper_comm_grid.HyperCommGrid(*arguments)
+    return HyperCommGrid(*arguments, world_size=world_size), theirs
+
+
+@st.composite
+def twin_orders(draw):
+    """Draw an order and sizes, and make our layout and Megatron's generator of them.
+
+    Names that the order leaves out have size 1. Megatron has no generator with both ep and cp.
+    """
+    named = draw(st.lists(st.sampled_from(MEGATRON_NAMES), min_size=1, unique=True))
+    by_name = dict.fromkeys(MEGATRON_NAMES, 1) | {name: draw(sizes) for name in named}
+    by_name[draw(st.sampled_from(["ep", "cp"]))] = 1
+    order, rank_offset = draw(orders(named)), draw(st.integers(0, 9))
+    ours = RankLayout.from_order(order, rank_offset=rank_offset, **by_name)
+    return ours, RankGenerator(**by_name, order=order, rank_offset=rank_offset)
+
+
+# A grid has the shape, names, offset and size that Megatron's has.
+@given(twin_grids())
+def test_grids_have_the_same_attributes(grids):
+    ours, theirs = grids
+    for name in ("shape", "dim_names", "rank_offset", "size", "backend"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+# _gen_rank_enum gives the same lists, exactly, with dims in any order.
+@given(twin_grids(), st.data())
+def test_gen_rank_enum_agrees_in_any_order_of_dims(grids, data):
+    ours, theirs = grids
+    dims = list(data.draw(dim_subsets(ours.layout)))
+    assert ours._gen_rank_enum(dims) == theirs._gen_rank_enum(dims)
+
+
+# get_rank_enum gives the same lists, exactly, whatever the order of dims; one dim may be a string.
+@given(twin_grids(), st.data())
+def test_get_rank_enum_agrees(grids, data):
+    ours, theirs = grids
+    dims = list(data.draw(dim_subsets(ours.layout)))
+    assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
+    assert ours.get_rank_enum(dims[0]) == theirs.get_rank_enum(dims[0])
+
+
+# _order_dims gives the same dims and the same key; one dim may be a string.
+@given(twin_grids(), st.data())
+def test_order_dims_agrees(grids, data):
+    ours, theirs = grids
+    dims = list(data.draw(dim_subsets(ours.layout)))
+    order_dims = getattr(theirs, "_order_dims", None) or functools.partial(
+        theirs._order_dims_for, theirs.dim_names
+    )
+    assert ours._order_dims(dims) == order_dims(dims)
+    assert ours._order_dims(dims[0]) == order_dims(dims[0])
+
+
+# The groups of a token such as "tp-dp-cp" are the same lists, exactly, for every order of dims:
+# Megatron reads a token as a set of names, and lists groups and members ascending as we do.
+@given(twin_orders(), st.data())
+def test_groups_of_an_order_agree_with_rank_generator(orders_, data):
+    ours, theirs = orders_
+    dims = data.draw(dim_subsets(ours))
+    assert ours.groups(*dims).to_array().tolist() == theirs.get_ranks("-".join(dims))
+    assert ours.size == theirs.world_size
+
+
+# The grid of an order creates its groups from the lists that Megatron's generator gives.
+@given(twin_orders(), st.data())
+def test_grid_of_an_order_agrees_with_rank_generator(orders_, data):
+    layout, theirs = orders_
+    dims = data.draw(dim_subsets(layout))
+    grid = HyperCommGrid.from_layout(layout, world_size=layout.rank_offset + layout.size)
+    assert grid.get_rank_enum(dims) == theirs.get_ranks("-".join(dims))

@@ -1,0 +1,503 @@
+"""Megatron's grids as presets: every group against megatron-core's parallel_state as an oracle."""
+
+import functools
+from datetime import timedelta
+
+import megatron_facts as facts
+import numpy as np
+import pytest
+from effort import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from megatron.core.process_groups_config import ProcessGroupCollection as TheirCollection
+from megatron_facts import FIELDS, LONG, megatrons_fields, theirs
+from ranks.rank_functions import registered
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout, megatron_grids
+from hypercomm.compat.megatron import collections_of
+from hypercomm.compat.megatron.presets import create_megatron_pgs, megatron_requests
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+from hypercomm.errors import (
+    GroupOptionsError,
+    HyperCommError,
+    LayoutError,
+    NotationError,
+    OrderError,
+    UnknownDimError,
+    WorldSizeError,
+)
+from hypercomm.testing import fake_world
+
+
+def ranks_of_fields(collection):
+    return {name: facts.plain(getattr(collection, name, None)) for name in FIELDS}
+
+
+sizes = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def models(draw):
+    """Draw a world, sizes and an order that Megatron accepts, with pp last or where it may be."""
+    order = draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))
+    if draw(st.booleans()):
+        order = [dim for dim in order if dim != "pp"] + ["pp"]
+    arguments = {dim: draw(sizes) for dim in ("tp", "cp", "pp", "ep")}
+    arguments["expt_tp"] = draw(st.none() | sizes)
+    arguments["order"] = "-".join(order)
+    world_size = draw(st.sampled_from([1, 2, 4, 8, 12, 16, 24, 32]))
+    return world_size, draw(st.integers(0, world_size - 1)), arguments
+
+
+# Every field of the collection has the ranks that Megatron's has, for any sizes, order and rank.
+@given(models())
+@settings(max_examples=examples(150))
+def test_collections_are_megatrons(model):
+    world_size, rank, arguments = model
+    wanted = megatrons_fields(world_size, rank, **arguments)
+    assume(wanted is not None)
+    with fake_world(world_size, rank), megatron_grids(**arguments) as grids:
+        assert ranks_of_fields(create_megatron_pgs(grids)["training"]) == wanted
+
+
+# What Megatron refuses because sizes do not fit the world is refused here too.
+@given(models())
+@settings(max_examples=examples(100))
+def test_what_megatron_refuses(model):
+    world_size, rank, arguments = model
+    assume(megatrons_fields(world_size, rank, **arguments) is None)
+    with pytest.raises(HyperCommError):
+        megatron_grids(**arguments, world_size=world_size)
+
+
+# After a reshape, of sizes or of their order, every field is Megatron's at the new sizes.
+@given(models(), models(), st.data())
+@settings(max_examples=examples(100))
+def test_reshaped(before, after, data):
+    world_size, rank, arguments = before
+    others = after[2]
+    others["order"] = data.draw(st.sampled_from([arguments["order"], others["order"]]))
+    wanted = megatrons_fields(world_size, rank, **others)
+    assume(wanted is not None)
+    assume(megatrons_fields(world_size, rank, **arguments) is not None)
+    target = megatron_grids(**others, world_size=world_size)["training"]
+    with fake_world(world_size, rank), megatron_grids(**arguments) as grids:
+        create_megatron_pgs(grids)
+        expert = target.view("expert").layout
+        grids["training"].reshape(str(target.layout), views={"expert": str(expert)})
+        assert ranks_of_fields(collections_of(grids)["training"]) == wanted
+
+
+OPTIONS = {
+    "instances": {"num_distributed_optimizer_instances": 2},
+    "levels": {"hierarchical_context_parallel_sizes": [2, 2]},
+    "all_gather": {"create_all_gather_group": True},
+    "embeddings": {
+        "get_embedding_ranks": lambda ranks: [ranks[0], ranks[1]],
+        "get_position_embedding_ranks": lambda ranks: [ranks[-1]],
+    },
+}
+
+
+# Megatron's options change the groups as they change Megatron's, also after a reshape.
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rank", [0, 5, 14, 31])
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_options(options, rank, order):
+    first, then = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}, {"tp": 2, "cp": 4, "pp": 2, "ep": 4}
+    asked = functools.partial(megatrons_collection, 32, rank, options, order=order)
+    wanted = [asked(**first), asked(**then)]
+    with fake_world(32, rank), megatron_grids(**first, order=order) as grids:
+        grid = grids["training"]
+        found = [everything(create_megatron_pgs(grids, **options)["training"])]
+        target = megatron_grids(**then, order=order)["training"]
+        grid.reshape(str(target.layout), views={"expert": str(target.view("expert").layout)})
+        found.append(everything(collections_of(grids)["training"]))
+    assert found == wanted
+
+
+EVERY = (*FIELDS, "hcp", "inter_dist_opt", "dp_cp_ag")
+"""Also what only some options make; all-gather twins are in no collection of older Megatrons."""
+
+
+def everything(collection):
+    return {name: facts.plain(getattr(collection, name, None)) for name in EVERY}
+
+
+def megatrons_collection(world_size, rank, options, **sizes):
+    """Every field of Megatron's collection with some of its options."""
+    named = {LONG[name]: value for name, value in sizes.items()}
+    with fake_world(world_size, rank), facts.gloo_made_fake(theirs):
+        try:
+            theirs.initialize_model_parallel(**named, **facts.taken_by(theirs, options))
+            collection = TheirCollection.use_mpu_process_groups()
+            every = everything(collection)
+            has_twin = options.get("create_all_gather_group", False)
+            return every | {"dp_cp_ag": every["dp_cp"] if has_twin else None}
+        finally:
+            facts.forget(theirs)
+
+
+# Gloo twins, hybrid groups and the all-gather twin of experts are what a state has of them.
+@pytest.mark.parametrize("rank", [0, 5, 14])
+def test_what_no_field_has(rank):
+    sizes = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}
+    arguments = {LONG[name]: size for name, size in sizes.items()}
+    options = {"hybrid_context_parallel": True, "create_gloo_process_groups": True}
+    with fake_world(32, rank):
+        theirs_ = dict(arguments, **options)
+        with facts.gloo_made_fake(theirs):
+            theirs.initialize_model_parallel(**theirs_)
+        try:
+            hybrid = facts.plain(theirs._HYBRID_DP_CP_GROUPS)
+            twins = {
+                "dp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_GLOO),
+                "dp_cp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_WITH_CP_GLOO),
+                "intra_dp_cp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_WITH_CP_GLOO),
+                "expt_dp_gloo": facts.plain(theirs._EXPERT_DATA_PARALLEL_GROUP_GLOO),
+                "intra_expt_dp_gloo": facts.plain(theirs._EXPERT_DATA_PARALLEL_GROUP_GLOO),
+            }
+        finally:
+            facts.forget(theirs)
+    with fake_world(32, rank), megatron_grids(**sizes) as grids:
+        found = create_megatron_pgs(grids, create_all_gather_group=True, **options)["training"]
+        assert facts.plain(found.hybrid_dp_cp) == hybrid
+        assert {name: facts.plain(vars(found)[name]) for name in twins} == twins
+        assert facts.plain(found.expt_dp_ag) == facts.plain(found.expt_dp)
+        assert found.expt_dp_ag is not found.expt_dp
+        chunk = type("Chunk", (), {"config": None, "module": None})()
+        groups = found.setup_process_groups_for_optimizer(found, [chunk], True)
+        assert groups["intra_dp_cp_group_gloo"] is found.intra_dp_cp_gloo
+        assert groups["intra_expt_dp_group_gloo"] is found.intra_expt_dp_gloo
+
+
+# Hybrid groups that do not come out even are refused, and where none fit there is none.
+def test_hybrid_sizes():
+    with fake_world(6, 3), megatron_grids(tp=2) as grids:
+        with pytest.raises(AssertionError, match=r"grid 'training'.*must come out even"):
+            create_megatron_pgs(grids, hybrid_context_parallel=True)
+        assert not grids["training"].pgs
+    with fake_world(4, 3), megatron_grids(tp=2) as grids:
+        found = create_megatron_pgs(grids, hybrid_context_parallel=True)
+        assert found["training"].hybrid_dp_cp == {}
+
+
+# Options that do not fit are refused before anything is created, in words that name the option.
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"num_distributed_optimizer_instances": 3},
+            LayoutError,
+            r"'training'.*=3 does not divide",
+        ),
+        ({"num_distributed_optimizer_instances": 0}, LayoutError, "must be at least 1, got 0"),
+        (
+            {"hierarchical_context_parallel_sizes": [3]},
+            LayoutError,
+            "hierarchical.*3 = 3, but each",
+        ),
+        ({"create_all_gather_group": 1}, GroupOptionsError, "True or False, got 1"),
+        ({"get_embedding_ranks": 7}, GroupOptionsError, "get_embedding_ranks must be a function"),
+        ({"timeout": 3}, GroupOptionsError, "timeout"),
+        ({"backend": "bogus"}, GroupOptionsError, "bogus"),
+        ({"share": "bad"}, GroupOptionsError, "share must be one of"),
+    ],
+)
+def test_refused_options(options, error, words):
+    with fake_world(8), megatron_grids(tp=2, cp=2) as grids:
+        with pytest.raises(error, match=words):
+            create_megatron_pgs(grids, **options)
+        assert not grids["training"].pgs
+
+
+# Backend, timeout and sharing are passed on to the creations.
+def test_arguments_are_passed_on():
+    with fake_world(8), megatron_grids(tp=2) as grids:
+        create_megatron_pgs(grids, timeout=timedelta(seconds=77), share="identical")
+        plans = grids["training"]._plans
+        assert {planned.spec.given.timeout for planned in plans.values()} == {timedelta(seconds=77)}
+        collection = collections_of(grids)["training"]
+        assert collection.tp is collection.tp_cp
+
+
+# Experts may call their dims as Megatron does, share them with the dense layers or not, and have
+# some only: each field has the ranks that numpy finds, and the lacking ones are of one rank.
+@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize(
+    ("sizes", "names", "shared"),
+    [
+        ([2, 2, 1, 2], ["tp", "ep", "dp", "pp"], ["pp"]),
+        ([2, 2, 1, 2], ["expt_tp", "ep", "expt_dp", "pp"], ["pp"]),
+        ([2, 2, 2], ["tp", "ep", "pp"], ["tp", "pp"]),
+        ([4, 2], ["ep", "pp"], ["pp"]),
+        ([2, 2, 2], ["tp", "dp", "pp"], ["tp", "dp", "pp"]),
+    ],
+)
+def test_names_of_expert_dims(rank, sizes, names, shared):
+    with fake_world(8, rank), HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]) as grid:
+        grid.register_view("expert", sizes, names, shared)
+        collection = create_megatron_pgs(GridSet({"m": grid}))["m"]
+        ranks = np.arange(8).reshape(sizes, order="F")
+        where = [int(at[0]) for at in np.nonzero(ranks == rank)]
+        for field, dims in {
+            "expt_tp": ("tp",),
+            "ep": ("ep",),
+            "tp_ep": ("tp", "ep"),
+            "tp_ep_pp": ("tp", "ep", "pp"),
+            "expt_dp": ("dp",),
+            "intra_dist_opt": ("tp", "ep", "dp", "pp"),
+        }.items():
+            own = [name.removeprefix("expt_") in dims for name in names]
+            group = ranks[
+                tuple(slice(None) if of else at for of, at in zip(own, where, strict=True))
+            ]
+            assert facts.plain(getattr(collection, field)) == tuple(sorted(group.ravel().tolist()))
+        assert facts.plain(collection.cp) == (rank,)
+
+
+# Megatron's code takes None for WORLD: a grid without some dims has no field at None but options.
+@pytest.mark.parametrize("text", ["tp=4", "dp=4", "tp=2,dp=2", "cp=2,x=2", "pp=2,ep=2"])
+def test_no_field_is_none(text):
+    with fake_world(4, 0), GridSet({"m": RankLayout.parse(text)}) as grids:
+        collection = create_megatron_pgs(grids)["m"]
+        assert None not in ranks_of_fields(collection).values()
+        sizes = dict(part.split("=") for part in text.split(","))
+        for dim in ("tp", "cp", "pp", "ep"):
+            assert getattr(collection, dim).size() == int(sizes.get(dim, 1))
+
+
+# A grid with no dim of Megatron's is refused by name, as is a view.
+def test_no_dims_of_megatrons():
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tensor", "data", "pipe"]) as grid:
+        grids = GridSet({"other": grid})
+        with pytest.raises(LayoutError, match=r"grid 'other': the grid .* none of Megatron's dims"):
+            create_megatron_pgs(grids)
+    with fake_world(8), HyperCommGrid([8], ["tp"]) as grid:
+        grid.register_view("expert", [8], ["experts"])
+        with pytest.raises(LayoutError, match=r"view 'expert' .* none of Megatron's dims"):
+            megatron_requests(grid)
+
+
+# Inference on the same ranks has groups of its own sizes, and each model has Megatron's.
+@pytest.mark.parametrize("rank", range(16))
+def test_inference_on_the_same_ranks(rank):
+    training = {"tp": 2, "cp": 1, "pp": 2, "ep": 2}
+    inference = {"tp": 4, "cp": 1, "pp": 1, "ep": 4, "expt_tp": 1}
+    with (
+        fake_world(16, rank),
+        megatron_grids(**training, inference=inference) as grids,
+    ):
+        assert grids.placement == "colocated"
+        collections = create_megatron_pgs(grids)
+        for name, model in (("training", training), ("inference", inference)):
+            assert ranks_of_fields(collections[name]) == megatrons_of(rank, model)
+
+
+def megatrons_of(rank, model):
+    """Megatron's fields for a model in a world of 16, outside of the fake world that there is."""
+    return FIELDS_OF_16[tuple(model.items())][rank]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatrons_world_of_16():
+    for model in (
+        {"tp": 2, "cp": 1, "pp": 2, "ep": 2},
+        {"tp": 4, "cp": 1, "pp": 1, "ep": 4, "expt_tp": 1},
+    ):
+        FIELDS_OF_16[tuple(model.items())] = [
+            megatrons_fields(16, rank, **model) for rank in range(16)
+        ]
+
+
+FIELDS_OF_16 = {}
+
+
+# Beside training, inference takes the ranks behind it; each rank has the collection of its own.
+@pytest.mark.parametrize(("rank", "name"), [(0, "training"), (7, "training"), (8, "inference")])
+def test_inference_beside(rank, name):
+    with (
+        fake_world(12, rank),
+        megatron_grids(tp=2, pp=2, dp=2, inference={"tp": 2}, beside=True) as grids,
+    ):
+        assert {name: list(grid.layout.ranks) for name, grid in grids.items()} == {
+            "training": list(range(8)),
+            "inference": list(range(8, 12)),
+        }
+        assert grids.placement == "tiled"
+        collections = create_megatron_pgs(grids)
+        assert list(collections) == [name]
+        wanted = {"training": (2, 2), "inference": (1, 2)}[name]
+        assert (collections[name].embd.size(), collections[name].dp.size()) == wanted
+
+
+# Behind an offset, the groups are Megatron's with the offset added.
+def test_offset():
+    wanted = megatrons_fields(8, 3, tp=2, ep=2)
+    with fake_world(16, 8 + 3), megatron_grids(tp=2, ep=2, rank_offset=8) as grids:
+        own = ranks_of_fields(create_megatron_pgs(grids)["training"])
+        assert own == {
+            name: ranks and tuple(8 + rank for rank in ranks) for name, ranks in wanted.items()
+        }
+
+
+# Nothing is created before it is asked for, and leaving the block destroys all of it.
+def test_life_cycle():
+    with fake_world(16):
+        before = registered()
+        with megatron_grids(tp=2, pp=2, inference={"tp": 4}) as grids:
+            assert registered() == before
+            create_megatron_pgs(grids)
+            assert registered() != before
+        assert registered() == before
+
+
+# The expert fields come from the view, each group once: pp is one group in both factorisations.
+def test_shared_pipelines():
+    with fake_world(16), megatron_grids(tp=2, pp=2, ep=2) as grids:
+        create_megatron_pgs(grids)
+        training = grids["training"]
+        assert training.get_pg("pp") is training.view("expert").get_pg("pp")
+        assert training.get_pg("ep", view="expert").size() == 2
+
+
+# An expert grid that is given fills the expert fields in place of the view.
+def test_an_expert_grid_wins_over_the_view():
+    with fake_world(16), megatron_grids(tp=2, pp=2, ep=2) as grids:
+        create_megatron_pgs(grids)
+        with HyperCommGrid([4, 4], ["ep", "dp"]) as expert:
+            expert.create_pg("ep")
+            collection = ProcessGroupCollection.from_grid(grids["training"], expert)
+            assert collection.ep is expert.get_pg("ep")
+            assert "expt_dp" not in vars(collection)
+            assert collection.tp is grids["training"].get_pg("tp")
+
+
+# With share="identical", groups of the same ranks are one, also those of training and inference.
+def test_sharing():
+    with (
+        fake_world(16, 5),
+        megatron_grids(tp=2, pp=2, inference={"tp": 2, "pp": 2}, share="identical") as grids,
+    ):
+        collections = create_megatron_pgs(grids)
+        one, other = collections["training"], collections["inference"]
+        assert one.tp is other.tp is one.tp_cp is other.tp_cp
+        assert one.mp is other.mp
+        assert one.tp is not one.dp
+
+
+EXPERTS_OF_DP = ("tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
+
+
+# Requests of a grid with some dims only are for the groups that it has, and for groups of one rank.
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "tp=2,dp=2",
+            {"dp", "cp", "tp", "pp", "embd", "pos_embd", "tp-dp", "ep", "intra_dist_opt"},
+        ),
+        ("x=2,dp=2", {"dp", "cp", "mp", "tp", "pp", "embd", "pos_embd", *EXPERTS_OF_DP}),
+    ],
+)
+def test_requests(text, wanted):
+    grid = HyperCommGrid.from_layout(RankLayout.parse(text), world_size=4)
+    requests = megatron_requests(grid)
+    assert {request.get("name") or "-".join(request["dims"]) for request in requests} == wanted
+    assert len(requests) == len(wanted)
+
+
+# An optimizer instance is all ranks whose place among the replicas is in one part, however the
+# replicas lie: on one stride, on two, or listed.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RankLayout.parse("tp=2,dp=4,pp=2"),
+        RankLayout([2, 2, 2, 2], ["cp", "tp", "dp", "pp"], 3),
+        RankLayout([2, 4], ["tp", "dp"], ranks=[5, 0, 3, 1, 2, 7, 6, 4]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("instances", [2, 4])
+def test_whole_instances(layout, instances):
+    grid = HyperCommGrid.from_layout(layout, world_size=19)
+    options = {"num_distributed_optimizer_instances": instances}
+    (asked,) = (
+        request
+        for request in megatron_requests(grid, **options)
+        if request.get("name") == "intra_dist_opt"
+    )
+    replicas = layout.groups(*asked["dims"])
+    place = {rank: position for group in replicas for position, rank in enumerate(group)}
+    part = replicas.group_size // instances
+    wanted = {
+        tuple(sorted(rank for rank in layout.ranks if place[rank] // part == instance))
+        for instance in range(instances)
+    }
+    found = asked["derive"](replicas)
+    assert set(found) == wanted
+    assert all(rank in found.of(rank) for rank in layout.ranks)
+
+
+# A set of grids that was made otherwise gets Megatron's groups too.
+def test_other_sets():
+    with fake_world(12, 1), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4,pp=2") as grids:
+        assert create_megatron_pgs(grids)["encoder"].tp.size() == 2
+
+
+# Wrong sizes, orders and choices are refused, in words that name them.
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"tp": 3}, WorldSizeError, "tp=3 .* but training's dense layers must fit on 16, no"),
+        ({"ep": 3}, WorldSizeError, "ep=3 .* but training's expert layers must fit on 16, no"),
+        ({"tp": 0}, LayoutError, "'tp' must be at least 1, got 0"),
+        ({"tp": None}, LayoutError, "'tp' must be an int, got None"),
+        ({"tp": -1}, LayoutError, "only dp of training may be open"),
+        ({"ep": True}, LayoutError, "'ep' must be an int, got True"),
+        ({"order": "tp-dp", "pp": 2}, OrderError, "'pp' has size 2, but order 'tp-dp'"),
+        ({"order": "tp-xx"}, UnknownDimError, "'xx' in order 'tp-xx'"),
+        ({"order": 7}, NotationError, "got 7"),
+        (
+            {"order": "tp-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4},
+            OrderError,
+            "'ep' has size 4",
+        ),
+        (
+            {"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4},
+            WorldSizeError,
+            r"training: .* have the same pipelines .* put pp last .* or .* expt_tp \* ep = 2$",
+        ),
+        ({"inference": {"xx": 2}}, UnknownDimError, "unknown dim 'xx' of inference"),
+        ({"inference": 4}, LayoutError, "inference must map dims to sizes"),
+        ({"inference": {"tp": None}}, LayoutError, "'tp' must be an int, got None"),
+        ({"inference": {"dp": 4}}, WorldSizeError, "'training' holds ranks 4..15, which grid"),
+        ({"inference": {}, "beside": True}, WorldSizeError, "give dp= of training"),
+        ({"dp": 16, "inference": {}, "beside": True}, WorldSizeError, "leaves none of the"),
+        ({"tp": 2, "dp": 3}, WorldSizeError, r"no grid holds ranks 6..15 of the world of 16"),
+        ({"tp": 2, "dp": 3, "pp": 2, "ep": 5}, WorldSizeError, "training's expert layers"),
+        ({"rank_offset": 16}, WorldSizeError, "no ranks .* left behind rank_offset=16; make it"),
+        ({"requires": "all"}, LayoutError, "requires must be one of"),
+        ({"beside": 1}, LayoutError, "beside must be True or False, got 1"),
+        ({"dp": 32}, WorldSizeError, "grid 'training' .* needs ranks up to 31"),
+        ({"world_size": 0}, LayoutError, "world_size must be at least 1"),
+        ({"rank_offset": -1}, LayoutError, "rank_offset must be non-negative"),
+    ],
+)
+def test_refusals(arguments, error, words):
+    with pytest.raises(error, match=words):
+        megatron_grids(**{"world_size": 16, **arguments})
+
+
+# Who wants to leave ranks over says so.
+def test_spare_ranks():
+    grids = megatron_grids(tp=2, dp=3, world_size=16, requires="any")
+    assert grids.spare_ranks == tuple(range(6, 16))
+
+
+# What is no set and no grid is refused.
+def test_wrong_kinds():
+    with pytest.raises(LayoutError, match="GridSet, got 7"):
+        create_megatron_pgs(7)
+    with pytest.raises(LayoutError, match="HyperCommGrid, got None"):
+        megatron_requests(None)

@@ -1,0 +1,424 @@
+"""What DeepSpeed takes: an Mpu on any grid, and a ProcessTopology made from a layout."""
+
+import doctest
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import deepspeed_ranks
+
+from hypercomm import HyperCommGrid, RankLayout, errors, run_ranks
+from hypercomm.compat.deepspeed import Mpu, process_topology, topology_axes
+from hypercomm.compat.deepspeed import topology as topology_module
+from hypercomm.compat.megatron import parallel_state
+from hypercomm.testing import fake_world, layouts, registered_groups, simulate
+
+HOME = importlib.util.find_spec("deepspeed")
+needs_deepspeed = pytest.mark.skipif(
+    HOME is None, reason="deepspeed is not installed: the extra `test` brings it on Linux"
+)
+
+# Which parts make the group that a name asks for.
+PARTS = {
+    "tensor_model": ("tp",),
+    "slice": ("tp",),
+    "pipeline_model": ("pp",),
+    "pipe": ("pp",),
+    "model": ("tp", "pp"),
+    "data": ("dp",),
+    "sequence": ("sp",),
+    "sequence_data": ("sp", "dp"),
+}
+FACTS = ("group", "rank", "world_size", "src_rank", "group_ranks")
+
+
+def plain(group):
+    return dist.get_process_group_ranks(group)
+
+
+def line_through(shape, rank, axes):
+    """The ranks that share a rank's places along all other axes, the first axis the fastest."""
+    world = np.arange(np.prod(shape)).reshape(shape[::-1])
+    place = list(np.unravel_index(rank, world.shape))
+    for axis in axes:
+        place[len(shape) - 1 - axis] = slice(None)
+    return sorted(world[tuple(place)].reshape(-1).tolist())
+
+
+# ---- Mpu ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def worlds(draw):
+    """Draw sizes, a part for each dim, and a rank."""
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    parts = [draw(st.sampled_from(["tp", "pp", "dp", "sp"])) for _ in shape]
+    return shape, parts, draw(st.integers(0, int(np.prod(shape)) - 1))
+
+
+# Whatever dims play a part, each answer is that of the line through an array of the world.
+@given(worlds())
+def test_membership(drawn):
+    shape, parts, rank = drawn
+    names = [f"d{axis}" for axis in range(len(shape))]
+    roles = {
+        part: [name for name, its in zip(names, parts, strict=True) if its == part]
+        for part in ("tp", "pp", "dp", "sp")
+    }
+    with fake_world(int(np.prod(shape)), rank), HyperCommGrid(shape, names) as grid:
+        mpu = Mpu(grid, **roles)
+        for name, of in PARTS.items():
+            axes = [axis for axis, part in enumerate(parts) if part in of]
+            ranks = line_through(shape, rank, axes)
+            expected = {
+                "group": ranks,
+                "rank": ranks.index(rank),
+                "world_size": len(ranks),
+                "src_rank": ranks[0],
+                "group_ranks": ranks,
+            }
+            found = {}
+            for fact in FACTS:
+                ask = getattr(mpu, f"get_{name}_parallel_{fact}", None)
+                if ask is not None:
+                    found[fact] = plain(ask()) if fact == "group" else ask()
+            assert found == {fact: expected[fact] for fact in found}
+            assert {"group", "rank", "world_size"} <= set(found)
+
+
+# Every name that DeepSpeed's sources ask an mpu for is there, but for two: one that says that there
+# is no model parallel, and one of DeepSpeed's own module, which stands in for an mpu.
+@needs_deepspeed
+def test_every_name_that_deepspeed_asks_for():
+    sources = Path(HOME.submodule_search_locations[0])
+    asked, by_pipelines = set(), set()
+    for source in sources.rglob("*.py"):
+        found = re.findall(
+            r"\bmpu\.(\w+)\(|(?:has|get)attr\((?:self\.|groups\.)?mpu, ['\"](\w+)['\"]",
+            source.read_text(errors="replace"),
+        )
+        names = {name for pair in found for name in pair if name}
+        (by_pipelines if source.parent.name == "pipe" else asked).update(names)
+    absent = {"initialize_sequence_parallel", "_init_tp_mesh_device"}
+    assert {"get_sequence_data_parallel_group", "get_model_parallel_rank"} <= asked
+    assert {name for name in asked | by_pipelines if not hasattr(Mpu, name)} == absent
+    slices = {name for name in asked if "slice_parallel" in name or "pipe_parallel" in name}
+    missing = {name for name in asked if not hasattr(parallel_state, name)}
+    assert missing - slices == absent  # DeepSpeed asks for the newer names first
+
+
+# Dims that the grid lacks have size 1: a group of the calling rank alone, never None or WORLD.
+def test_missing_dims():
+    with fake_world(8, rank=5), HyperCommGrid([8], ["dp"]) as grid:
+        mpu = Mpu(grid, tp=None, sp=["cp", "cp_outer"])
+        names = ("tensor_model", "pipeline_model", "model", "sequence")
+        groups = [getattr(mpu, f"get_{name}_parallel_group")() for name in names]
+        assert [plain(group) for group in groups] == [[5]] * 4
+        assert mpu.get_model_parallel_rank() == 0
+        assert mpu.get_sequence_data_parallel_group() is mpu.get_data_parallel_group()
+        assert repr(mpu) == "Mpu(tp=1, pp=1, dp=dp, sp=1) of dp=8"
+
+
+# Groups that exist are found, whatever their options; the rest is created once, one for each set of
+# ranks; a second mpu creates nothing; and all of them go with the grid.
+def test_groups_are_the_grids():
+    with fake_world(16, rank=5):
+        before = registered_groups()
+        with HyperCommGrid([2, 2, 4, 1], ["tp", "cp", "dp", "pp"]) as grid:
+            mine = grid.create_pg("dp", group_desc="mine")
+            mpu = Mpu(grid, dp=["dp"], sp="cp")
+            assert mpu.grid is grid
+            assert mpu.get_data_parallel_group() is mine
+            assert mpu.get_model_parallel_group() is mpu.get_tensor_model_parallel_group()
+            added = registered_groups() - before
+            assert len(added) == 5  # tp, cp, dp, cp+dp, and pp of one rank
+            Mpu(grid, dp=["dp"], sp="cp")
+            assert registered_groups() - before == added
+            assert mpu.model_parallel_is_initialized()
+        assert registered_groups() == before
+        assert not mpu.model_parallel_is_initialized()
+        assert not mpu.sequence_parallel_is_initialized()
+        assert not mpu.sequence_data_parallel_is_initialized()
+        with pytest.raises(errors.GridDestroyedError):
+            mpu.get_data_parallel_group()
+
+
+def make_one():
+    with HyperCommGrid([2, 3, 2], ["tp", "cp", "dp"]) as grid:
+        Mpu(grid, sp="cp")
+
+
+# All ranks create the same groups, in an order that works: 6 of tp, 4 of cp, 6 of dp, 2 of cp with
+# dp, and 12 of one rank.
+def test_all_ranks():
+    assert str(simulate(make_one, 12)) == (
+        "12 of 12 ranks: 30 process groups, 5 on each rank\nall ranks agree"
+    )
+
+
+# A view has the dims of the experts, and its groups.
+def test_view():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
+        mpu = Mpu(grid.view("expert"), tp="ep", dp="expt_dp")
+        assert mpu.get_tensor_model_parallel_src_rank() == 4
+        assert mpu.get_data_parallel_group() is grid.get_pg("expt_dp", view="expert")
+
+
+# A rank outside the grid may make one, as it may create groups; torch would take None for WORLD, so
+# it gets no answer.
+def test_outside():
+    with fake_world(8, rank=6), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        mpu = Mpu(grid)
+        with pytest.raises(errors.RankOutsideError, match="rank 6 is not in the grid tp=2,dp=2"):
+            mpu.get_model_parallel_group()
+
+
+BAD_MPUS = [
+    (
+        {"dp": 7},
+        errors.LayoutError,
+        "dp must be a dim, several or None, as in dp='dp' or dp=('dp', 'cp'), got 7",
+    ),
+    (
+        {"tp": ["tp", 3]},
+        errors.LayoutError,
+        "tp must be a dim, several or None, as in tp='dp' or tp=('dp', 'cp'), got ['tp', 3]",
+    ),
+    (
+        {"sp": ["cp", "dp"]},
+        errors.LayoutError,
+        "dim 'dp' is named by dp= and by sp=; a dim has one role",
+    ),
+    (
+        {},
+        errors.LayoutError,
+        (
+            "dim 'cp' of size 2 plays no part in tp='tp', pp='pp', dp='dp', sp=None, so DeepSpeed "
+            "would not keep its ranks alike; name it in one, as in dp=('dp', 'cp')"
+        ),
+    ),
+]
+
+
+# A bad call says what would work, and creates nothing.
+@pytest.mark.parametrize(("arguments", "kind", "sentence"), BAD_MPUS)
+def test_bad_mpus(arguments, kind, sentence):
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        before = registered_groups(), str(grid)
+        with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
+            Mpu(grid, **arguments)
+        assert (registered_groups(), str(grid)) == before
+
+
+# So does one that fails when it creates: here a group is planned, and another call must create it.
+def test_failed_creation():
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        planned = grid.plan_pg("dp")
+        before = registered_groups(), str(grid)
+        with pytest.raises(errors.GroupExistsError, match="already been planned"):
+            Mpu(grid, sp="cp")
+        assert (registered_groups(), str(grid)) == before
+        planned.create()
+        assert Mpu(grid, sp="cp").get_data_parallel_world_size() == 2
+
+
+@pytest.mark.parametrize("grid", [None, RankLayout.parse("tp=2,dp=4"), "tp=2,dp=4"])
+def test_no_grid(grid):
+    with pytest.raises(errors.LayoutError, match=r"^Mpu\(\) takes a HyperCommGrid or a view of"):
+        Mpu(grid)
+
+
+# ---- topologies ---------------------------------------------------------------------------------
+
+AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
+
+
+@st.composite
+def numberings(draw):
+    """Draw a layout of neighbouring parts, each of one dim or of several."""
+    parts = draw(st.permutations(["tp", "dp", "pp"]))[draw(st.integers(0, 2)) :]
+    shape, names, roles = [], [], dict.fromkeys(AXES)
+    for part in parts:
+        sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+        roles[part] = [f"{part}{place}" for place in range(len(sizes))]
+        shape += sizes
+        names += roles[part]
+    return RankLayout(shape, names), roles
+
+
+# The axes number the ranks as the layout does: along each, an array of them has the same groups.
+@given(numberings())
+def test_axes(drawn):
+    layout, roles = drawn
+    axes = topology_axes(layout, **roles)
+    assert {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}
+    assert ("model" in axes) == bool(roles["tp"])
+    world = np.arange(layout.size).reshape(tuple(axes.values()))
+    for part, dims in roles.items():
+        if AXES[part] in axes:
+            lines = np.moveaxis(world, list(axes).index(AXES[part]), -1).reshape(
+                -1, axes[AXES[part]]
+            )
+            groups = layout.groups(*dims) if dims else [(rank,) for rank in layout.ranks]
+            assert sorted(lines.tolist()) == sorted(map(list, groups))
+
+
+BAD_TOPOLOGIES = [
+    (
+        RankLayout([2, 2], ["dp", "pp"], 4),
+        {},
+        (
+            "DeepSpeed numbers ranks 0..3 without gaps, in the order of the coordinates, but this "
+            "layout has others: RankLayout(shape=(2, 2), dim_names=('dp', 'pp'), rank_offset=4, "
+            "strides=(1, 2)); give it a layout of the whole world"
+        ),
+    ),
+    (
+        RankLayout([2, 2], ["dp", "pp"], strides=[1, 4]),
+        {},
+        (
+            "DeepSpeed numbers ranks 0..3 without gaps, in the order of the coordinates, but this "
+            "layout has others: RankLayout(shape=(2, 2), dim_names=('dp', 'pp'), rank_offset=0, "
+            "strides=(1, 4)); give it a layout of the whole world"
+        ),
+    ),
+    (
+        RankLayout([2, 2], ["dp", "pp"], ranks=[0, 1, 3, 2]),
+        {},
+        (
+            "DeepSpeed numbers ranks 0..3 without gaps, in the order of the coordinates, but this "
+            "layout has others: RankLayout(shape=(2, 2), dim_names=('dp', 'pp'), "
+            "ranks=(0, 1, 3, 2)); give it a layout of the whole world"
+        ),
+    ),
+    (
+        RankLayout.parse("dp=2,pp=2,cp=2"),
+        {"dp": ["dp", "cp"]},
+        (
+            "dims ('dp', 'cp') cannot be DeepSpeed's axis 'data': they are not neighbours in "
+            "dp=2,pp=2,cp=2; take a layout in which they are"
+        ),
+    ),
+    (
+        RankLayout.parse("dp=2,pp=2,cp=2"),
+        {},
+        (
+            "dim 'cp' of size 2 plays no part in pp='pp', dp='dp', tp='tp', so DeepSpeed would not "
+            "keep its ranks alike; name it in one, as in dp=('dp', 'cp')"
+        ),
+    ),
+    ("dp=2,pp=2", {}, "layout must be a RankLayout or a grid, got 'dp=2,pp=2'"),
+]
+
+
+# What DeepSpeed's numbering cannot express is refused, before DeepSpeed is imported.
+@pytest.mark.parametrize("make", [topology_axes, process_topology])
+@pytest.mark.parametrize(("layout", "arguments", "sentence"), BAD_TOPOLOGIES)
+def test_bad_topologies(make, layout, arguments, sentence, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(errors.LayoutError, match=f"^{re.escape(sentence)}$"):
+        make(layout, **arguments)
+
+
+# Dims between the neighbours may have size 1.
+def test_dims_of_size_one_are_no_wall():
+    layout = RankLayout.parse("dp=2,pp=1,cp=2")
+    assert topology_axes(layout, dp=["dp", "cp"]) == {"pipe": 1, "data": 4}
+
+
+# Without DeepSpeed the error says what to install.
+def test_without_deepspeed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"needs DeepSpeed.*: pip install deepspeed$") as caught:
+        process_topology(RankLayout.parse("dp=2,pp=2"))
+    assert type(caught.value) is errors.MissingPackageError
+
+
+# ---- with DeepSpeed itself ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("deepspeed.runtime.pipe.topology")
+
+
+# DeepSpeed's own topology for three parts is that of the layout tp, dp, pp.
+@pytest.mark.clients
+@given(tp=st.integers(1, 3), dp=st.integers(1, 3), pp=st.integers(1, 3))
+def test_their_topology(theirs, tp, dp, pp):
+    expected = theirs.PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+    found = process_topology(RankLayout([tp, dp, pp], ["tp", "dp", "pp"]))
+    assert type(found) is theirs.ProcessTopology
+    assert (found.axes, found.dims) == (expected.axes, expected.dims)
+    assert {tuple(place): rank for place, rank in found.mapping.items()} == {
+        tuple(place): rank for place, rank in expected.mapping.items()
+    }
+
+
+# On any layout of ranks from 0 on, DeepSpeed finds the coordinates and groups of the layout.
+@pytest.mark.clients
+@given(layouts(dim_names=["tp", "dp", "pp"], max_offset=0), st.data())
+def test_their_coordinates(theirs, layout, data):
+    assert theirs is not None
+    topology = process_topology(layout)
+    rank = data.draw(st.sampled_from(layout.ranks))
+    place = topology.get_coord(rank)._asdict()
+    assert {part: place[AXES[part]] for part in layout.coords(rank)} == layout.coords(rank)
+    for part in layout.dim_names:
+        lists = topology.get_axis_comm_lists(AXES[part])
+        assert sorted(lists) == sorted(map(list, layout.groups(part)))
+
+
+# The example in the docstring, which elsewhere is not run, because DeepSpeed may not be there.
+@pytest.mark.clients
+def test_docstring(theirs):
+    assert theirs is not None
+    text = process_topology.__doc__.replace("# doctest: +SKIP", "")
+    names = vars(topology_module)
+    example = doctest.DocTestParser().get_doctest(text, dict(names), "topology", None, 0)
+    assert doctest.DocTestRunner().run(example) == (0, 3)
+
+
+# ---- on real ranks ------------------------------------------------------------------------------
+
+
+# One all-reduce over each group reaches its members and nobody else.
+def test_every_group_communicates():
+    roles = {"tp": [0], "sp": [1], "dp": [2]}
+    for rank, sums in enumerate(run_ranks(deepspeed_ranks.sums, 8)):
+        for name in deepspeed_ranks.NAMES:
+            axes = [axis for part in PARTS[name] for axis in roles.get(part, [])]
+            assert sums[name] == sum(10**member for member in line_through([2, 2, 2], rank, axes))
+
+
+# An Mpu answers as DeepSpeed's own grid does, on a topology made from the same layout.
+@pytest.mark.clients
+@needs_deepspeed
+@pytest.mark.parametrize("dims", ["tp dp pp", "dp pp tp"])
+def test_beside_deepspeeds_grid(dims):
+    arguments = [2, 2, 2], dims.split()
+    for ours, theirs in run_ranks(deepspeed_ranks.beside_deepspeed, 8, args=arguments):
+        assert ours == theirs
+        assert len(ours) == 17
+
+
+# ZeRO-1 over data and sequence parallel ranks, with Ulysses attention, trains as one process does.
+@pytest.mark.clients
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("train", "ranks"),
+    [(deepspeed_ranks.train_on_a_state, 4), (deepspeed_ranks.train_on_a_grid, 8)],
+)
+def test_training(train, ranks):
+    wanted = deepspeed_ranks.alone()
+    assert len(set(wanted)) == len(wanted)
+    for losses, added in run_ranks(train, ranks):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        assert added == 0

@@ -1,0 +1,813 @@
+"""The globals of parallel_state: read, written, deleted, patched, switched; getters follow."""
+
+import asyncio
+import contextlib
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import megatron_facts as facts
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_facts import ours, theirs
+from ranks.rank_functions import registered
+
+from hypercomm.compat.megatron import ParallelState, version
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
+from hypercomm.compat.megatron.state.state import current
+from hypercomm.errors import StateError
+from hypercomm.testing import fake_world
+
+WORLD_SIZE, RANK = 16, 5
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
+TP, TP_RANKS = "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"
+PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
+MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
+
+GROUPS = {
+    "_MODEL_PARALLEL_GROUP": "model_parallel",
+    TP: "tensor_model_parallel",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline_model_parallel",
+    "_CONTEXT_PARALLEL_GROUP": "context_parallel",
+    "_DATA_PARALLEL_GROUP": "data_parallel",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tensor_and_context_parallel",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "expert_model_parallel",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expert_tensor_parallel",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "expert_tensor_and_model_parallel",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expert_data_parallel",
+}
+FIRSTS = {
+    TP_RANKS: "get_tensor_model_parallel_src_rank",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "get_model_parallel_src_rank",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "get_data_parallel_src_rank",
+    "_PIPELINE_GLOBAL_RANKS": "get_pipeline_model_parallel_first_rank",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "get_expert_model_parallel_src_rank",
+}
+OVERRIDES = [name for name in facts.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
+SETTERS = [name for name in vars(theirs) if name.startswith("set_")]
+VALUES = [
+    (name, value)
+    for name in (*SETTERS, *OVERRIDES)
+    for value in (0, 3, None)
+    # The pipeline of the tests has two stages, of which Megatron finds no third and no zeroth.
+    if value is None or name not in PP_SIZE
+] + [(name, 1) for name in PP_SIZE]
+
+
+INSTALLED = version.get()
+
+
+@pytest.fixture(autouse=True)
+def one_release():
+    """Getters answer what their names say, as up to 0.18; later ones, what has GTP peers."""
+    with version.use("0.18.2"):
+        yield
+
+
+@pytest.fixture
+def installed(one_release):
+    """... but they are compared with those of the Megatron that is installed."""
+    del one_release
+    with version.use(INSTALLED):
+        yield
+
+
+@pytest.fixture
+def job():
+    """Our parallel state, initialised as rank 5 of 16: tp=1, cp=0, dp=1, pp=0."""
+    with fake_world(WORLD_SIZE, RANK):
+        try:
+            ours.initialize_model_parallel(**SIZES)
+            yield
+        finally:
+            ours.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def world_of(module, when):
+    """A Megatron at some time of its life."""
+    with contextlib.ExitStack() as stack:
+        if when != "no world":
+            stack.enter_context(fake_world(WORLD_SIZE, RANK))
+        stack.enter_context(facts.gloo_made_fake(module))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", DeprecationWarning)
+        stack.callback(facts.forget, module)
+        if when in {"initialised", "destroyed", "dead"}:
+            module.initialize_model_parallel(**SIZES)
+        if when == "destroyed":
+            facts.forget(module)
+        if when == "dead":
+            facts.ask(module)
+            dist.destroy_process_group()
+        yield
+
+
+def sizes():
+    """The tensor and data parallel sizes of the current state."""
+    return ours.get_tensor_model_parallel_world_size(), ours.get_data_parallel_world_size()
+
+
+# ---- read, written, deleted -------------------------------------------------------------------
+
+
+# Every global of Megatron's is an attribute of ours, is listed by dir(), and rests at its value.
+@pytest.mark.parametrize("name", facts.GLOBALS)
+def test_globals_at_rest(name):
+    assert getattr(ours, name) == ({} if name == "_HYBRID_DP_CP_GROUPS" else None)
+    assert name in dir(ours)
+
+
+# dir() lists what a module lists: functions, classes and dunders too, each once, sorted.
+def test_dir():
+    listed = dir(ours)
+    assert {"initialize_model_parallel", "RankGenerator", "__name__", "use", TP} <= set(listed)
+    assert listed == sorted(set(listed))
+
+
+# The group that a getter returns is the one that the global holds.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("name", "what"), GROUPS.items())
+def test_getters_return_what_globals_hold(name, what):
+    assert getattr(ours, f"get_{what}_group")() is getattr(ours, name)
+
+
+# Size, rank and group follow what is written, however often they were asked before.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("name", "what"), GROUPS.items())
+def test_getters_follow_a_written_group(name, what):
+    size, rank, group = (
+        getattr(ours, f"get_{what}_{end}") for end in ("world_size", "rank", "group")
+    )
+    for _ in range(2):
+        size(), rank(), group()
+    written = mock.Mock(size=lambda: 41, rank=lambda: 40)
+    setattr(ours, name, written)
+    assert (size(), rank(), group()) == (41, 40, written)
+    assert getattr(ours, name) is written
+
+
+# A real group that is written is followed as well: rank 5 has place 2 among 1, 3, 5 and 7.
+@pytest.mark.usefixtures("job")
+def test_getters_follow_a_real_group():
+    assert sizes() == (2, 2)
+    ours._TENSOR_MODEL_PARALLEL_GROUP = dist.new_group([1, 3, 5, 7])
+    assert sizes() == (4, 2)
+    assert ours.get_tensor_model_parallel_rank() == 2
+
+
+# The first of a list of ranks follows what is written.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("name", "getter"), FIRSTS.items())
+def test_source_ranks_follow_a_written_list(name, getter):
+    assert getattr(ours, getter)() == getattr(ours, name)[0]
+    setattr(ours, name, [12, 13])
+    assert getattr(ours, getter)() == 12
+
+
+# ... and what is changed within the list that the global holds.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("name", "getter"), FIRSTS.items())
+def test_source_ranks_follow_a_changed_list(name, getter):
+    getattr(ours, getter)()
+    getattr(ours, name)[0] = 12
+    assert getattr(ours, getter)() == 12
+
+
+# The list that DeepSpeed asks for is the caller's: changing it changes nothing.
+@pytest.mark.usefixtures("job")
+def test_the_list_of_ranks_is_the_callers():
+    ours.get_data_parallel_group_ranks().append(99)
+    assert ours.get_data_parallel_group_ranks() == [1, 5]
+
+
+# A rank that is added to the list of embedding ranks has embeddings.
+@pytest.mark.usefixtures("job")
+def test_embedding_ranks_follow_a_changed_list():
+    ours._EMBEDDING_GLOBAL_RANKS = [0]
+    assert not ours.is_rank_in_embedding_group()
+    ours._EMBEDDING_GLOBAL_RANKS.append(RANK)
+    assert ours.is_rank_in_embedding_group()
+
+
+# What writing None makes of a state is no state: getters fail as before initialisation.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("name", "what"), GROUPS.items())
+def test_a_group_set_to_none_is_not_initialised(name, what):
+    getter = getattr(ours, f"get_{what}_group")
+    getter()
+    setattr(ours, name, None)
+    with pytest.raises(AssertionError, match="is not initialized"):
+        getter()
+
+
+# is_initialized follows the data parallel group, model_parallel_is_initialized the three.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("name", "initialised", "model_parallel"),
+    [
+        (TP, True, False),
+        ("_PIPELINE_MODEL_PARALLEL_GROUP", True, False),
+        ("_DATA_PARALLEL_GROUP", False, False),
+        ("_CONTEXT_PARALLEL_GROUP", True, True),
+    ],
+)
+def test_is_initialised_follows_globals(name, initialised, model_parallel):
+    assert ours.is_initialized()
+    assert ours.model_parallel_is_initialized()
+    setattr(ours, name, None)
+    assert ours.is_initialized() is initialised
+    assert ours.model_parallel_is_initialized() is model_parallel
+
+
+# A deleted global is gone: from attributes, for getters, for a second delete; writing mends it.
+@pytest.mark.usefixtures("job")
+def test_delete():
+    held = ours._TENSOR_MODEL_PARALLEL_GROUP
+    del ours._TENSOR_MODEL_PARALLEL_GROUP
+    with pytest.raises(AttributeError, match=TP):
+        ours._TENSOR_MODEL_PARALLEL_GROUP  # noqa: B018
+    with pytest.raises(AttributeError, match=TP):
+        del ours._TENSOR_MODEL_PARALLEL_GROUP
+    with pytest.raises((AssertionError, NameError)):
+        ours.get_tensor_model_parallel_world_size()
+    ours._TENSOR_MODEL_PARALLEL_GROUP = held
+    assert ours.get_tensor_model_parallel_group() is held
+
+
+# A deleted override overrides nothing.
+@pytest.mark.usefixtures("job")
+def test_delete_an_override():
+    ours.set_tensor_model_parallel_world_size(7)
+    assert sizes() == (7, 2)
+    del ours._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
+    assert sizes() == (2, 2)
+
+
+# A deleted global that initialisation sets is there again.
+def test_initialisation_sets_a_deleted_global():
+    with fake_world(WORLD_SIZE, RANK):
+        try:
+            del ours._TENSOR_MODEL_PARALLEL_GROUP
+            ours.initialize_model_parallel(**SIZES)
+            assert ours._TENSOR_MODEL_PARALLEL_GROUP.size() == 2
+        finally:
+            ours.destroy_model_parallel()
+
+
+# dir() does not list what was deleted.
+@pytest.mark.usefixtures("job")
+def test_dir_after_delete():
+    del ours._TENSOR_MODEL_PARALLEL_GROUP
+    assert TP not in dir(ours)
+
+
+# A misspelled global is an error to read; other attributes of the module are as in any module.
+def test_other_attributes():
+    with pytest.raises(AttributeError):
+        ours._TENSOR_MODEL_PARALEL_GROUP  # noqa: B018
+    ours.added_by_a_caller = 1
+    assert ours.added_by_a_caller == 1
+    del ours.added_by_a_caller
+    assert not hasattr(ours, "added_by_a_caller")
+
+
+# `from ... import` takes the value of the moment.
+@pytest.mark.usefixtures("job")
+def test_from_import():
+    from hypercomm.compat.megatron.parallel_state import _TENSOR_MODEL_PARALLEL_GROUP as TAKEN
+
+    assert TAKEN.size() == 2
+    ours._TENSOR_MODEL_PARALLEL_GROUP = None
+    assert TAKEN.size() == 2
+
+
+# Destruction undoes whatever was written, and may come twice.
+@pytest.mark.usefixtures("job")
+def test_destroy_forgets_what_was_written():
+    ours._TENSOR_MODEL_PARALLEL_GROUP = mock.Mock()
+    ours.set_tensor_model_parallel_world_size(7)
+    for _ in range(2):
+        ours.destroy_model_parallel()
+        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+
+
+# ---- patches and mocks ------------------------------------------------------------------------
+
+
+# mock.patch.object sets a global for a while, an exception or not, and puts the same value back.
+@pytest.mark.usefixtures("job")
+def test_patch_object():
+    held, stand_in = ours._TENSOR_MODEL_PARALLEL_GROUP, mock.Mock(size=lambda: 9)
+    with contextlib.suppress(KeyError), mock.patch.object(ours, TP, stand_in) as patched:
+        assert patched is stand_in is ours.get_tensor_model_parallel_group()
+        assert sizes() == (9, 2)
+        raise KeyError
+    assert ours._TENSOR_MODEL_PARALLEL_GROUP is held
+    assert sizes() == (2, 2)
+
+
+# Patches nest, by name of the module too, and reach overrides, lists and functions.
+@pytest.mark.usefixtures("job")
+def test_patches_nest():
+    with mock.patch(f"{ours.__name__}.{MPU_TP}", 3):
+        assert sizes() == (3, 2)
+        with mock.patch.multiple(ours, **{MPU_TP: 4, TP_RANKS: [8, 9]}):
+            assert sizes() == (4, 2)
+            assert ours.get_tensor_model_parallel_src_rank() == 8
+        assert sizes() == (3, 2)
+        assert ours.get_tensor_model_parallel_src_rank() == 4
+    assert sizes() == (2, 2)
+    with mock.patch.object(ours, "get_tensor_model_parallel_world_size", return_value=6):
+        assert sizes() == (6, 2)
+    assert sizes() == (2, 2)
+
+
+# pytest's monkeypatch sets, deletes and puts back; it refuses a name that does not exist.
+@pytest.mark.usefixtures("job")
+def test_monkeypatch():
+    held = ours._TENSOR_MODEL_PARALLEL_GROUP
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, TP, mock.Mock(size=lambda: 9))
+        assert sizes() == (9, 2)
+        patch.setattr(f"{ours.__name__}.{MPU_TP}", 3)
+        assert sizes() == (3, 2)
+        patch.delattr(ours, TP)
+        assert not hasattr(ours, TP)
+        with pytest.raises(AttributeError):
+            patch.setattr(ours, "_TENSOR_MODEL_PARALEL_GROUP", None)
+    assert ours._TENSOR_MODEL_PARALLEL_GROUP is held
+    assert sizes() == (2, 2)
+
+
+# Globals can be patched at rest, before any initialisation and without torch.distributed.
+def test_patch_at_rest():
+    with mock.patch.object(ours, TP, mock.Mock(size=lambda: 9, rank=lambda: 8)):
+        assert ours.get_tensor_model_parallel_world_size() == 9
+        assert ours.get_tensor_model_parallel_rank() == 8
+    with pytest.raises(AssertionError):
+        ours.get_tensor_model_parallel_world_size()
+
+
+# What a mock answers may change between two calls, whatever kind of mock it is.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    "make",
+    [
+        mock.Mock,
+        mock.MagicMock,
+        lambda: mock.Mock(spec=dist.ProcessGroup),
+        lambda: mock.create_autospec(dist.ProcessGroup, instance=True),
+    ],
+    ids=["Mock", "MagicMock", "spec", "autospec"],
+)
+@pytest.mark.parametrize(("name", "what"), GROUPS.items())
+def test_mocks_may_change(make, name, what):
+    group = make()
+    setattr(ours, name, group)
+    for size in (3, 4):
+        group.size.return_value, group.rank.return_value = size, size - 1
+        assert getattr(ours, f"get_{what}_world_size")() == size
+        assert getattr(ours, f"get_{what}_rank")() == size - 1
+
+
+# What depends on a mock changes with it: stages, neighbours and all ranks.
+@pytest.mark.usefixtures("job")
+def test_stages_follow_a_mock():
+    group = mock.Mock(size=lambda: 2)
+    ours._PIPELINE_MODEL_PARALLEL_GROUP = group
+    found = []
+    for stage in (0, 1):
+        group.rank = lambda stage=stage: stage
+        found.append(
+            (
+                ours.is_pipeline_first_stage(),
+                ours.is_pipeline_last_stage(),
+                ours.get_pipeline_model_parallel_next_rank(),
+                ours.get_all_ranks(),
+            )
+        )
+    # tp, dp, cp, pp, ep of rank 5; the expert grid is tp=2, ep=2, dp=2, pp=2.
+    assert found == [(True, False, 13, "1_1_0_0_0"), (False, True, 5, "1_1_0_1_0")]
+
+
+# Once a mock is gone, the real group answers again.
+@pytest.mark.usefixtures("job")
+def test_after_a_mock():
+    held = ours._TENSOR_MODEL_PARALLEL_GROUP
+    ours._TENSOR_MODEL_PARALLEL_GROUP = mock.Mock(size=lambda: 9)
+    assert sizes() == (9, 2)
+    ours._TENSOR_MODEL_PARALLEL_GROUP = held
+    assert [sizes(), sizes()] == [(2, 2), (2, 2)]
+
+
+# ---- what was set on the fly, and the times of a life -------------------------------------------
+
+TIMES = ["no world", "world", "initialised", "destroyed"]
+
+
+def answers(module, when, act):
+    with world_of(module, when):
+        facts.ask(module)
+        act(module)
+        return facts.ask(module)
+
+
+# At every time of its life, each getter answers or fails as Megatron's does.
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("when", TIMES)
+def test_answers_at_every_time(when):
+    found, expected = (answers(module, when, lambda _: None) for module in (ours, theirs))
+    assert found == expected
+
+
+# Groups that are created at their first use are the same, in whatever order they are asked for.
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("way", [{"lazy": True}, {"share": "identical"}], ids=str)
+def test_answers_of_lazy_and_shared_groups(way, backwards, instances):
+    sizes = {**SIZES, "num_distributed_optimizer_instances": instances}
+    found = []
+    for module, more in ((ours, way), (theirs, {})):
+        with world_of(module, "world"):
+            module.initialize_model_parallel(**sizes, **more)
+            for name in sorted(facts.GLOBALS, reverse=backwards):
+                getattr(module, name)
+            found.append(facts.ask(module))
+    assert found[0] == found[1]
+
+
+# Where torch.distributed was destroyed first, what Megatron still answers we answer too.
+@pytest.mark.usefixtures("installed")
+def test_answers_in_a_dead_world():
+    found, expected = (answers(module, "dead", lambda _: None) for module in (ours, theirs))
+    errors = {"AssertionError", "KeyError", "ValueError", "TypeError"}
+    still = {call: answer for call, answer in expected.items() if str(answer) not in errors}
+    assert {call: found[call] for call in still} == still
+    assert len(still) > 30
+
+
+# Without torch.distributed these sizes and ranks are 0, and others are errors; both as Megatron's.
+def test_answers_without_a_world():
+    assert ours.get_data_parallel_world_size() == ours.get_context_parallel_rank() == 0
+    assert ours.get_expert_data_parallel_world_size() == 0
+    with pytest.raises(AssertionError):
+        ours.get_tensor_model_parallel_world_size()
+
+
+# A size or rank that is set wins wherever Megatron lets it win, 0 included; None takes it back.
+@pytest.mark.usefixtures("installed")
+@pytest.mark.long
+@pytest.mark.parametrize("when", TIMES)
+@pytest.mark.parametrize(("name", "value"), VALUES)
+def test_overrides_win_as_megatrons(name, value, when):
+    def act(module):
+        if name in SETTERS:
+            getattr(module, name)(7)
+            getattr(module, name)(value)
+        else:
+            setattr(module, name, value)
+
+    assert answers(ours, when, act) == answers(theirs, when, act)
+
+
+# Each setter sets the global that Megatron's sets, and no other.
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", SETTERS)
+def test_setters_write_one_global(name):
+    written = []
+    for module in (ours, theirs):
+        with world_of(module, "no world"):
+            getattr(module, name)(3)
+            written.append({key for key in facts.GLOBALS if getattr(module, key) == 3})
+    assert written[0] == written[1]
+    assert len(written[0]) == 1
+
+
+# Overrides outlive an initialisation, as those of Megatron do.
+@pytest.mark.usefixtures("installed")
+def test_overrides_before_initialisation():
+    for module in (ours, theirs):
+        with world_of(module, "world"):
+            module.set_tensor_model_parallel_rank(0)
+            module.initialize_model_parallel(**SIZES)
+            assert module.get_tensor_model_parallel_rank() == 0
+
+
+# The deprecated setter and getters say so, to their caller.
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("set_virtual_pipeline_model_parallel_rank", [1]),
+        ("is_unitialized", []),
+        ("get_data_modulo_expert_parallel_group", []),
+    ],
+)
+def test_deprecated(name, arguments):
+    with pytest.warns(DeprecationWarning, match=name) as caught:
+        getattr(ours, name)(*arguments)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def states():
+    """Two states of one job of 16: tensor parallel 4 and 8, so data parallel 4 and 2."""
+    with (
+        fake_world(WORLD_SIZE, RANK),
+        ParallelState.create(tensor_model_parallel_size=4) as four,
+        ParallelState.create(tensor_model_parallel_size=8) as eight,
+    ):
+        yield four, eight
+    assert not ours.is_initialized()
+
+
+# Scopes nest; on leaving, by an exception too, the state before is current again.
+def test_use_nests(states):
+    four, eight = states
+    with ours.use(four) as used:
+        assert used is four
+        assert sizes() == (4, 4)
+        with contextlib.suppress(KeyError), ours.use(eight):
+            assert sizes() == (8, 2)
+            with ours.use(four):
+                assert sizes() == (4, 4)
+            raise KeyError
+        assert sizes() == (4, 4)
+    assert not ours.is_initialized()
+
+
+# Two states can be asked and written in turns; neither hears of the other.
+def test_states_interleaved(states):
+    four, eight = states
+    for turn in range(3):
+        with ours.use(four):
+            assert sizes() == (4 if turn == 0 else 40, 4)
+            ours.set_tensor_model_parallel_world_size(40)
+        with ours.use(eight):
+            assert sizes() == (8, 2)
+            assert ours._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is None
+            group = ours.get_tensor_model_parallel_group()
+            assert group is ProcessGroupCollection.from_state(eight).tp
+    assert ours._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is None
+
+
+# In a scope globals, getters and collections are those of the state: rank 5 is 1 of 4, and 5 of 8.
+def test_everything_is_of_the_state_in_use(states):
+    for state, ranks, all_ranks in zip(
+        states, ([4, 5, 6, 7], list(range(8))), ("1_1_0_0_0", "5_0_0_0_0"), strict=True
+    ):
+        with ours.use(state):
+            assert list(ours._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS) == ranks
+            assert ours.get_tensor_model_parallel_src_rank() == ranks[0]
+            assert ours.get_all_ranks() == all_ranks
+            group = ours._TENSOR_MODEL_PARALLEL_GROUP
+            assert group is ProcessGroupCollection.from_state(state).tp
+
+
+# A group that two globals hold is created once, at the first use of either.
+def test_a_lazy_group_of_two_globals(states):
+    del states
+    with ParallelState.create(lazy=True) as lazy, ours.use(lazy):
+        whole = ours.get_data_parallel_group(with_context_parallel=True)
+        part = ours.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        assert part is whole
+
+
+# A patch within a scope is one of that state alone.
+def test_patch_in_a_scope(states):
+    four, eight = states
+    with ours.use(four), mock.patch.object(ours, MPU_TP, 40):
+        assert sizes() == (40, 4)
+        with ours.use(eight):
+            assert sizes() == (8, 2)
+    with ours.use(four):
+        assert sizes() == (4, 4)
+
+
+# The default state and one of its own live side by side; initialisation fills the default one.
+def test_the_default_state_beside_others(states):
+    four, _ = states
+    with ours.use(four):
+        ours.initialize_model_parallel(**SIZES)
+        assert sizes() == (4, 4)
+    assert sizes() == (2, 2)
+    ours.destroy_model_parallel()
+    with ours.use(four):
+        assert sizes() == (4, 4)
+
+
+# A destroyed state has nothing, its groups are gone from torch, and the other state still works.
+def test_destroy_one_state(states):
+    four, eight = states
+    with ours.use(four):
+        group = ours.get_tensor_model_parallel_group()
+        four.destroy()
+        with pytest.raises(AssertionError):
+            ours.get_tensor_model_parallel_group()
+    assert group not in registered()[0]
+    with ours.use(eight):
+        assert sizes() == (8, 2)
+
+
+# use() takes a state and nothing else, and says what it got.
+@pytest.mark.parametrize("wrong", [None, 3, ParallelState, {}])
+def test_use_takes_a_state(wrong):
+    with pytest.raises(StateError, match="ParallelState"), ours.use(wrong):
+        pass
+
+
+# Two threads have each their own state, at the same time and in turns.
+def test_threads(states):
+    meet = threading.Barrier(2, timeout=60)
+
+    def ask(state):
+        found = []
+        with ours.use(state):
+            for _ in range(5):
+                meet.wait()
+                found.append(sizes())
+                ours.set_data_parallel_rank(found[-1][0])
+                meet.wait()
+                found.append(ours.get_data_parallel_rank())
+        meet.wait()
+        return [*found, ours.is_initialized()]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(ask, states))
+    assert found == [[(4, 4), 4] * 5 + [False], [(8, 2), 8] * 5 + [False]]
+
+
+# Two tasks of one event loop have each their own state, and so has the code that awaits them.
+def test_tasks(states):
+    turns = []
+
+    async def ask(state):
+        found = []
+        with ours.use(state):
+            for _ in range(3):
+                found.append(sizes())
+                turns.append(state)
+                await asyncio.sleep(0)  # let the other task run
+        return [*found, ours.is_initialized()]
+
+    async def both():
+        with ours.use(states[1]):
+            found = await asyncio.gather(*map(ask, states))
+            return found, sizes()
+
+    assert asyncio.run(both()) == (
+        [[(4, 4)] * 3 + [True], [(8, 2)] * 3 + [True]],
+        (8, 2),
+    )
+    assert turns == [*states] * 3
+
+
+# A state that was never filled is like Megatron before initialisation.
+@pytest.mark.usefixtures("installed")
+def test_an_empty_state():
+    with ours.use(ParallelState()):
+        assert facts.ask(ours) == facts.ask(theirs)
+        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+
+
+class Reenter(torch.autograd.Function):
+    """Starts another backward pass in its own, `depth` times; then asks for a size."""
+
+    @staticmethod
+    def forward(ctx, x, depth, answers):
+        ctx.depth, ctx.answers = depth, answers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            size = ours.get_tensor_model_parallel_world_size()
+            ctx.answers.append((threading.get_ident(), size))
+        else:
+            with torch.enable_grad():
+                backward(ctx.depth - 1, ctx.answers)
+        return grad, None, None
+
+
+def backward(depth, answers):
+    Reenter.apply(torch.ones(1, requires_grad=True), depth, answers).sum().backward()
+
+
+# Autograd runs what is nested deeply in threads of its own, as it runs all of a GPU's; the state in
+# use is theirs too, where torch can tell them, and that of a scope that was left is not.
+@pytest.mark.usefixtures("job")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"),
+    reason="this torch cannot tell autograd's threads",
+)
+def test_backward_sees_the_scope():
+    answers = []
+    with ParallelState.create(tensor_model_parallel_size=8) as outer, ours.use(outer):
+        backward(0, answers)
+        backward(80, answers)
+        with ParallelState.create(tensor_model_parallel_size=4) as inner:
+            with ours.use(inner):
+                backward(80, answers)
+            backward(80, answers)
+    backward(80, answers)
+    threads, sizes = zip(*answers, strict=True)
+    assert sizes == (8, 8, 4, 8, SIZES["tensor_model_parallel_size"])
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
+
+
+# A scope may be left from another asyncio context than it was entered in, as generators are that
+# are closed late: Python complains, and the scope is over all the same.
+@pytest.mark.usefixtures("job")
+def test_a_scope_left_elsewhere():
+    state = ParallelState()
+
+    async def scope():
+        with ours.use(state):
+            yield ours.is_initialized()
+
+    async def enter_and_leave():
+        scopes = scope()
+
+        async def enter():
+            return await anext(scopes)
+
+        entered = await asyncio.create_task(enter())
+        with pytest.raises(ValueError, match="different Context"):
+            await asyncio.create_task(scopes.aclose())
+        return entered
+
+    assert asyncio.run(enter_and_leave()) is False
+    assert current.alone is current.default
+    assert ours.is_initialized()
+
+
+# torch.compile traces getters whole, and follows what is written later.
+@pytest.mark.long
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    "getter",
+    [
+        "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_context_parallel_world_size",
+        "get_pipeline_model_parallel_next_rank",
+        "get_tensor_model_parallel_src_rank",
+        "is_pipeline_first_stage",
+    ],
+)
+def test_getters_compile(getter):
+    ask = getattr(ours, getter)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * ask(), backend="eager", fullgraph=True)
+    ones = torch.ones(1)
+    assert compiled(ones) == ask()
+    assert compiled(ones) == ask()
+    before = ask()
+    ours.set_tensor_model_parallel_world_size(7)
+    ours.set_tensor_model_parallel_rank(6)
+    ours.set_pipeline_model_parallel_rank(1)
+    ours._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = [3, 4]
+    assert compiled(ones) == ask()
+    assert getter.startswith(("get_data", "get_context")) or ask() != before
+
+
+# A thread that opens no scope acts on the default state while others have theirs open.
+@pytest.mark.usefixtures("job")
+def test_a_thread_beside_a_scope():
+    with ParallelState.create(tensor_model_parallel_size=8) as state, ours.use(state):
+        with ThreadPoolExecutor(1) as threads:
+            beside = threads.submit(ours.get_tensor_model_parallel_world_size).result()
+        assert (beside, ours.get_tensor_model_parallel_world_size()) == (2, 8)
+
+
+# What was compiled of one getter stays when another answers for the first time.
+@pytest.mark.usefixtures("job")
+def test_getters_compile_alone():
+    torch.compiler.reset()
+    graphs = []
+    compiled = torch.compile(
+        lambda x: x * ours.get_tensor_model_parallel_rank(),
+        backend=lambda graph, _: graphs.append(graph) or graph,
+        fullgraph=True,
+    )
+    for _ in range(3):
+        compiled(torch.ones(1))
+    before = len(graphs)
+    assert ours.get_pipeline_model_parallel_world_size() == SIZES["pipeline_model_parallel_size"]
+    assert ours.get_expert_data_parallel_world_size() == WORLD_SIZE // (2 * 2 * 2)
+    compiled(torch.ones(1))
+    assert len(graphs) == before

@@ -1,0 +1,339 @@
+"""Grids as DeviceMeshes and DeviceMeshes as grids: ranks against numpy, and no group created."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks.device_mesh_ranks import grids_one_after_another, redistribute_on_a_grid
+from ranks.rank_functions import registered
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hypercomm import HyperCommGrid, RankLayout, run_ranks
+from hypercomm.errors import GridDestroyedError, GroupMissingError, OrderError, RankOutsideError
+from hypercomm.testing import fake_world
+
+NAMES = ("tp", "cp", "dp", "pp")
+
+
+@st.composite
+def grids(draw):
+    """A shape, an offset, and the rank that looks at it."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    offset = draw(st.integers(0, 3))
+    return shape, offset, offset + draw(st.integers(0, math.prod(shape) - 1))
+
+
+@st.composite
+def meshes(draw):
+    """A grid, and some of its dims in any order, some of them together."""
+    shape, offset, rank = draw(grids())
+    indices = draw(st.permutations(range(len(shape))))
+    indices = indices[: draw(st.integers(1, len(shape)))]
+    spans = []
+    while indices:
+        size = draw(st.integers(1, len(indices)))
+        spans.append(sorted(indices[:size], reverse=True))
+        indices = indices[size:]
+    return shape, offset, rank, spans
+
+
+# The ranks of the grid are an array with the last dim first; a mesh is a transposed part of it.
+def expected_mesh(shape, offset, rank, spans):
+    everyone = offset + np.arange(math.prod(shape)).reshape(shape[::-1])
+    place = dict(zip(range(len(shape))[::-1], np.argwhere(everyone == rank)[0], strict=True))
+    flat = [dim for span in spans for dim in span]
+    part = everyone.transpose(
+        *(len(shape) - 1 - dim for dim in flat),
+        *(len(shape) - 1 - dim for dim in range(len(shape)) if dim not in flat),
+    )
+    here = tuple(place[dim] for dim in range(len(shape)) if dim not in flat)
+    part = part[(..., *here)]
+    return part.reshape([math.prod(shape[dim] for dim in span) for span in spans])
+
+
+@given(meshes())
+def test_meshes(case):
+    shape, offset, rank, spans = case
+    named = [tuple(NAMES[dim] for dim in span) for span in spans]
+    with (
+        fake_world(offset + math.prod(shape), rank),
+        HyperCommGrid(shape, NAMES[: len(shape)], offset) as grid,
+    ):
+        groups = [grid.create_pg(names) for names in named]
+        before = registered()
+        given = [names[0] if len(names) == 1 else names for names in named]
+        mesh = grid.device_mesh(*given)
+        wanted = expected_mesh(shape, offset, rank, spans)
+        np.testing.assert_array_equal(mesh.mesh.numpy(), wanted)
+        assert mesh.mesh_dim_names == tuple("_".join(names) for names in named)
+        place = np.argwhere(wanted == rank)[0]
+        assert mesh.get_coordinate() == list(place) or tuple(mesh.get_coordinate()) == tuple(place)
+        for axis, (name, group) in enumerate(zip(mesh.mesh_dim_names, groups, strict=True)):
+            line = wanted[tuple(slice(None) if at == axis else i for at, i in enumerate(place))]
+            assert mesh.get_group(name) is group
+            assert dist.get_process_group_ranks(mesh.get_group(name)) == line.tolist()
+            assert mesh.get_local_rank(name) == dist.get_rank(group) == place[axis]
+            assert mesh[name].get_group() is group
+        assert registered() == before
+
+
+# A mesh of all dims, adopted again, is the same grid with the same groups, of another owner.
+@given(grids(), st.data())
+def test_there_and_back(case, data):
+    shape, offset, rank = case
+    names = NAMES[: len(shape)]
+    with (
+        fake_world(offset + math.prod(shape) + 1, rank),
+        HyperCommGrid(shape, names, offset) as grid,
+    ):
+        for name in names:
+            grid.create_pg(name)
+        before = registered()
+        order = data.draw(
+            st.permutations([name for name in names if grid.layout.size_of(name) > 1])
+        )
+        rest = [name for name in reversed(names) if grid.layout.size_of(name) == 1]
+        adopted = HyperCommGrid.from_device_mesh(grid.device_mesh(*rest, *order))
+        assert registered() == before
+        for name in names:
+            assert adopted.get_pg(name) is grid.get_pg(name)
+            assert adopted.ensure_pg(name) is grid.get_pg(name)
+            assert adopted.group_ranks(name) == grid.group_ranks(name)
+        assert adopted.layout.ranks == grid.layout.ranks
+        if not rest:
+            assert adopted.layout == grid.layout
+        adopted.destroy()
+        assert registered() == before
+
+
+# torch's own meshes are adopted, WORLD as a group too; what the grid creates beside is its own.
+def test_adoption():
+    with fake_world(8, rank=5):
+        for shape in ([8], [2, 4], [2, 2, 2], [1, 8], [8, 1]):
+            names = NAMES[: len(shape)]
+            mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+            before = registered()
+            with HyperCommGrid.from_device_mesh(mesh) as grid:
+                assert registered() == before
+                assert (grid.dim_names, grid.shape) == ([*reversed(names)], shape[::-1])
+                for name in names:
+                    assert grid.get_pg(name) is mesh.get_group(name)
+                    wanted = dist.get_process_group_ranks(mesh.get_group(name))
+                    assert grid.group_ranks(name) == tuple(wanted)
+                own = grid.create_pg(names, name="own")
+                assert own.size() == 8
+                assert registered() != before
+            assert registered() == before
+        assert dist.is_initialized()
+
+
+# A slice of a mesh is a grid of the ranks that it has, with their numbers.
+def test_adoption_of_a_slice():
+    with fake_world(16, rank=6):
+        mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+        for names, ranks in [
+            (("dp",), (0, 2, 4, 6)),
+            (("pp",), (6, 14)),
+            (("dp", "tp"), tuple(range(8))),
+            (("pp", "tp"), (6, 7, 14, 15)),
+        ]:
+            grid = HyperCommGrid.from_device_mesh(mesh[names if len(names) > 1 else names[0]])
+            assert tuple(grid.layout.ranks) == ranks
+            for name in names:
+                assert grid.get_pg(name) is mesh.get_group(name)
+
+
+# On a rank outside, a mesh is adopted without groups.
+def test_adoption_outside():
+    with fake_world(8, rank=6):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        grid = HyperCommGrid.from_device_mesh(mesh)
+        assert not grid.is_current_rank_in_grid()
+        assert grid.get_pg("dp") is grid.get_pg("tp") is None
+
+
+# What the mesh says of devices: told, or what the backend is for.
+def test_device_type():
+    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        assert grid.device_mesh("tp").device_type == "cpu"
+        meta = grid.device_mesh("tp", device_type="meta")
+        assert meta.device_type == "meta"
+        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
+
+
+# What is adopted has the backend that torch tells, and none on a rank outside; its options are not
+# ours to change.
+def test_adopted_backend():
+    with fake_world(8, rank=7):
+        outside = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        assert "group tp: 2 of 2 ranks\n" in str(HyperCommGrid.from_device_mesh(outside)) + "\n"
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        assert mesh.get_group() is dist.group.WORLD
+        grid = HyperCommGrid.from_device_mesh(mesh)
+        assert "group dp: 1 of 8 ranks, fake" in str(grid)
+        with pytest.raises(ValueError, match="is that of a DeviceMesh, and cannot be had with"):
+            grid.ensure_pg("dp", backend="fake")
+
+
+# ---- bad calls ----------------------------------------------------------------------------------
+
+BAD_MESHES = [
+    (("pp",), KeyError, "unknown dim 'pp'"),
+    (("tp", "tp"), ValueError, "tp"),
+    ((("dp", "tp"), "dp"), ValueError, "dp"),
+    ((("tp", "dp"),), OrderError, "write ('dp', 'tp')"),
+    ((("cp", "dp"), "tp"), OrderError, "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest"),
+    (("cp",), GroupMissingError, "call create_pg('cp') first"),
+    ((("dp", "cp"),), GroupMissingError, "call create_pg(['cp', 'dp']) first"),
+    ((3,), ValueError, "3"),
+    (((),), ValueError, "dim"),
+]
+
+
+@pytest.mark.parametrize(("dims", "kind", "sentence"), BAD_MESHES, ids=str)
+def test_bad_mesh(dims, kind, sentence):
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.create_pg("tp")
+        grid.create_pg("dp")
+        before = registered(), str(grid)
+        with pytest.raises(kind) as caught:
+            grid.device_mesh(*dims)
+        assert sentence in str(caught.value)
+        assert (registered(), str(grid)) == before
+
+
+def test_mesh_on_a_rank_outside():
+    with fake_world(8, rank=6), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        with pytest.raises(RankOutsideError, match="rank 6"):
+            grid.device_mesh("tp")
+
+
+def test_mesh_of_a_destroyed_grid():
+    with fake_world(4):
+        grid = HyperCommGrid([2, 2], ["tp", "dp"])
+        grid.create_pg("tp")
+        grid.destroy()
+        with pytest.raises(GridDestroyedError):
+            grid.device_mesh("tp")
+
+
+def test_mesh_names_that_clash():
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["a", "b", "b_a"]) as grid:
+        for dims in (["a", "b"], "b_a"):
+            grid.create_pg(dims)
+        with pytest.raises(ValueError, match=re.escape("different names, got ['b_a', 'b_a']")):
+            grid.device_mesh("b_a", ("b", "a"))
+
+
+# torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines:
+# refused on every rank, also where the rank's own lines ascend.
+@pytest.mark.parametrize(
+    "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
+)
+@pytest.mark.parametrize("rank", range(4))
+def test_permuted_mesh(ranks, rank):
+    with fake_world(4, rank):
+        mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
+        before = registered()
+        with pytest.raises(ValueError, match=re.escape(f"permuted: {ranks}")):
+            HyperCommGrid.from_device_mesh(mesh)
+        assert registered() == before
+
+
+# ... and so are groups that were handed to a mesh that they do not fit.
+def test_mesh_of_other_groups():
+    with fake_world(4):
+        rows, columns = dist.new_group([0, 1]), dist.new_group([0, 2])
+        mesh = DeviceMesh.from_group(
+            [rows, columns], "cpu", mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp")
+        )
+        with pytest.raises(ValueError, match=re.escape("'dp' has ranks [0, 1], but the mesh has")):
+            HyperCommGrid.from_device_mesh(mesh)
+
+
+def test_mesh_without_names():
+    with fake_world(4):
+        with pytest.raises(ValueError, match="mesh_dim_names"):
+            HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (2, 2)))
+        with pytest.raises(ValueError, match="takes a DeviceMesh, got 'mesh'"):
+            HyperCommGrid.from_device_mesh("mesh")
+
+
+# A mesh of one dim is one line: all its ranks see that its group is sorted.
+def test_permuted_line():
+    with fake_world(3, rank=1):
+        mesh = DeviceMesh("cpu", torch.tensor([2, 0, 1]), mesh_dim_names=("dp",))
+        with pytest.raises(ValueError, match=re.escape("has [2, 0, 1] there; torch sorts")):
+            HyperCommGrid.from_device_mesh(mesh)
+
+
+# A mesh that skips a dim, or leaves hosts out, steps unevenly: the grid lists its ranks.
+def test_uneven_mesh():
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        group = grid.create_pg(["dp", "tp"])
+        adopted = HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
+        assert list(adopted.layout.ranks) == [0, 1, 4, 5]
+        assert adopted.get_pg("dp_tp") is group
+
+
+# So are those of torch's own meshes: hosts left out, steps that interlock.
+@pytest.mark.parametrize(
+    "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
+)
+def test_left_out_ranks(ranks):
+    table = np.array(ranks)
+    for rank in range(8):
+        with fake_world(8, rank):
+            mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
+            grid = HyperCommGrid.from_device_mesh(mesh)
+            assert sorted(grid.layout.groups("tp")) == sorted(map(tuple, table.tolist()))
+            assert sorted(grid.layout.groups("dp")) == sorted(map(tuple, table.T.tolist()))
+            assert grid.is_current_rank_in_grid() == (rank in table)
+            for name in ("tp", "dp") if rank in table else ():
+                assert grid.get_pg(name) is mesh.get_group(name)
+
+
+# A mesh that a grid over listed ranks made is read back, in any order of its dims: on every rank,
+# also one that sees only lines that ascend.
+@pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [0, 1, 3, 2], [5, 4, 0, 1]], ids=str)
+def test_listed_grid_there_and_back(ranks):
+    layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
+    for rank in ranks:
+        with fake_world(6, rank), HyperCommGrid.from_layout(layout) as grid:
+            for dim in layout.dim_names:
+                grid.create_pg(dim)
+            assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == layout
+            turned = HyperCommGrid.from_device_mesh(grid.device_mesh("tp", "dp"))
+            for dim in layout.dim_names:
+                assert turned.get_pg(dim) is grid.get_pg(dim)
+                assert turned.group_ranks(dim) == grid.group_ranks(dim)
+
+
+# ---- real ranks ---------------------------------------------------------------------------------
+
+
+# DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
+@pytest.mark.long
+def test_grids_one_after_another():
+    for found in run_ranks(grids_one_after_another, 4):
+        np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
+
+
+# DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.
+@pytest.mark.long
+def test_real_ranks():
+    got = run_ranks(redistribute_on_a_grid, 9)
+    assert got[0] == ([], [], 0)
+    whole = np.arange(48.0).reshape(8, 6)
+    for rank, (sharded, swapped, created) in enumerate(got[1:]):
+        dp, tp = rank // 2, rank % 2
+        np.testing.assert_array_equal(sharded, whole[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3])
+        np.testing.assert_array_equal(swapped, whole[tp * 4 : tp * 4 + 4])
+        assert created == 0

@@ -1,0 +1,129 @@
+"""`grid["tp"]` on real ranks: places, groups, sums, seeds, logs."""
+
+import numpy as np
+import pytest
+from ranks import dims_ranks
+
+from hypercomm import HyperCommGrid, RankLayout, run_ranks
+from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.testing import fake_world
+
+TABLE = np.arange(8).reshape(2, 2, 2)  # pp, dp, tp: the first dim varies fastest
+AXES = {"tp": 2, "dp": 1, "pp": 0}
+
+
+def group_of(rank, dims):
+    """The ranks that differ from one only along some dims, by numpy."""
+    at = np.unravel_index(rank, TABLE.shape)
+    index = [slice(None) if dim in dims else at[AXES[dim]] for dim in ("pp", "dp", "tp")]
+    return tuple(TABLE[tuple(index)].flatten().tolist())
+
+
+def test_places():
+    wanted = [("tp",), ("dp",), ("pp",), ("tp", "pp"), ("dp", "pp"), ("tp", "dp", "pp")]
+    for rank, (seen, mesh) in enumerate(run_ranks(dims_ranks.places, 8)):
+        for dims, told in zip(wanted, seen, strict=True):
+            ranks = group_of(rank, dims)
+            at = ranks.index(rank)
+            beside = [ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None]
+            assert told == (at, len(ranks), ranks, *beside, at == 0, at == len(ranks) - 1)
+        coordinate = [int(index) for index in np.unravel_index(rank, TABLE.shape)]
+        assert mesh == [True, True, coordinate, coordinate]
+
+
+def test_outside():
+    first, *members = run_ranks(dims_ranks.outside, 3)
+    said, *rest = first
+    assert said == ["rank 0 is not in layout tp=2, which holds ranks 1..2"] * 3
+    assert rest == [2, None, [False, True, True, False]]
+    assert [told for told, *_ in members] == [["int", "ProcessGroup", "NoneType"]] * 2
+
+
+def test_changes():
+    for rank, got in enumerate(run_ranks(dims_ranks.changes, 4)):
+        before, after = (rank % 2, rank // 2, 2), (0, rank, 1, 4, 4)
+        assert got == (False, before, after, "GridDestroyedError")
+
+
+def test_sums():
+    for rank, (seen, printed, logged) in enumerate(run_ranks(dims_ranks.sums, 4)):
+        tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
+        assert seen[:3] == [2 * dp + 2, tp + 0.5, 1.0]
+        assert seen[3:] == [[2 * tp + 1.0, 2.0], [dp + 1.0, 1.0], [float(rank), 1.0]]
+        assert printed == ("" if rank else "loss=0.5\n")
+        assert logged == [f"[tp={rank % 2} dp={rank // 2}] at 50%"] * 2
+
+
+# Seeds are equal exactly where coordinates along the dims are; samplers share the data out.
+def test_seeds():
+    got = run_ranks(dims_ranks.seeds, 8)
+    dims = [(), ("tp",), ("dp",), ("tp", "pp"), ("tp", "pp"), ("tp", "dp", "pp")]
+    for at, named in enumerate(dims):
+        seeds = [seeds[at] for seeds, _ in got]
+        keys = [
+            tuple(np.unravel_index(rank, (2, 2, 2))[AXES[dim]] for dim in named)
+            for rank in range(8)
+        ]
+        assert len(set(zip(keys, seeds, strict=True))) == len(set(keys)) == len(set(seeds))
+        assert all(0 <= seed < 2**63 for seed in seeds)
+    items = [set(items) for _, items in got]
+    assert all(items[rank] == items[rank // 2 % 2 * 2] for rank in range(8))
+    assert items[0] | items[2] == set(range(16))
+    assert not items[0] & items[2]
+
+
+# A seed is the same in every run, and on every machine.
+def test_a_seed_is_a_promise(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+    entropy = [1234, *b"tp=1,dp=2"]
+    right = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
+    assert grid.seed(1234, "dp", "tp") == right
+
+
+def test_layouts_have_dims():
+    layout = RankLayout.parse("tp=2,dp=2,pp=2")
+    for rank in range(8):
+        place = layout["pp", "tp"].at(rank)
+        assert (place.ranks, place.ranks[place.rank]) == (group_of(rank, ("tp", "pp")), rank)
+    assert layout["tp+pp"].groups == layout.groups("tp", "pp")
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "words"),
+    [
+        (lambda grid: grid["tpp"], UnknownDimError, "unknown dim 'tpp'.*did you mean 'tp'"),
+        (lambda grid: grid[()], LayoutError, "dims is empty"),
+        (lambda grid: grid.get_group(), LayoutError, "mesh_dim is missing: .*'dp', 'tp'"),
+        (lambda grid: grid.get_local_rank(2), UnknownDimError, "mesh_dim 2 is none of the 2 dims"),
+        (lambda grid: grid.get_local_rank(True), LayoutError, "mesh_dim must be an int, got True"),
+        (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
+        (lambda grid: grid.sampler([1], "dp", rank=0), LayoutError, "rank=0 is what dims say"),
+    ],
+)
+def test_what_is_refused(ask, error, words, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(error, match=words):
+        ask(HyperCommGrid("tp=2,dp=4", world_size=8))
+
+
+def test_keys_for_completion():
+    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+    assert grid._ipython_key_completions_() == list(grid) == ["tp", "dp"]
+    grid.register_view("e", [8], ["ep"])
+    assert list(grid.view("e")) == ["ep"]
+    assert grid.view("e")["ep"].size == 8
+
+
+# Dims keep neither the grid, which says that its groups live, nor groups that are destroyed; a
+# forked child is not given the parent's.
+def test_forgotten():
+    assert run_ranks(dims_ranks.forgotten, 2) == [(0, True, 1, True)] * 2
+
+
+# Dims inside of dims, as other calls take them; a grid that is reshaped orders them anew.
+def test_nested_dims():
+    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+        assert grid["tp", ["dp"]].dims == grid[["dp", "tp"]].dims == ("tp", "dp")
+        grid.barrier(["tp", "dp"])
+        assert len(grid.sampler(range(8), ["tp", "dp"])) == 1

@@ -1,0 +1,436 @@
+"""The grid in fake worlds: which groups a rank is in, in worlds of any size. No communication."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from itertools import chain, combinations
+from unittest import mock
+
+import bound_world
+import numpy as np
+import pytest
+import torch.distributed as dist
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks.rank_functions import registered
+
+from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm.errors import (
+    CreationError,
+    GridDestroyedError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+    NotInitializedError,
+    RankOutsideError,
+    WorldSizeError,
+)
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.options import GroupOptions
+from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
+
+
+def numpy_group(layout, dims, rank):
+    """The members of a rank's group, by slicing an array of all ranks."""
+    ranks = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
+    (where,) = np.argwhere(ranks == rank)
+    index = [
+        slice(None) if name in dims else at
+        for name, at in zip(layout.dim_names, where, strict=True)
+    ]
+    return sorted(np.atleast_1d(ranks[tuple(index)]).ravel().tolist())
+
+
+# torch registers for a rank exactly the members that numpy finds, for any layout, dims and rank.
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_membership(data):
+    layout = data.draw(layouts())
+    dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
+    spare = data.draw(st.integers(0, 3))
+    world_size = layout.rank_offset + layout.size + spare
+    with fake_world(world_size, rank), HyperCommGrid.from_layout(layout) as grid:
+        group = grid.create_pg(dims)
+        assert dist.get_process_group_ranks(group) == numpy_group(layout, dims, rank)
+        assert list(grid.group_ranks(dims)) == numpy_group(layout, dims, rank)
+        assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
+
+
+# The cost of a rank does not depend on the world: it is in one group for each dims, at any size.
+@pytest.mark.parametrize("rank", [0, 37, 2048, 4095])
+def test_4096_ranks(rank):
+    with fake_world(4096, rank), HyperCommGrid([8, 4, 16, 8], ["tp", "cp", "dp", "pp"]) as grid:
+        before = len(c10d.registered())
+        for dims in ("tp", "cp", "dp", "pp", ("dp", "cp")):
+            assert dist.get_process_group_ranks(grid.create_pg(dims)) == numpy_group(
+                grid.layout, dims if isinstance(dims, tuple) else (dims,), rank
+            )
+        assert len(c10d.registered()) == before + 5
+
+
+# All members of a group give it the same name, no two groups share one, and the groups that all
+# 64 ranks create are together the plan's: every rank in exactly one group of each dims.
+def test_every_rank_of_one_plan_agrees():
+    plan = [("tp",), ("cp",), ("dp",), ("dp", "cp"), ("tp", "cp", "dp")]
+    members = {}
+    for rank in range(64):
+        with (
+            fake_world(64, rank),
+            HyperCommGrid([4, 2, 8], ["tp", "cp", "dp"]) as grid,
+        ):
+            for position, dims in enumerate(plan):
+                group = grid.create_pg(dims)
+                members.setdefault((position, group.group_name), {}).setdefault(
+                    tuple(dist.get_process_group_ranks(group)), []
+                ).append(rank)
+    for ranks_seen in members.values():
+        ((ranks, creators),) = ranks_seen.items()
+        assert list(ranks) == creators
+    for position, dims in enumerate(plan):
+        size = int(np.prod([{"tp": 4, "cp": 2, "dp": 8}[dim] for dim in dims]))
+        assert sum(1 for where, _ in members if where == position) == 64 // size
+
+
+# Names differ between grids of one kind, and between grids of different kinds or names.
+def test_no_two_grids_share_a_name():
+    names, grids = set(), []
+    with fake_world(8):
+        for offset, label in ((0, None), (0, None), (0, "a"), (4, None)):
+            grids.append(HyperCommGrid([4], ["dp"], offset, name=label))
+            group = grids[-1].create_pg("dp")
+            if group is not None:
+                names.add(group.group_name)
+    assert len(names) == 3
+
+
+# create, get and ensure: one group per key, in any order of dims and as any iterable of names.
+def test_keys():
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        group = grid.create_pg(("dp", "cp"))
+        assert grid.get_pg(["cp", "dp"]) is group
+        assert grid.get_pg(dim for dim in ("dp", "cp")) is group
+        assert grid.ensure_pg(["dp", "cp"]) is group
+        twin = grid.ensure_pg(["dp", "cp"], name="twin")
+        assert twin is not group
+        assert grid.get_pg(["dp", "cp"], name="twin") is twin
+        assert dict(grid.pgs) == {
+            GroupKey(("cp", "dp")): group,
+            GroupKey(("cp", "dp"), "twin"): twin,
+        }
+        with pytest.raises(TypeError):
+            grid.pgs[GroupKey(("tp",))] = group
+
+
+# ensure_pg refuses other options than the first call's, whichever way they differ.
+def test_ensure_keeps_to_the_first_options():
+    with fake_world(8), HyperCommGrid([8], ["dp"]) as grid:
+        group = grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine")
+        assert grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine") is group
+        for other in ({}, {"timeout": timedelta(seconds=6), "group_desc": "mine"}):
+            with pytest.raises(GroupOptionsError, match="was created with GroupOptions"):
+                grid.ensure_pg("dp", **other)
+
+
+# What Megatron's callers read of a grid.
+def test_attributes():
+    with fake_world(8, rank=5):
+        grid = HyperCommGrid([2, 3], ["tp", "dp"], 1, "fake")
+        assert (grid.shape, grid.dim_names, grid.rank_offset) == ([2, 3], ["tp", "dp"], 1)
+        assert (grid.size, grid.backend) == (6, "fake")
+        assert grid.is_current_rank_in_grid()
+        assert grid.coords() == {"tp": 0, "dp": 2}
+        assert grid.coords(2) == {"tp": 1, "dp": 0}
+        assert grid.layout == RankLayout([2, 3], ["tp", "dp"], 1)
+
+
+# On a rank outside the grid a group is None, and asking where the rank is, is an error.
+def test_rank_outside():
+    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        assert not grid.is_current_rank_in_grid()
+        assert grid.create_pg("dp") is None
+        assert grid.get_pg("dp") is None
+        with pytest.raises(RankOutsideError, match=r"rank 7 is not in layout tp=2,dp=2, .* 0\.\.3"):
+            grid.coords()
+        with pytest.raises(RankOutsideError, match="rank 7 is not in layout"):
+            grid.group_ranks("dp")
+
+
+# A failed call leaves the grid and every one of torch's tables as they were.
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda grid: grid.create_pg("pp"), ValueError),
+        (lambda grid: grid.create_pg([]), ValueError),
+        (lambda grid: grid.create_pg(["tp", "tp"]), ValueError),
+        (lambda grid: grid.create_pg("dp"), GroupExistsError),
+        (lambda grid: grid.get_pg("tp"), GroupMissingError),
+        (lambda grid: grid.create_pg("tp", backend="bogus"), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", timeout=5), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", timeout=timedelta(0)), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", share="sometimes"), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", name=""), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", group_desc=3), GroupOptionsError),
+        (lambda grid: grid.create_pg("tp", pg_options=object(), backend="gloo"), GroupOptionsError),
+        # torch's own refusal, where its fake backend takes options; ours where it would not
+        (lambda grid: grid.create_pg("tp", pg_options=object()), (TypeError, GroupOptionsError)),
+    ],
+)
+@pytest.mark.parametrize("creation", ["local", "enumerate"])
+def test_a_failed_call_changes_nothing(call, error, creation):
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation=creation) as grid:
+        grid.create_pg("dp")
+        before, groups = registered(), dict(grid.pgs)
+        with pytest.raises(error):
+            call(grid)
+        assert registered() == before
+        assert dict(grid.pgs) == groups
+        assert grid.create_pg("tp") is not None  # and the grid still works
+
+
+# An enumeration that fails in the middle takes back the groups that it had created.
+def test_enumeration_is_rolled_back():
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation="enumerate") as grid:
+        before, created = registered(), []
+        honest = dist.new_group
+
+        def third_one_fails(*arguments, **options):
+            if len(created) == 2:
+                raise OSError("no more sockets")
+            created.append(honest(*arguments, **options))
+            return created[-1]
+
+        with (
+            mock.patch.object(dist.distributed_c10d, "new_group", third_one_fails),
+            pytest.raises(OSError, match="no more sockets"),
+        ):
+            grid.create_pg("tp")
+        assert created[0] not in registered()[0]
+        assert registered() == before
+        assert not grid.pgs
+
+
+# A destroyed grid has no groups and makes none; destroying twice is harmless, also after WORLD.
+def test_destroy():
+    with fake_world(8):
+        before = registered()
+        grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        grid.create_pg("dp")
+        grid.destroy()
+        grid.destroy()
+        assert registered() == before
+        for call in (grid.create_pg, grid.get_pg, grid.ensure_pg):
+            with pytest.raises(GridDestroyedError, match=r"\(tp=2,dp=4\) was destroyed"):
+                call("dp")
+        with pytest.raises(GridDestroyedError):
+            grid.__enter__()
+        assert grid.get_rank_enum("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with fake_world(8):
+        late = HyperCommGrid([8], ["dp"])
+        late.create_pg("dp")
+    late.destroy()
+
+
+# The live job outranks the environment, and an explicit world size outranks both.
+def test_where_the_world_size_comes_from(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert HyperCommGrid([4], ["dp"]).coords() == {"dp": 3}
+    with pytest.raises(WorldSizeError):
+        HyperCommGrid([8], ["dp"])
+    assert HyperCommGrid([8], ["dp"], world_size=8).size == 8
+    with fake_world(8, rank=5):
+        assert HyperCommGrid([8], ["dp"]).coords() == {"dp": 5}
+        too_large = HyperCommGrid([16], ["dp"], world_size=16)
+        with pytest.raises(WorldSizeError, match=r"needs ranks up to 15, but the world has 8"):
+            too_large.create_pg("dp")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(WorldSizeError, match=r"WORLD_SIZE must be an integer .* got 'many'"):
+        HyperCommGrid([8], ["dp"])
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(NotInitializedError, match="init_process_group"):
+        HyperCommGrid([8], ["dp"])
+
+
+# cover="exact" refuses to leave ranks out, and says how many.
+def test_cover():
+    with fake_world(8):
+        HyperCommGrid([2, 4], ["tp", "dp"], cover="exact")
+        with pytest.raises(WorldSizeError, match=r"tp=2 \* dp=2 = 4 ranks leaves 4 of .* 8 ranks"):
+            HyperCommGrid([2, 2], ["tp", "dp"], cover="exact")
+
+
+# Where torch.distributed is not initialised, creation goes through torch's public function, found
+# at call time, with only what the caller gave: Megatron's unit tests patch it there.
+def test_uninitialised_creation_asks_torch():
+    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+    marker = object()
+    with mock.patch("torch.distributed.new_subgroups_by_enumeration") as patched:
+        patched.return_value = (marker, [])
+        assert grid.create_pg(["dp", "tp"], group_desc="both") is marker
+    patched.assert_called_once_with([[0, 1, 4, 5], [2, 3, 6, 7]], backend=None, group_desc="both")
+    assert grid.get_pg(["tp", "dp"]) is marker
+    with pytest.raises(NotInitializedError, match=r"over tp cannot be created; call .*init_pro"):
+        grid.create_pg("tp")
+    assert len(grid.pgs) == 1
+
+
+# Without the private helper of torch, "auto" falls back to enumeration and logs why.
+def test_fallback_without_torch_internals(monkeypatch, caplog):
+    with fake_world(8, rank=3), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        helper = dist.distributed_c10d._new_process_group_helper
+        with monkeypatch.context() as patch:
+            patch.setattr(c10d, "missing", lambda: ["its helper is not there"])
+            group = grid.create_pg("tp")
+            assert "in this torch, its helper is not there" in caplog.text
+            with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
+                HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
+        assert dist.get_process_group_ranks(group) == [2, 3]
+        assert helper is dist.distributed_c10d._new_process_group_helper
+
+
+# The probe notices a helper that is gone, or that has lost an argument that we pass.
+def test_probe_of_torch(monkeypatch):
+    helper = "torch.distributed.distributed_c10d._new_process_group_helper"
+    assert c10d.missing() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", lambda store: store)
+        assert c10d.missing() == [
+            f"{helper} takes no group_name=, backend_options=, timeout=, device_id=, group_desc="
+        ]
+    with monkeypatch.context() as patch:
+        patch.delattr(dist.distributed_c10d, "_new_process_group_helper")
+        assert c10d.missing() == [f"{helper} is not there"]
+    assert c10d.missing() == []
+
+
+# Where WORLD is bound to a device that can be split, each dims is one split of the rank's own
+# group, and a rank outside the grid takes part with a group that it is not in.
+@pytest.mark.parametrize(("rank", "own"), [(5, [1, 5]), (9, [0, 4])])
+def test_split(monkeypatch, rank, own):
+    calls = []
+
+    def split_group(**options):
+        calls.append(options)
+
+    bound_world.bind(monkeypatch)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    with fake_world(12, rank, timeout=timedelta(seconds=9)):
+        grid = HyperCommGrid([4, 2], ["tp", "dp"], creation="split")
+        grid.create_pg("dp", timeout=timedelta(seconds=7), group_desc="mine")
+    assert calls == [
+        {
+            "split_ranks": [own],
+            "timeout": timedelta(seconds=7),
+            "pg_options": None,
+            "group_desc": "mine",
+        }
+    ]
+
+
+# A group over other members of the world than the plan's cannot be shared; one with equal members
+# can, and the order of creation does not matter.
+def test_sharing_compares_members():
+    with (
+        fake_world(8, rank=3),
+        HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"], share="identical") as grid,
+    ):
+        every_dims = list(
+            chain.from_iterable(combinations(grid.dim_names, count) for count in (1, 2, 3))
+        )
+        groups = {dims: grid.create_pg(dims) for dims in every_dims}
+        for one, other in combinations(every_dims, 2):
+            same = numpy_group(grid.layout, one, 3) == numpy_group(grid.layout, other, 3)
+            assert (groups[one] is groups[other]) == same
+        longer = grid.create_pg("tp", name="longer", timeout=timedelta(seconds=3))
+        assert longer is not groups["tp",]
+
+
+# share="never" holds for the first of two keys too.
+def test_a_group_that_is_not_to_be_shared():
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        first = grid.create_pg("dp", share="never")
+        assert grid.create_pg("dp", name="second", share="identical") is not first
+
+
+# When one group cannot be destroyed, the others are, and the error is raised at the end.
+def test_destroy_goes_on(monkeypatch):
+    with fake_world(4):
+        grid = HyperCommGrid([2, 2], ["tp", "dp"])
+        stubborn = grid.create_pg("tp")
+        others = [grid.create_pg("dp"), grid.create_pg(["tp", "dp"])]
+        honest = dist.destroy_process_group
+
+        def refuse_one(group=None):
+            if group is stubborn:
+                raise RuntimeError("not this one")
+            honest(group)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", refuse_one)
+            with pytest.raises(RuntimeError, match="not this one"):
+                grid.destroy()
+        assert not registered()[0].intersection(others)
+
+
+class Options:
+    """Backend options with a timeout, as NCCL's are, that cannot be copied, as before torch 2.8."""
+
+    def __init__(self):
+        self._timeout = timedelta(minutes=10)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle")
+
+
+# A timeout that a caller has put into backend options counts, and cannot contradict another.
+def test_timeout_in_options(monkeypatch):
+    monkeypatch.setattr(c10d, "takes_options", lambda _backend: True)
+    with fake_world(4, timeout=timedelta(seconds=7)):
+        assert GroupOptions(pg_options=Options()).resolve("dp").timeout is None  # fake: unknown
+        own = Options()
+        own._timeout = timedelta(seconds=3)
+        assert GroupOptions(pg_options=own).resolve("dp").timeout == timedelta(seconds=3)
+        with pytest.raises(GroupOptionsError, match="differs from the 0:00:03 that pg_options"):
+            GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp")
+
+
+# A fake world has nobody to connect to, so a gloo twin in it is fake as well.
+def test_a_twin_in_a_fake_world():
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        assert grid.create_pg("dp", name="gloo", backend="gloo").size() == 4
+
+
+# What a person sees: the layout, where this rank is, and the groups; the same in a notebook.
+def test_looks():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "d<p"]) as grid:
+        grid.create_pg("tp")
+        assert str(grid).splitlines() == [
+            "HyperCommGrid(tp=2,d<p=4): ranks 0..7 of a world of 8",
+            "  this is rank 5, at tp=1, d<p=2",
+            "  group tp: 4 of 2 ranks, fake",
+        ]
+        assert repr(grid) == "HyperCommGrid(tp=2,d<p=4): ranks 0..7 of a world of 8"
+        page = grid._repr_html_()
+        assert "<td>d&lt;p</td><td>4</td><td>2</td>" in page
+        assert "d<p" not in page
+    assert str(grid).splitlines()[1:] == ["  destroyed"]
+
+
+# torch's own messages do not reach a user who made no mistake.
+@pytest.mark.long
+def test_a_plain_run_is_silent():
+    program = (
+        "from hypercomm.testing import fake_world\n"
+        "from hypercomm import HyperCommGrid\n"
+        "with fake_world(8), HyperCommGrid([8], ['dp']) as grid: grid.create_pg('dp')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"},
+    )
+    assert (done.stdout, done.stderr) == ("", "")

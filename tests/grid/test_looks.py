@@ -1,0 +1,140 @@
+"""What a person sees of what the library makes: one line, many lines, errors that name it."""
+
+import copy
+import pickle
+
+import pytest
+
+from hypercomm import (
+    GridSet,
+    GroupOptionsError,
+    HyperCommGrid,
+    LayoutError,
+    NotPicklableError,
+    RankLayout,
+    UnknownDimError,
+    UnknownGridError,
+    UnknownViewError,
+)
+from hypercomm.testing import fake_world
+
+
+# A view says whose it is; each is one line for `repr`.
+def test_looks_of_a_view():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], name="train") as grid:
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        view = grid.view("expert")
+        assert repr(view) == "view expert (ep=4,edp=2) of HyperCommGrid(tp=2,dp=4, name='train')"
+        assert str(view).splitlines()[1] == "  this is rank 5, at ep=1, edp=1"
+        assert "view expert (ep=4,edp=2) of" in view._repr_html_()
+
+
+# A dim of a view that is asked of the grid: whatever the call, the error says where it is.
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda grid: grid["ep"],
+        lambda grid: grid.group_ranks("ep"),
+        lambda grid: grid.get_rank_enum("ep"),
+        lambda grid: grid.device_mesh("ep"),
+        lambda grid: grid.get_group("ep"),
+        lambda grid: grid.get_pg("ep"),
+    ],
+)
+def test_a_dim_of_a_view(call):
+    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        said = (
+            r"^'ep' is not in view 'base' .* but in view 'expert'; ask with view='expert', or ask "
+        )
+        with pytest.raises(UnknownDimError, match=said + r"grid.view\('expert'\)$"):
+            call(grid)
+        with pytest.raises(UnknownDimError, match=r"or ask the grid itself$"):
+            grid.view("expert").group_ranks("tp")
+        with pytest.raises(
+            UnknownDimError, match=r"; the views have others: expert \(ep=4,edp=2\)$"
+        ):
+            grid.group_ranks("eep")
+        with pytest.raises(
+            UnknownViewError, match=r"there are \['expert'\]; did you mean 'expert'"
+        ):
+            grid.view("experts")
+
+
+# A word that is nearly right is proposed: keywords, choices, names of grids.
+@pytest.mark.parametrize(
+    ("call", "error", "meant"),
+    [
+        (lambda grids: grids["encodr"], UnknownGridError, "encoder"),
+        (lambda grids: grids["llm"].ensure_pg("tp", timout=3), TypeError, "timeout"),
+        (lambda grids: grids["llm"].plan_pg("tp", viw=3), TypeError, "view"),
+        (lambda grids: grids["llm"].explain("tp", shar=3), TypeError, "share"),
+        (lambda grids: grids["llm"].create_pgs([{"dim": "tp"}]), GroupOptionsError, "dims"),
+        (lambda grids: grids["llm"].create_pg("tp", creation="locl"), GroupOptionsError, "local"),
+        (
+            lambda _: GridSet({"a": RankLayout.parse("tp=8")}, requires="tile", world_size=8),
+            LayoutError,
+            "tiled",
+        ),
+        (
+            lambda _: GridSet(
+                {"llm": RankLayout.parse("tp=8")}, overrides={"lm": {}}, world_size=8
+            ),
+            UnknownGridError,
+            "llm",
+        ),
+        (
+            lambda _: GridSet(
+                {"llm": RankLayout.parse("tp=8")},
+                world_size=8,
+                overrides={"llm": {"bakend": "gloo"}},
+            ),
+            GroupOptionsError,
+            "backend",
+        ),
+        (lambda _: HyperCommGrid.parse("tp=8", worldsize=8), TypeError, "world_size"),
+    ],
+)
+def test_did_you_mean(call, error, meant):
+    with (
+        fake_world(8),
+        GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids,
+        pytest.raises(error, match=f"; did you mean '{meant}'\\?$"),
+    ):
+        call(grids)
+
+
+# A grid stays in its process, and says what travels in its place.
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_grid_is_no_value(send):
+    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+    grid.register_view("expert", [4, 2], ["ep", "edp"])
+    grids = GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")
+    for owner in (grid, grid.view("expert"), grids):
+        with pytest.raises(NotPicklableError, match="cannot be pickled or copied: ") as caught:
+            send(owner)
+        assert isinstance(caught.value, TypeError)
+        assert str(caught.value).startswith(repr(owner))
+    assert HyperCommGrid(pickle.loads(pickle.dumps(grid.layout)), world_size=8).shape == [2, 4]
+    again = GridSet(pickle.loads(pickle.dumps(dict(grids.layouts))), world_size=8)
+    assert again.layouts == grids.layouts
+
+
+# Python's own errors about a call name the class that was used, not one that it is made of.
+def test_no_inner_classes():
+    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+    grid.register_view("expert", [4, 2], ["ep", "edp"])
+    for owner in (grid, grid.view("expert"), grid.layout, GridSet.tile(8, encoder="tp=8")):
+        kind = type(owner)
+        inner = {base.__qualname__ for base in kind.__mro__[1:] if "hypercomm" in base.__module__}
+        public = [getattr(kind, name) for name in dir(kind) if not name.startswith("_")]
+        told = [member.__qualname__ for member in public if callable(member)]
+        assert not [one for one in told if one.partition(".")[0] in inner]
+    with pytest.raises(TypeError, match=r"^HyperCommGrid.create_pg\(\) missing 1 required"):
+        grid.create_pg()
+    with pytest.raises(TypeError, match=r"^GridView.group_ranks\(\) missing 1 required"):
+        grid.view("expert").group_ranks()
+    with pytest.raises(TypeError, match=r"^RankLayout.coords\(\) missing 1 required"):
+        grid.layout.coords()
+    with pytest.raises(TypeError, match=r"^RankLayout.parse\(\) missing 1 required"):
+        RankLayout.parse()

@@ -1,0 +1,62 @@
+"""Grids of sizes in every form."""
+
+import pytest
+
+from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.errors import LayoutError, NotationError, WorldSizeError
+
+FORMS = [
+    (("tp=2,dp=4",), {}),
+    (("tp=2,dp=-1",), {}),
+    (("tp=2,dp",), {}),
+    (({"tp": 2, "dp": -1},), {}),
+    (([2, -1], ["tp", "dp"]), {}),
+    (([2, 4], ["tp", "dp"], 0, "gloo"), {}),
+    ((RankLayout([2, 4], ["tp", "dp"]),), {"name": "same"}),
+    ((iter([2, -1]), iter(["tp", "dp"])), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "keywords"), FORMS)
+def test_every_form(args, keywords):
+    grid = HyperCommGrid(*args, world_size=8, **keywords)
+    assert grid.layout == RankLayout([2, 4], ["tp", "dp"])
+
+
+# What is open fills the world from the offset on, and what is not leaves the rest of it out.
+def test_offsets():
+    assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
+    assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
+    assert HyperCommGrid.parse("tp=2,dp", 6, world_size=12, name="a").shape == [2, 3]
+
+
+def test_the_environment(monkeypatch):
+    monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp=2,dp=-1")
+    assert HyperCommGrid(world_size=6).shape == [2, 3]
+    assert HyperCommGrid("dp=6", world_size=6).shape == [6]
+
+
+def test_parse_takes_text():
+    with pytest.raises(NotationError, match="expected a text like 'tp=2,dp=4', got 5"):
+        HyperCommGrid.parse(5, world_size=8)
+
+
+# A view takes its sizes in every form, too; what is open fills the grid.
+@pytest.mark.parametrize(
+    "sizes",
+    [("ep=4,rest=-1",), ({"ep": -1, "rest": 2},), ([4, -1], ["ep", "rest"]), ("ep,rest=2",)],
+)
+def test_views(sizes):
+    grid = HyperCommGrid("tp=2,dp=4", rank_offset=4, world_size=12)
+    grid.register_view("expert", *sizes)
+    assert grid.view("expert").layout == RankLayout([4, 2], ["ep", "rest"], 4)
+    assert list(dict(grid)) == ["tp", "dp"]
+
+
+def test_a_view_that_does_not_fit():
+    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+    with pytest.raises(WorldSizeError, match="ep=3 = 3 ranks, but the grid has 8 ranks"):
+        grid.register_view("expert", "ep=3,rest=-1")
+    with pytest.raises(LayoutError, match="dim_names may not be given beside 'ep=8'"):
+        grid.register_view("expert", "ep=8", ["ep"])
+    assert not grid.views

@@ -1,0 +1,693 @@
+"""Sets of grids in fake worlds: where they lie, what they create, and what is refused."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ranks.common import tables as registered
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm.compat.megatron import collections_of, multi_module_of
+from hypercomm.compat.megatron.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupExistsError,
+    GroupOptionsError,
+    LayoutError,
+    NotationError,
+    NotInitializedError,
+    RankOutsideError,
+    UnknownDimError,
+    UnknownGridError,
+    WorldSizeError,
+)
+from hypercomm.layout import RankMapping, pipelines
+from hypercomm.layout.placement import Placement, colocate, tile
+from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.process_groups.batches import Batch
+from hypercomm.testing import fake_world, layouts
+
+NAMES = ("a", "b", "c", "d")
+DIMS = ("tp", "cp", "dp", "pp")
+
+
+def ranks_of(layout):
+    """The ranks that a layout holds, by its sizes and strides alone."""
+    steps = [
+        [index * stride for index in range(size)]
+        for size, stride in zip(layout.shape, layout.strides, strict=True)
+    ]
+    return {layout.rank_offset + sum(step) for step in itertools.product(*steps)}
+
+
+# ---- where layouts lie --------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw):
+    """Draw sizes by dim, in any order."""
+    dims = draw(st.lists(st.sampled_from(DIMS), min_size=1, max_size=3, unique=True))
+    return {dim: draw(st.integers(1, 4)) for dim in dims}
+
+
+def as_text(sizes, unknown=None, mark="{}=-1"):
+    return ",".join(
+        mark.format(dim) if dim == unknown else f"{dim}={size}" for dim, size in sizes.items()
+    )
+
+
+# Tiled layouts hold the ranks behind those of the layouts before, and one open size takes what the
+# others leave, wherever it is.
+@given(st.lists(shapes(), min_size=1, max_size=4), st.integers(0, 5), st.data())
+def test_tile(every, offset, data):
+    sizes = [math.prod(own.values()) for own in every]
+    texts = [as_text(own) for own in every]
+    if data.draw(st.booleans()):
+        place = data.draw(st.integers(0, len(every) - 1))
+        unknown = data.draw(st.sampled_from(list(every[place])))
+        mark = data.draw(st.sampled_from(["{}=-1", "{}"]))
+        texts[place] = as_text(every[place], unknown, mark)
+    total = offset + sum(sizes)
+    placed = tile(dict(zip(NAMES, texts, strict=False)), total, offset)
+    starts = offset + np.cumsum([0, *sizes[:-1]])
+    for layout, own, start, size in zip(placed.values(), every, starts, sizes, strict=True):
+        assert dict(zip(layout.dim_names, layout.shape, strict=True)) == own
+        assert ranks_of(layout) == set(range(start, start + size))
+    placement = Placement(placed, total)
+    assert placement.kind == ("disjoint" if offset else "tiled")
+    assert placement.spare_ranks == tuple(range(offset))
+
+
+# Colocated layouts hold the same ranks; open sizes follow from the layouts that have none, else
+# from the world.
+@given(shapes(), shapes(), st.integers(0, 5), st.integers(0, 3), st.booleans())
+def test_colocate(one, other, offset, spare, is_closed):
+    own, their = math.prod(one.values()), math.prod(other.values())
+    size = math.lcm(own, their)
+    texts = {
+        "a": as_text(one) + f",x={size // own}",
+        "b": as_text(other) + ",x",
+    }
+    if not is_closed:
+        texts["a"], spare = as_text(one) + ",x=-1", 0
+    placed = colocate(texts, offset + size + spare, offset)
+    assert [ranks_of(layout) for layout in placed.values()] == [
+        set(range(offset, offset + size))
+    ] * 2
+    placement = Placement(placed, offset + size + spare)
+    assert placement.kind == "colocated"
+    assert len(placement.spare_ranks) == offset + spare
+
+
+@st.composite
+def lattices(draw):
+    """Draw a layout, perhaps one with gaps."""
+    layout = draw(layouts(max_ranks=24, max_offset=12, max_size=3))
+    if len(layout.dim_names) > 1 and draw(st.booleans()):
+        layout = layout.select(**{layout.dim_names[0]: layout.shape[0] - 1})
+    return layout
+
+
+# What a placement says is what sets of ranks say, gaps included.
+@given(st.lists(lattices(), min_size=1, max_size=3), st.integers(0, 3))
+def test_placement(chosen, spare):
+    world_size = max(layout.last_rank for layout in chosen) + 1 + spare
+    named = dict(zip(NAMES, chosen, strict=False))
+    sets = {name: ranks_of(layout) for name, layout in named.items()}
+    placement = Placement(named, world_size)
+    pairs = {
+        pair: sorted(sets[pair[0]] & sets[pair[1]]) for pair in itertools.combinations(named, 2)
+    }
+    shared = {pair: ranks for pair, ranks in pairs.items() if ranks}
+    spare_ranks = sorted(set(range(world_size)) - set.union(*sets.values()))
+    assert {pair: list(ranks) for pair, ranks in placement.overlaps.items()} == shared
+    assert list(placement.spare_ranks) == spare_ranks
+    is_same = all(ranks == sets["a"] for ranks in sets.values())
+    kind = (
+        ("disjoint" if spare_ranks else "tiled")
+        if not shared
+        else ("colocated" if is_same else "overlapping")
+    )
+    assert placement.kind == kind
+    fitting = {"any"}
+    fitting |= {"colocated"} if is_same else set()
+    fitting |= set() if shared else {"disjoint"}
+    fitting |= {"tiled"} if kind == "tiled" else set()
+    for wanted in ("tiled", "disjoint", "colocated", "any"):
+        if wanted in fitting:
+            placement.require(wanted)
+            continue
+        with pytest.raises(WorldSizeError, match=f"requires='{wanted}'"):
+            placement.require(wanted)
+
+
+# Layouts over listed ranks lie where their lists say, and tile() does not move them.
+@given(st.permutations(range(8)), st.permutations(range(12)))
+def test_listed_ranks(low, every):
+    one, other = RankLayout([2, 2], ["tp", "dp"], ranks=low[:4]), every[:4]
+    placement = Placement({"a": one, "b": RankLayout([4], ["dp"], ranks=other)}, 12)
+    shared = sorted(set(low[:4]) & set(other))
+    assert {pair: list(ranks) for pair, ranks in placement.overlaps.items()} == (
+        {("a", "b"): shared} if shared else {}
+    )
+    assert placement.spare_ranks == tuple(sorted({*range(12)} - {*low[:4], *other}))
+    assert (placement.kind == "colocated") == (set(low[:4]) == set(other))
+    with pytest.raises(LayoutError, match="in their own order"):
+        GridSet.tile(4, a=RankLayout([2, 2], ["tp", "dp"], ranks=[3, 0, 2, 1]))
+
+
+# Ranks are written as ranges, and many ranges are cut.
+@given(st.sets(st.integers(0, 40), min_size=1, max_size=12))
+def test_format_ranks(ranks):
+    text = format_ranks(sorted(ranks))
+    read = set()
+    for part in text.removesuffix(", ...").split(", "):
+        first, _, last = part.partition("..")
+        read |= set(range(int(first), int(last or first) + 1))
+    assert read == ranks or (text.endswith(", ...") and read < ranks)
+    assert text.count(",") <= 8
+
+
+# Where layouts lie in a world of a million ranks is arithmetic.
+def test_large_worlds():
+    grids = GridSet.tile(2**20, encoder="tp=2,dp=1024", llm="tp=8,dp,pp=2")
+    assert grids.placement == "tiled"
+    assert grids["llm"].layout.size == 2**20 - 2048
+    assert grids.grids_of(2047) == ("encoder",)
+
+
+# ---- making sets --------------------------------------------------------------------------------
+
+
+# A set is a mapping of its names to grids, in the order given, and no value of its own.
+def test_mapping_of_names():
+    grids = GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")
+    assert list(grids) == ["encoder", "llm"]
+    assert len(grids) == 2
+    assert "llm" in grids
+    assert "vision" not in grids
+    assert grids.get("vision") is None
+    assert [grid.name for grid in grids.values()] == ["encoder", "llm"]
+    assert grids == grids  # noqa: PLR0124 - it is itself,
+    assert grids != GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")  # and nothing else
+    assert len({grids, grids}) == 1
+    with pytest.raises(UnknownGridError, match=r"no grid 'vision' .* \['encoder', 'llm'\]"):
+        grids["vision"]
+
+
+# The world's size comes from the argument, or the live job, or the environment.
+def test_world_size(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(NotInitializedError, match="world size"):
+        GridSet.tile(a="tp")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert GridSet.tile(a="tp").layouts["a"].size == 6
+    with fake_world(4):
+        assert GridSet.tile(a="tp").world_size == 4
+        assert GridSet.colocated(a="tp").world_size == 4
+
+
+# A set's name stands before those of its grids; arguments are those of all grids, or of one.
+def test_arguments():
+    with fake_world(8):
+        grids = GridSet.tile(
+            a="tp=4",
+            b="dp=4",
+            name="job",
+            backend="gloo",
+            overrides={"b": {"backend": None, "verify": True}},
+        )
+        assert [grid.name for grid in grids.values()] == ["job.a", "job.b"]
+        assert [grid.backend for grid in grids.values()] == ["gloo", None]
+
+
+# Layouts in their places make a set, gaps and permuted hosts included; grids that exist join it.
+def test_explicit_places():
+    whole = RankLayout.parse("tp=2,pp=2,dp=2")
+    with fake_world(8, 3):
+        llm = HyperCommGrid([2, 2], ["tp", "dp"], 0, name="own")
+        grids = GridSet({"llm": llm, "tail": whole.select(pp=1)})
+        assert grids["llm"] is llm
+        assert grids.placement == "overlapping"
+        assert grids.overlaps == {("llm", "tail"): (2, 3)}
+        assert grids.spare_ranks == (4, 5)
+        assert grids.grids_of() == ("llm", "tail")
+        with grids:
+            grids.create_pgs({"llm": ["tp"], "tail": ["dp"]})
+        assert llm.is_destroyed
+
+
+# What cannot be placed is refused, in words that name grids, ranks and what would do.
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: GridSet.tile(8), LayoutError, "one at least"),
+        (lambda: GridSet({}, world_size=8), LayoutError, "one at least"),
+        (lambda: GridSet(["a"], world_size=8), LayoutError, r"map names of grids.*got \['a'\]"),
+        (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
+        (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
+        (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
+        (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a' needs sizes such as"),
+        (lambda: GridSet.tile(8, a="tp"), None, None),
+        (lambda: GridSet.tile(8, a="tp=x"), NotationError, "'tp=x'"),
+        (
+            lambda: GridSet.tile(8, a="tp,dp", b="pp"),
+            NotationError,
+            "'tp' of 'a', 'dp' of 'a', 'pp' of 'b' are all open",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"),
+            WorldSizeError,
+            "grid 'b': tp=2 = 2 ranks, but 5 are left for it, no multiple of 2, so no .* 4 and 6",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=9", b="dp"),
+            WorldSizeError,
+            "no ranks are left for it; make",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=4"),
+            WorldSizeError,
+            r"requires='tiled', but no grid holds ranks 4..7 of the world of 8",
+        ),
+        (lambda: GridSet.tile(8, a="tp=4", requires="disjoint"), None, None),
+        (lambda: GridSet.tile(8, a="tp=4", rank_offset=2), None, None),
+        (
+            lambda: GridSet.tile(8, a="tp=4", b="dp=6"),
+            WorldSizeError,
+            r"grid 'b' \(dp=6 at rank_offset 4\) needs ranks up to 9, but the world has 8",
+        ),
+        (lambda: GridSet.tile(8, a="tp=8", requires="all"), LayoutError, "got 'all'"),
+        (
+            lambda: GridSet.tile(8, a=RankLayout.parse("tp=2,dp=2").select(tp=0)),
+            LayoutError,
+            "grid 'a' .* has ranks with gaps",
+        ),
+        (lambda: GridSet.tile(0, a="tp"), LayoutError, "world_size must be at least 1"),
+        (lambda: GridSet.tile(2**70, a="tp"), LayoutError, "world_size must be"),
+        (lambda: GridSet.tile(8, a="tp", rank_offset=-1), LayoutError, "rank_offset"),
+        (
+            lambda: GridSet.colocated(8, a="tp=2,dp=2", b="tp=8"),
+            WorldSizeError,
+            "grid 'b': tp=8 = 8 ranks, but 4 are those of grid 'a'",
+        ),
+        (
+            lambda: GridSet.colocated(9, a="tp=2,dp"),
+            WorldSizeError,
+            "grid 'a': tp=2 = 2 ranks, but 9 are there for it.* 8 and 10",
+        ),
+        (
+            lambda: GridSet.colocated(8, a="tp,dp"),
+            NotationError,
+            "grid 'a': only .* tp, dp are all open",
+        ),
+        (
+            lambda: GridSet(
+                {"a": RankLayout.parse("tp=6"), "b": RankLayout.parse("dp=4", rank_offset=4)},
+                requires="disjoint",
+                world_size=8,
+            ),
+            WorldSizeError,
+            r"requires='disjoint', but grids 'a' and 'b' both hold ranks 4..5",
+        ),
+        (
+            lambda: GridSet(
+                {"a": RankLayout.parse("tp=6"), "b": RankLayout.parse("dp=8")},
+                requires="colocated",
+                world_size=8,
+            ),
+            WorldSizeError,
+            r"grid 'b' holds ranks 6..7, which grid 'a' does not",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
+            UnknownGridError,
+            r"overrides names grid 'b', but this set has \['a'\]",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=8", overrides={"a": {"name": "x"}}),
+            GroupOptionsError,
+            "overrides of grid 'a' has 'name'; it may have",
+        ),
+        (lambda: GridSet.tile(8, a="tp=8", overrides=7), GroupOptionsError, "got 7"),
+        (lambda: GridSet.tile(8, a="tp=8", backend="bogus"), GroupOptionsError, "bogus"),
+        (lambda: GridSet.tile(8, a="tp=8", name=""), GroupOptionsError, "name must be"),
+        (
+            lambda: GridSet.tile(8, llm="tp=4", name="tp=4"),
+            LayoutError,
+            r"'name' is an argument here, .* GridSet\({'name': layout, ...}\) takes",
+        ),
+        (lambda: GridSet.tile(8, a="tp", verify="tp=4"), LayoutError, "'verify' is an argument"),
+        (
+            lambda: GridSet.colocated(8, a="tp", backend=RankLayout.parse("tp=8")),
+            LayoutError,
+            "'backend' is an argument here",
+        ),
+        (lambda: GridSet.tile(8, name="run=x", a="tp"), None, None),
+        (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, r"hold no '.', .* write 'a_b'"),
+        (
+            lambda: GridSet.tile(8, a="tp=2,dp", rank_offset=9),
+            WorldSizeError,
+            "no ranks are left for it behind rank_offset 9; make",
+        ),
+        (
+            lambda: GridSet.colocated(8, a="tp=2,dp", rank_offset=8),
+            WorldSizeError,
+            "no ranks are there for it behind rank_offset 8; make",
+        ),
+    ],
+)
+def test_refused_sets(make, error, words):
+    if error is None:
+        make()
+        return
+    with pytest.raises(error, match=words):
+        make()
+
+
+# One grid under two names would be destroyed twice, and is refused.
+def test_one_grid_twice():
+    grid = HyperCommGrid([8], ["tp"], world_size=8)
+    with pytest.raises(LayoutError, match="'a' and 'b' are one HyperCommGrid"):
+        GridSet({"a": grid, "b": grid}, world_size=8)
+
+
+# A grid that is given keeps its arguments: others for it are refused, not dropped.
+def test_a_given_grid_is_not_overridden():
+    grid = HyperCommGrid([8], ["tp"], world_size=8)
+    with pytest.raises(GroupOptionsError, match="grid 'a', which exists and keeps its own"):
+        GridSet({"a": grid}, world_size=8, overrides={"a": {"backend": "gloo"}})
+
+
+# ---- process groups -----------------------------------------------------------------------------
+
+
+# Each rank gets the groups of its grids, and None for the others, by name and in the order given.
+@pytest.mark.parametrize("rank", range(8))
+def test_create_pgs(rank):
+    with fake_world(8, rank), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids:
+        created = grids.create_pgs({"llm": ["tp"], "encoder": ["dp", ["tp", "dp"]]})
+        assert list(created) == ["encoder", "llm"]
+        found = {
+            name: [group and dist.get_process_group_ranks(group) for group in groups]
+            for name, groups in created.items()
+        }
+        dp = [rank % 2, rank % 2 + 2]
+        own = {"encoder": [dp, [0, 1, 2, 3]], "llm": [None]}
+        other = {"encoder": [None, None], "llm": [[4, 5, 6, 7]]}
+        assert found == (own if rank < 4 else other)
+
+
+# A dict written in another order creates in the set's order all the same.
+def test_the_order_is_the_sets():
+    created = []
+    for requests in (
+        {"a": ["tp", "dp"], "b": ["tp"]},
+        {"b": iter(["tp"]), "a": iter([iter(["tp"]), "dp"])},
+    ):
+        with fake_world(4), GridSet.colocated(a="tp=2,dp=2", b="tp=4") as grids:
+            grids.create_pgs(requests)
+            torch_world = dist.distributed_c10d._world
+            created.append(list(torch_world.pg_group_ranks.values()))
+    assert created[0] == created[1]
+    assert len(created[0]) == 4
+
+
+def failing(_):
+    raise ValueError("derived wrongly")
+
+
+# A creation that fails in a later grid leaves nothing of the earlier ones, whether it can be seen
+# to fail before anything is created or not; afterwards the right call works.
+@pytest.mark.parametrize(
+    ("requests", "error"),
+    [
+        ({"a": ["tp", "dp"], "b": ["xx"]}, UnknownDimError),
+        ({"a": ["tp", "dp"], "c": ["dp"]}, UnknownGridError),
+        ({"a": ["tp", "dp"], "b": ["tp", "tp"]}, GroupExistsError),
+        ({"a": ["tp"], "b": ["tp", {"dims": "tp", "name": "x", "derive": failing}]}, ValueError),
+        ({"a": ["tp"], "b": [{"dims": "tp", "timeout": 3}]}, GroupOptionsError),
+        ({"a": ["tp"], "b": [{"dims": "tp", "junk": 3}]}, GroupOptionsError),
+        ({"a": ["tp"], "b": 7}, LayoutError),
+        ({7: ["tp"]}, UnknownGridError),
+        (["a", "b"], LayoutError),
+        (None, LayoutError),
+    ],
+)
+def test_all_or_none(requests, error):
+    with fake_world(4), GridSet.colocated(a="tp=2,dp=2", b="tp=4") as grids:
+        kept = grids["a"].create_pg(["tp", "dp"])
+        before = registered()
+        with pytest.raises(error):
+            grids.create_pgs(requests)
+        assert registered() == before
+        assert [list(grid.pgs.values()) for grid in grids.values()] == [[kept], []]
+        grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"]})
+        assert [len(grid.pgs) for grid in grids.values()] == [3, 1]
+
+
+# Arguments of all grids are checked before anything is planned, let alone created: what derives
+# the groups of an earlier grid is not even called.
+@pytest.mark.parametrize(
+    ("last", "arguments", "error", "words"),
+    [
+        (["tp", "tp"], {}, GroupExistsError, "requests of grid 'b': 'tp' is asked for twice"),
+        (["dp"], {}, GroupExistsError, "requests of grid 'b': .* already been created"),
+        ([{"dims": "tp", "share": "bad"}], {}, GroupOptionsError, "'b': share must be one of"),
+        (["tp"], {"share": "bad"}, GroupOptionsError, "share must be one of"),
+        (["tp"], {"timeout": 3}, GroupOptionsError, "timeout"),
+        (["tp"], {"backend": "bogus"}, GroupOptionsError, "bogus"),
+        ([{"dims": "tp", "name": "x", "derive": 7}], {}, GroupOptionsError, "derive must be a"),
+        ([{"dims": "tp", "derive": failing}], {}, GroupOptionsError, "name of their own"),
+        ("tp", {}, LayoutError, "requests of grid 'b': the list in create_pgs"),
+        ([{"dims": "tp", "view": "v"}], {}, LayoutError, "requests of grid 'b': View"),
+    ],
+)
+def test_checked_before(last, arguments, error, words):
+    derived = []
+    first = {"dims": "tp", "name": "z", "derive": lambda groups: derived.append(1) or groups}
+    with fake_world(4), GridSet.colocated(a="tp=2,dp=2", b="tp=2,dp=2") as grids:
+        grids["b"].create_pg("dp")
+        with pytest.raises(error, match=words):
+            grids.create_pgs({"a": [first], "b": last}, **arguments)
+        assert not derived
+        grids.create_pgs({"a": [first], "b": ["tp"]})
+        assert derived
+
+
+# Taking back goes on whatever fails in it, and what came first is what is raised.
+def test_taking_back_goes_on(monkeypatch):
+    with fake_world(8), GridSet.colocated(a="tp=2,dp", b="tp=4,dp", c="tp=8") as grids:
+        honest, create = Batch.take_back, Batch.create
+
+        def take_back(batch):
+            if batch.owner is grids["b"]._owner:
+                raise RuntimeError("teardown")
+            honest(batch)
+
+        def create_but_for_c(batch, step):
+            if batch.owner is grids["c"]._owner:
+                raise ValueError("created wrongly")
+            return create(batch, step)
+
+        monkeypatch.setattr(Batch, "take_back", take_back)
+        monkeypatch.setattr(Batch, "create", create_but_for_c)
+        with pytest.raises(ValueError, match="created wrongly"):
+            grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"], "c": ["tp"]})
+        assert [len(grid.pgs) for grid in grids.values()] == [0, 1, 0]
+
+
+# Nothing asked for is nothing done.
+def test_no_requests():
+    with fake_world(4), GridSet.colocated(a="tp=4") as grids:
+        assert grids.create_pgs({}) == {}
+        assert grids.create_pgs({"a": []}) == {"a": []}
+
+
+# A grid of another world, or one that is destroyed, cannot join a set.
+def test_foreign_grids():
+    other = HyperCommGrid([4], ["tp"], world_size=4)
+    with pytest.raises(WorldSizeError, match=r"'a' .* for a world of 4 ranks, .* this set has 8"):
+        GridSet({"a": other}, world_size=8)
+    assert GridSet({"a": other}, world_size=4)["a"] is other
+    other.destroy()
+    with pytest.raises(GridDestroyedError, match=r"grid 'a' .* was destroyed"):
+        GridSet({"a": other}, world_size=4)
+
+
+# With share="identical", grids on the same ranks share groups of the same ranks, and a failed
+# creation of a grid leaves those of the other.
+def test_sharing():
+    with (
+        fake_world(8),
+        GridSet.colocated(a="tp=2,dp", b="tp=2,cp=2,dp", share="identical") as grids,
+    ):
+        (tp,) = grids.create_pgs({"a": ["tp"]})["a"]
+        with pytest.raises(GroupExistsError):
+            grids.create_pgs({"b": ["tp", "cp", "tp"]})
+        assert dist.get_process_group_ranks(tp) == [0, 1]
+        created = grids.create_pgs({"b": ["tp", "cp"], "a": ["dp"]})
+        assert created["b"][0] is tp
+        assert len(registered()[0]) == 4  # tp, dp, cp and WORLD
+
+
+# Destroying destroys all that the grids created, twice if need be, and nothing else.
+def test_destroy():
+    with fake_world(8):
+        foreign = dist.new_group([0, 1])
+        before = registered()
+        grids = GridSet.colocated(a="tp=2,dp", b="tp=4,dp")
+        grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"]})
+        assert registered() != before
+        grids.destroy()
+        assert registered() == before
+        grids.destroy()
+        with pytest.raises(GridDestroyedError):
+            grids.create_pgs({"a": ["tp"]})
+        for collect in (collections_of, multi_module_of):
+            with pytest.raises(GridDestroyedError, match=r"grid 'a' .* no groups to collect"):
+                collect(grids)
+        with pytest.raises(GridDestroyedError), grids:
+            pass
+        dist.destroy_process_group(foreign)
+
+
+# The last grid is destroyed first; one that fails keeps no other from it, and its error comes out.
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_ending_goes_on(end, monkeypatch):
+    ended = []
+
+    def ending(grid):
+        ended.append(grid.name)
+        if grid.name != "a":
+            raise RuntimeError(grid.name)
+
+    grids = GridSet.colocated(8, a="tp", b="tp", c="tp")
+    monkeypatch.setattr(HyperCommGrid, end, ending)
+    with pytest.raises(RuntimeError, match="c"):
+        getattr(grids, end)()
+    assert ended == ["c", "b", "a"]
+
+
+# verify() and abort() are passed on to the grids that this rank is in.
+def test_verify_and_abort():
+    with fake_world(8):
+        grids = GridSet.tile(a="tp=2,dp=2", b="tp=4")
+        grids.create_pgs({"a": ["tp"]})
+        grids.verify()
+        with pytest.raises(GroupOptionsError, match="timeout"):
+            grids.verify(3)
+        grids.abort()
+        assert all(grid.is_destroyed for grid in grids.values())
+
+
+# ---- modules ------------------------------------------------------------------------------------
+
+
+# Grids are asked as modules: who has which stage, who hands over to whom, who sends what.
+def test_modules():
+    grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
+    encoder, llm = grids.layouts.values()
+    assert pipelines.pipeline_depth(grids.layouts) == 3
+    assert pipelines.pipeline_depth({"llm": llm}) == 2
+    assert pipelines.pipeline_stages([llm, encoder], 0) == (2,)
+    assert pipelines.pipeline_stages(grids.layouts, 23) == (2,)
+    between = pipelines.boundary(encoder, llm)
+    assert between == (tuple(range(8)), tuple(range(8, 16)))
+    assert pipelines.boundary(llm, encoder).senders == tuple(range(16, 24))
+    wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)
+    assert grids.mapping("encoder", "llm", batch_axis=1) == wanted
+    with pytest.raises(UnknownGridError, match="no grid 'x'"):
+        grids.mapping("encoder", "x")
+
+
+# A set moves a tensor between two of its modules, there and back.
+def test_transfer_between_modules():
+    with fake_world(4), GridSet.colocated(train="tp=2,dp=2", infer="dp=4") as grids:
+        rows = torch.tensor([[1, 2], [3, 4]])
+        assert grids.transfer("train", "infer", rows).tolist() == [[1, 2]]
+        assert grids.transfer("train", "train", rows, along=None).tolist() == rows.tolist()
+        with pytest.raises(UnknownGridError, match="no grid 'x'"):
+            grids.transfer("train", "x", rows)
+        with pytest.raises(LayoutError, match="must be a multiple of 2"):
+            grids.transfer("train", "infer", torch.zeros(3))
+
+
+# The ranks of a grid know that they are in it, others are in none.
+@given(st.integers(0, 11))
+def test_grids_of(rank):
+    grids = GridSet.tile(12, a="tp=2,dp=2", b="tp=4", rank_offset=2)
+    wanted = ("a",) if 2 <= rank < 6 else ("b",) if 6 <= rank < 10 else ()
+    assert grids.grids_of(rank) == wanted
+    assume(rank == 0)
+    for junk in ("0", True, 1.0):
+        with pytest.raises(RankOutsideError):
+            grids.grids_of(junk)
+
+
+# Each rank has collections of the modules that it works on, and of no other.
+@pytest.mark.parametrize(
+    ("make", "rank", "names"),
+    [
+        (GridSet.tile, 0, ["encoder"]),
+        (GridSet.tile, 7, ["llm"]),
+        (GridSet.colocated, 3, ["encoder", "llm"]),
+    ],
+)
+def test_collections(make, rank, names):
+    with fake_world(8, rank):
+        sizes = {"encoder": "tp=2,dp=2", "llm": "tp=4"}
+        if make == GridSet.colocated:
+            sizes = {"encoder": "tp=2,dp=4", "llm": "tp=4,dp=2"}
+        with make(**sizes) as grids:
+            grids.create_pgs({"encoder": ["tp", "dp"], "llm": ["tp"]})
+            collections = collections_of(grids)
+            assert list(collections) == names
+            for name, collection in collections.items():
+                assert isinstance(collection, ProcessGroupCollection)
+                assert collection.tp is grids[name].get_pg("tp")
+            modules = multi_module_of(grids, "llm")
+            assert isinstance(modules, MultiModuleProcessGroupCollection)
+            assert list(modules.keys()) == names
+            assert modules.language_model_module_name == ("llm" if "llm" in names else None)
+            assert multi_module_of(grids).language_model_module_name is None
+            with pytest.raises(UnknownGridError, match="no grid 'vlm'"):
+                multi_module_of(grids, "vlm")
+
+
+# A rank outside of all grids has no collection.
+def test_no_collections():
+    with fake_world(8, 7), GridSet.tile(4, a="tp=4") as grids:
+        assert collections_of(grids) == {}
+        with pytest.raises(RankOutsideError, match=r"rank 7 is in none of the grids \['a'\]"):
+            multi_module_of(grids, "a")
+
+
+# ---- how it looks -------------------------------------------------------------------------------
+
+
+# The table says what lies where, and which grids this rank is in.
+def test_repr():
+    with fake_world(12, 5):
+        grids = GridSet.tile(encoder="tp=2,dp=2", llm="tp=4", requires="disjoint")
+        assert str(grids).splitlines() == [
+            "GridSet of 2 grids in a world of 12 ranks, disjoint; no grid holds ranks 8..11",
+            "  encoder  tp=2,dp=2  ranks 0..3",
+            "  llm      tp=4       ranks 4..7  this is rank 5, at tp=1",
+        ]
+        layouts_ = {"a": RankLayout.parse("tp=6"), "b": RankLayout.parse("dp=8", rank_offset=4)}
+        assert repr(GridSet(layouts_)) == (
+            "GridSet of 2 grids in a world of 12 ranks, overlapping; a and b share ranks 4..5"
+        )
+    assert "this is rank" not in str(GridSet.colocated(8, a="tp", b="dp"))
+    assert repr(GridSet.colocated(8, a="tp", b="dp")).startswith(
+        "GridSet of 2 grids in a world of 8 ranks, on the same ranks"
+    )

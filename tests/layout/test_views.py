@@ -1,0 +1,438 @@
+"""Views without communication: which ranks, which groups, which errors; numpy is the oracle."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+    LayoutError,
+    UnknownDimError,
+    UnknownViewError,
+)
+from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of, registered_groups
+
+NEW_NAMES = ("e1", "e2", "e3", "e4")
+
+
+def enumerated(ranks, shape, names, dims):
+    """Megatron's way: an array, slowest dim first; the dims of the groups moved to its end."""
+    array = np.array(ranks).reshape(shape[::-1])
+    slowest_first = names[::-1]
+    moved = [axis for axis, name in enumerate(slowest_first) if name in dims]
+    array = np.moveaxis(array, moved, range(-len(moved), 0))
+    return array.reshape(-1, math.prod(array.shape[-len(moved) :])).tolist()
+
+
+@st.composite
+def factorisations(draw, size, most=4):
+    """Sizes that multiply to a number, in any order."""
+    sizes = []
+    while size > 1 and len(sizes) < most - 1:
+        sizes.append(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])))
+        size //= sizes[-1]
+    return draw(st.permutations([*sizes, size]))
+
+
+@st.composite
+def views_of(draw, layout):
+    """Another shape with names: of all ranks, or of those that some neighbouring dims span."""
+    names, shape = list(layout.dim_names), list(layout.shape)
+    first = draw(st.integers(0, len(shape) - 1))
+    last = draw(st.integers(first, len(shape) - 1)) + 1
+    if draw(st.booleans()):
+        first, last = 0, len(shape)
+    sizes = draw(factorisations(math.prod(shape[first:last])))
+    pool = draw(st.permutations([*NEW_NAMES, *names[first:last]]))
+    shape[first:last], names[first:last] = sizes, pool[: len(sizes)]
+    if draw(st.integers(0, 3)) == 0:
+        shape, names = shape[::-1], names[::-1]
+    return shape, names
+
+
+def grid_of(layout):
+    return HyperCommGrid.from_layout(layout, world_size=layout.last_rank + 1)
+
+
+# Whatever the view, of a dense, shifted or listed layout, its groups are numpy's, in numpy's order,
+# asked of the grid and of the view itself.
+@settings(max_examples=examples(1000))
+@given(st.data(), st.booleans())
+def test_enumerations(data, listed):
+    layout = data.draw(layouts(max_ranks=64, listed=listed))
+    shape, names = data.draw(views_of(layout))
+    grid = grid_of(layout)
+    grid.register_view("other", shape, names)
+    view = grid.view("other")
+    dims, rank = data.draw(dim_subsets(view.layout)), data.draw(ranks_of(layout))
+    groups = enumerated(layout.ranks, shape, names, dims)
+    assert grid.get_rank_enum(dims, view="other") == groups
+    assert view.get_rank_enum(dims) == groups
+    assert list(map(list, view.layout.groups(*dims))) == groups
+    assert list(view.group_ranks(dims, rank)) == next(group for group in groups if rank in group)
+    assert (view.shape, view.dim_names, view.size) == (shape, names, layout.size)
+    position = list(layout.ranks).index(rank)
+    index = np.unravel_index(position, shape, order="F")
+    assert view.coords(rank) == dict(zip(names, map(int, index), strict=True))
+
+
+# Dims may be shared exactly when each of them, and all of them jointly, make the same groups in the
+# same order in both; a refused view leaves no trace, and its name is free.
+@pytest.mark.deep
+def test_shared_dims_make_the_same_groups():
+    seen = Counter()
+
+    @settings(max_examples=examples(1500), database=None)
+    @given(st.data(), st.booleans())
+    def check(data, listed):
+        layout = data.draw(layouts(min_dims=2, max_ranks=64, listed=listed))
+        shape, names = data.draw(views_of(layout))
+        common = [name for name in names if name in layout.dim_names]
+        shared = data.draw(st.lists(st.sampled_from(common), unique=True)) if common else []
+        base = layout.ranks, list(layout.shape), list(layout.dim_names)
+        fits = all(
+            enumerated(*base, dims) == enumerated(layout.ranks, shape, names, dims)
+            for dims in [*([dim] for dim in shared), shared]
+            if dims
+        )
+        grid = grid_of(layout)
+        if fits:
+            grid.register_view("other", shape, names, shared)
+            assert grid.views["other"].dim_names == tuple(names)
+        else:
+            with pytest.raises(LayoutError, match="different membership"):
+                grid.register_view("other", shape, names, shared)
+            assert dict(grid.views) == {}
+            grid.register_view("other", shape, names)
+        seen[fits, bool(shared)] += 1
+
+    check()
+    assert min(seen[fits, True] for fits in (True, False)) > examples(1500) / 50, seen
+
+
+# What cannot be a view is refused with the numbers or the names, and nothing has changed.
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            ("e", [4, 3], ["ep", "x"]),
+            LayoutError,
+            r"ep=4 \* x=3 has size 12, but the grid size is 16",
+        ),
+        (("e", [4, 2], ["ep", "x"]), LayoutError, "what would do: ep of 8,( or)? x of 4"),
+        (("e", [4], ["ep", "x"]), LayoutError, "give one size for each name"),
+        (("e", [], []), LayoutError, "the grid size is 16|at least one dim"),
+        (("e", [16, 1], ["ep", "ep"]), LayoutError, "'ep' comes twice"),
+        (("e", [16], ["e p"]), LayoutError, "no white space"),
+        (("e", [-16], ["ep"]), LayoutError, "at least 1"),
+        (("base", [16], ["ep"]), LayoutError, "'base' is that of the grid's own dims"),
+        (("old", [16], ["ep"]), LayoutError, "'old' is already registered"),
+        (("", [16], ["ep"]), LayoutError, "non-empty string"),
+        ((3, [16], ["ep"]), LayoutError, "non-empty string"),
+        (("e", [8, 2], ["ep", "pp"], ["ep"]), UnknownDimError, "'ep' .* is not in the base view"),
+        (
+            ("e", [8, 2], ["ep", "x"], ["pp"]),
+            UnknownDimError,
+            "'pp' of view 'e' is not in the view's dim_names",
+        ),
+        (("e", [8, 2], ["ep", "pp"], ["pp", "pp"]), LayoutError, "'pp' comes twice"),
+        (
+            ("e", [2, 8], ["pp", "ep"], "pp"),
+            LayoutError,
+            r"'pp' has different membership .*\(0, 8\).*\(0, 1\)",
+        ),
+        (("e", [4, 4], ["ep", "pp"], ["pp"]), LayoutError, "8 groups of 2 and 4 of 4"),
+        (("e", [8, 2], ["ep", "pp"], {"pp"}), LayoutError, "a set has no order"),
+        (("e", [8, 2], ["ep", "pp"], 5), LayoutError, "shared_dims must be a sequence"),
+    ],
+)
+def test_refused_views(arguments, error, words):
+    grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
+    grid.register_view("old", [16], ["all"])
+    before = dict(grid.views)
+    with pytest.raises(error, match=words):
+        grid.register_view(*arguments)
+    assert dict(grid.views) == before
+
+
+def expert_grid(**options):
+    """tp=2,dp=4,pp=2 with the view ep=4,edp=2,pp=2 that shares pp."""
+    grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], **options)
+    grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
+    return grid
+
+
+# Megatron's contract: over shared dims there is the grid's group alone, and a second creation is a
+# KeyError from either side; over private dims, and over both kinds, the view has its own.
+def test_shared_and_private_groups():
+    with fake_world(16, rank=5), expert_grid() as grid:
+        view, before = grid.view("expert"), registered_groups()
+        pp = grid.create_pg("pp", view="expert")
+        assert grid.get_pg("pp") is pp
+        assert view.get_pg(["pp"]) is pp
+        for again in (grid, view):
+            with pytest.raises(KeyError, match="already been created"):
+                again.create_pg("pp")
+        with pytest.raises(GroupExistsError):
+            grid.create_pg("pp", view="expert")
+        dp, edp = grid.create_pg("dp"), view.create_pg("edp")
+        joint, dense = view.create_pg(["pp", "edp"]), grid.create_pg(["pp", "dp"])
+        assert len(registered_groups() - before) == 5
+        assert list(grid.pgs) == [
+            GroupKey(("pp",)),
+            GroupKey(("dp",)),
+            GroupKey(("edp",), None, "expert"),
+            GroupKey(("edp", "pp"), None, "expert"),
+            GroupKey(("dp", "pp")),
+        ]
+        assert list(map(str, view.pgs)) == ["pp", "edp of expert", "edp+pp of expert"]
+        assert dist.get_process_group_ranks(dp) == [1, 3, 5, 7]
+        assert dist.get_process_group_ranks(edp) == [1, 5]
+        assert dist.get_process_group_ranks(joint) == [1, 5, 9, 13]
+        assert dist.get_process_group_ranks(dense) == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+# Dims asked of the wrong side say where they are; dims of both sides together are of neither.
+@pytest.mark.parametrize(
+    ("dims", "view", "error", "words"),
+    [
+        ("ep", None, UnknownDimError, "in view 'expert'; ask with view='expert'"),
+        (["pp", "ep"], None, UnknownDimError, "in view 'expert'; ask with view='expert'"),
+        ("ep", "base", UnknownDimError, "is not in view 'base'"),
+        ("tp", "expert", UnknownDimError, "in view 'base', the grid's own dims; ask with view='"),
+        (["tp", "ep"], None, UnknownDimError, "dims of different views"),
+        (["tp", "ep"], "expert", UnknownDimError, "dims of different views"),
+        ("xx", "expert", UnknownDimError, "unknown dim 'xx'"),
+        ("tp", "other", UnknownViewError, "View 'other' is not registered .* there are ..expert"),
+        ("tp", 3, UnknownViewError, "View 3 is not registered"),
+        ("tp", np.array(["base", "x"]), UnknownViewError, "View array"),
+        ([], "expert", LayoutError, "dims is empty"),
+        (["ep", "ep"], "expert", LayoutError, "comes twice"),
+    ],
+)
+def test_dims_of_the_wrong_view(dims, view, error, words):
+    with fake_world(16), expert_grid() as grid:
+        expert = grid.view("expert")
+        for call in (
+            grid.create_pg,
+            grid.get_pg,
+            grid.ensure_pg,
+            grid.plan_pg,
+            grid.explain,
+            grid.destroy_pg,
+            grid.get_rank_enum,
+            lambda dims, view: grid.group_ranks(dims, 0, view=view),
+            lambda dims, view: grid.create_pgs([{"dims": dims, "view": view}]),
+            lambda dims, view: expert.create_pg(dims, view="base" if view is None else view),
+        ):
+            with pytest.raises(error, match=words):
+                call(dims, view=view)
+        assert dict(grid.pgs) == {}
+
+
+# There is no view of the name, none named "base" as an object, and none of a destroyed grid.
+def test_no_such_view():
+    with fake_world(16):
+        grid = expert_grid()
+        for name in ("dense", "base", None, ["expert"]):
+            with pytest.raises(UnknownViewError):
+                grid.view(name)
+        view = grid.view("expert")
+        group = view.create_pg("ep")
+        grid.destroy()
+        assert group not in registered_groups()
+        assert view.is_destroyed
+        assert view.get_rank_enum("edp")[0] == [0, 4]
+        for call in (
+            lambda: grid.register_view("late", [16], ["all"]),
+            lambda: view.create_pg("ep"),
+            lambda: view.get_pg("ep"),
+            lambda: view.destroy_pg("ep"),
+            lambda: grid.create_pg("ep", view="expert"),
+            lambda: view.device_mesh("ep"),
+        ):
+            with pytest.raises(GridDestroyedError):
+                call()
+
+
+# create_pgs, plan_pg, ensure_pg, explain and device_mesh take a view, or are asked of one.
+def test_every_call_takes_a_view():
+    with fake_world(16, rank=5), expert_grid() as grid:
+        view = grid.view("expert")
+        ep, pp, dp, edp = grid.create_pgs(
+            [
+                {"dims": "ep", "view": "expert"},
+                {"dims": "pp", "view": "expert"},
+                "dp",
+                {"dims": ["edp"], "view": "expert", "name": "twin"},
+            ]
+        )
+        assert [view.get_pg("ep"), grid.get_pg("pp"), grid.get_pg("dp")] == [ep, pp, dp]
+        assert view.get_pg("edp", name="twin") is edp
+        with pytest.raises(GroupExistsError, match="twice in one call"):
+            grid.create_pgs(["pp", {"dims": "pp", "view": "expert", "name": None}, "tp", "tp"])
+        planned = grid.plan_pg(["ep", "edp"], view="expert")
+        assert (planned.size(), planned.rank()) == (8, 5)
+        assert view.ensure_pg(["edp", "ep"]) is planned.create()
+        with pytest.raises(GroupOptionsError, match="was created with"):
+            view.ensure_pg("ep", group_desc="mine")
+        assert str(grid.explain("ep", view="expert")).startswith("ep of expert: 4 of 4 ranks")
+        assert str(view.explain("pp")).startswith("pp: 8 of 2 ranks")
+        with pytest.raises(GroupMissingError, match="edp"):
+            view.device_mesh("edp", "ep")
+        view.create_pg("edp")
+        mesh = view.device_mesh("pp", "edp", "ep")
+        assert mesh.mesh.tolist() == np.arange(16).reshape(2, 2, 4).tolist()
+        assert mesh.get_group("ep") is ep
+        assert "view expert (ep=4,edp=2,pp=2)" in repr(view)
+
+
+# A view's groups are named apart from the grid's, on every rank, and members of one agree.
+def test_names_of_groups():
+    names = {}
+    for rank in range(16):
+        with fake_world(16, rank), expert_grid() as grid:
+            for dims, view in (("tp", None), ("ep", "expert"), ("edp", "expert"), ("pp", "expert")):
+                group = grid.create_pg(dims, view=view)
+                members = tuple(dist.get_process_group_ranks(group))
+                names.setdefault(group.group_name, set()).add(members)
+    assert all(len(members) == 1 for members in names.values())
+    assert len(names) == 8 + 4 + 8 + 8
+
+
+# Views of grids at an offset, with gaps, and over listed ranks number the same ranks in the same
+# order; what torch registers is what numpy says.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RankLayout([2, 4], ["tp", "dp"], 3),
+        RankLayout([2, 2, 4], ["tp", "pp", "dp"]).select(pp=1),
+        RankLayout([2, 4], ["tp", "dp"], ranks=[9, 8, 1, 0, 5, 4, 3, 2]),
+    ],
+    ids=["offset", "gaps", "listed"],
+)
+def test_views_of_other_ranks(layout):
+    ranks = list(layout.ranks)
+    for rank in ranks:
+        with fake_world(16, rank), HyperCommGrid.from_layout(layout) as grid:
+            grid.register_view("expert", [4, 2], ["ep", "edp"])
+            for dims in ("ep", "edp", ["edp", "ep"]):
+                groups = enumerated(ranks, [4, 2], ["ep", "edp"], dims)
+                group = grid.create_pg(dims, view="expert")
+                (own,) = [members for members in groups if rank in members]
+                assert dist.get_process_group_ranks(group) == own
+                assert grid.get_rank_enum(dims, view="expert") == groups
+    with fake_world(17, 16), HyperCommGrid.from_layout(layout) as grid:
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        assert grid.create_pg("ep", view="expert") is None
+
+
+# share="identical" looks across the grid and its views: tp=2 and etp=2 hold one group, which is
+# destroyed with the last of its keys; what differs in an option is apart.
+def test_sharing_across_views():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], share="identical") as grid:
+        grid.register_view("expert", [2, 2, 2], ["etp", "ep", "edp"])
+        before = registered_groups()
+        tp = grid.create_pg("tp")
+        etp, whole = grid.create_pgs(
+            [{"dims": "etp", "view": "expert"}, {"dims": ["ep", "edp"], "view": "expert"}]
+        )
+        assert etp is tp
+        assert grid.explain("etp", view="expert").served_by == "tp"
+        assert grid.create_pg("dp") is whole
+        assert grid.create_pg("etp", view="expert", name="own", share="never") is not tp
+        assert len(registered_groups() - before) == 3
+        grid.destroy_pg("tp")
+        assert tp in registered_groups()
+        assert grid.explain("etp", view="expert").served_by is None
+        assert grid.create_pg("tp") is tp
+        assert grid.explain("tp").served_by == "etp of expert"
+        grid.destroy_pg("etp", view="expert")
+        grid.destroy_pg("tp")
+        assert tp not in registered_groups()
+        assert grid.create_pg("tp") is not tp
+
+
+# A group that is planned to be served by one that is destroyed meanwhile is created itself, and
+# serves the other that was.
+def test_destroying_what_serves_a_plan():
+    with fake_world(8), HyperCommGrid([2, 1, 1, 4], list("abcd"), share="identical") as grid:
+        first = grid.create_pg("a")
+        plans = [grid.plan_pg(["a", "b"]), grid.plan_pg(["a", "c"])]
+        grid.destroy_pg("a")
+        assert first not in registered_groups()
+        groups = [planned.create() for planned in plans]
+        assert groups[0] is groups[1]
+        assert groups[0] is not first
+        assert list(map(str, grid.pgs)) == ["a+b", "a+c"]
+
+
+# derive= makes other groups of a view's, under a name.
+def test_derived_groups_of_a_view():
+    def ends(groups):
+        return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
+
+    for rank, expected in ((4, [4, 7]), (5, None)):
+        with fake_world(16, rank), expert_grid() as grid:
+            view = grid.view("expert")
+            group = view.create_pg("ep", name="ends", derive=ends)
+            assert (group and dist.get_process_group_ranks(group)) == expected
+            assert grid.get_pg("ep", view="expert", name="ends") is group
+            with pytest.raises(GroupOptionsError, match="name="):
+                view.create_pg("ep", derive=ends)
+
+
+# Destroying a key: unknown ones are KeyErrors that change nothing; the others stay; the key may be
+# created again, under another name in torch; meshes of the group are forgotten.
+def test_destroying_one_group():
+    with fake_world(16, rank=5), expert_grid() as grid:
+        tp, pp, ep = grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
+        before = registered_groups()
+        for call in (
+            lambda: grid.destroy_pg("dp"),
+            lambda: grid.destroy_pg("tp", name="twin"),
+            lambda: grid.destroy_pg("edp", view="expert"),
+        ):
+            with pytest.raises(KeyError, match="hasn't been created"):
+                call()
+        for call in (
+            lambda: grid.destroy_pg("xx"),
+            lambda: grid.destroy_pg([]),
+            lambda: grid.destroy_pg("ep"),
+            lambda: grid.destroy_pg("ep", view="none"),
+        ):
+            with pytest.raises(LayoutError):
+                call()
+        assert registered_groups() == before
+        grid.device_mesh("tp")
+        grid.destroy_pg("tp")
+        grid.destroy_pg("pp", view="expert")  # the grid's own group
+        assert registered_groups() == before - {tp, pp}
+        assert list(map(str, grid.pgs)) == ["ep of expert"]
+        with pytest.raises(GroupMissingError):
+            grid.destroy_pg("tp")
+        names = {tp.group_name}
+        for _ in range(3):
+            names.add(grid.create_pg("tp").group_name)
+            grid.destroy_pg("tp")
+        assert len(names) == 4
+        assert ep in registered_groups()
+
+
+# Planned and not created is nothing to destroy.
+def test_a_plan_is_not_destroyed():
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        planned = grid.plan_pg("tp")
+        with pytest.raises(GroupMissingError):
+            grid.destroy_pg("tp")
+        assert grid.ensure_pg("tp") is planned.create()

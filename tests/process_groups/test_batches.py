@@ -1,0 +1,400 @@
+"""Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
+
+import collections
+import os
+import re
+import threading
+from datetime import timedelta
+
+import bound_world
+import numpy as np
+import pytest
+import torch.distributed as dist
+from ranks.common import registered
+
+from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm.errors import (
+    CreationError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+    LayoutError,
+    UnknownDimError,
+)
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.c10d.gloo import LazyInit
+from hypercomm.testing import fake_world
+
+SIZES = {"tp": 2, "cp": 1, "dp": 4}
+
+
+def grid_of(**options):
+    return HyperCommGrid(list(SIZES.values()), list(SIZES), **options)
+
+
+def ranks(group):
+    return dist.get_process_group_ranks(group)
+
+
+def third_fails(names):
+    """A creation that keeps the names it is given, and fails at the third."""
+    honest = c10d.new_group
+
+    def failing(name, members, **options):
+        names.append(name)
+        if len(names) == 3:
+            raise RuntimeError("out of sockets")
+        return honest(name, members, **options)
+
+    return failing
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """WORLD seems to be bound to a device; what is split off it is recorded."""
+    calls = []
+    bound_world.bind(monkeypatch)
+    monkeypatch.setattr(dist, "split_group", lambda **options: calls.append(options["split_ranks"]))
+    return calls
+
+
+# A batch creates what single calls would have, in the order given, and returns them in that order.
+def test_a_batch():
+    with fake_world(8, rank=5), grid_of() as grid:
+        dp, twin, both = grid.create_pgs(
+            ["dp", {"dims": "dp", "name": "twin", "group_desc": "second"}, iter(["dp", "tp"])]
+        )
+        assert [ranks(group) for group in (dp, twin, both)] == [
+            [1, 3, 5, 7],
+            [1, 3, 5, 7],
+            list(range(8)),
+        ]
+        assert list(grid.pgs) == [
+            GroupKey(("dp",)),
+            GroupKey(("dp",), "twin"),
+            GroupKey(("tp", "dp")),
+        ]
+        assert (dp.group_desc, twin.group_desc) == ("dp", "second")
+        assert grid.get_pg("dp") is grid.ensure_pg("dp") is dp is not twin
+        assert grid.create_pgs([]) == []
+
+
+# What is said for all groups holds where one does not say otherwise, and groups of a batch share.
+def test_what_a_batch_says_for_all(monkeypatch):
+    seen = []
+    honest = c10d.new_group
+    monkeypatch.setattr(
+        c10d,
+        "new_group",
+        lambda *args, **said: seen.append(said["timeout"]) or honest(*args, **said),
+    )
+    with fake_world(8, rank=5), grid_of() as grid:
+        dp, dp_cp, apart = grid.create_pgs(
+            ["dp", {"dims": ["cp", "dp"]}, {"dims": "dp", "name": "apart", "share": "never"}],
+            timeout=timedelta(seconds=9),
+            share="identical",
+        )
+        assert dp is dp_cp is not apart
+        (tp,) = grid.create_pgs([{"dims": "tp", "timeout": timedelta(seconds=3)}], timeout=None)
+        assert ranks(tp) == [4, 5]
+    assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
+
+
+# Outside the grid a batch gives None for each group, as create_pg does.
+def test_a_batch_outside_the_grid():
+    with fake_world(9, rank=8), grid_of() as grid:
+        assert grid.create_pgs(["tp", "dp"]) == [None, None]
+
+
+# A batch with a mistake anywhere is refused before anything is created, or even planned.
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        (
+            ["dp", "tp", ["dp"]],
+            GroupExistsError,
+            "'dp' is asked for twice in one call, at positions",
+        ),
+        (["dp", "tp", ["dp"]], GroupExistsError, "positions 0 and 2; leave one out, or give it a"),
+        (["dp", "cp"], GroupExistsError, "Process group 'cp' has already been created"),
+        (["dp", "xp"], UnknownDimError, "xp"),
+        (["dp", {"dims": "tp", "timeout": 3}], GroupOptionsError, "timeout must be a datetime"),
+        (["dp", {"dims": "tp", "backend": "smoke"}], GroupOptionsError, "unknown backend 'smoke'"),
+        (["dp", {"dims": "tp", "share": "some"}], GroupOptionsError, "share must be one of"),
+        (["dp", {"dim": "tp"}], GroupOptionsError, "create_pg() has no argument 'dim'; it takes"),
+        (["dp", {"name": "x"}], GroupOptionsError, "create_pg() needs 'dims'; it takes ['dims'"),
+        ("tp", LayoutError, "create_pgs(['tp', ['dp', 'cp']])"),
+        ({"dims": "tp"}, LayoutError, "['dp', 'cp']]) must be a sequence, got {'dims': 'tp'}"),
+        (7, LayoutError, "must be a sequence, got 7"),
+        ({"tp"}, LayoutError, "must be a sequence, and a set has no order: {"),
+        ([{"dims": "tp", "backend": "cpu:gloo,cpu:gloo"}], GroupOptionsError, "each device once"),
+    ],
+    ids=str,
+)
+def test_a_batch_with_a_mistake(batch, error, words):
+    with fake_world(8, rank=5), grid_of() as grid:
+        grid.create_pg("cp")
+        before = registered()
+        with pytest.raises(error, match=re.escape(words)):
+            grid.create_pgs(batch)
+        assert registered() == before
+        assert list(grid.pgs) == [GroupKey(("cp",))]
+        assert len(grid.create_pgs(["dp", "tp"])) == 2
+
+
+# If a group fails, those that the batch has created go, and no others; then it can be tried again.
+def test_a_batch_that_fails_half_way(monkeypatch):
+    names = []
+    with fake_world(8, rank=5), grid_of(share="identical") as grid:
+        cp = grid.create_pg("cp", name="kept")
+        monkeypatch.setattr(c10d, "new_group", third_fails(names))
+        before = registered()
+        batch = ["tp", ["tp", "cp"], {"dims": "cp", "name": "again"}, "dp", ["tp", "dp"]]
+        with pytest.raises(RuntimeError, match="out of sockets"):
+            grid.create_pgs(batch)
+        assert registered() == before
+        assert dict(grid.pgs) == {GroupKey(("cp",), "kept"): cp}
+        with pytest.raises(GroupMissingError):
+            grid.get_pg("tp")
+        groups = grid.create_pgs(batch)
+        assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
+        assert groups[2] is cp
+        assert len(set(names)) == len(names)  # nothing is tried twice under one name
+
+
+# A plan that served a failed batch is only planned again, in this grid or in the one shared with.
+def test_a_plan_that_served_a_failed_batch(monkeypatch):
+    names = []
+    with fake_world(8, rank=5), grid_of(share="identical") as other:
+        grid = grid_of(name="second", share="identical", share_with=other)
+        plans = [other.plan_pg("dp"), grid.plan_pg("tp")]
+        monkeypatch.setattr(c10d, "new_group", third_fails(names))
+        before = registered()
+        batch = [["dp", "cp"], ["tp", "cp"], ["tp", "dp"]]
+        with pytest.raises(RuntimeError, match="out of sockets"):
+            grid.create_pgs(batch)
+        assert registered() == before
+        assert (dict(other.pgs), dict(grid.pgs)) == ({}, {})
+        assert [plan.group for plan in plans] == [None, None]
+        groups = grid.create_pgs(batch)
+        assert [plan.create() for plan in plans] == groups[:2]
+        assert len(registered() - before) == 3
+        assert len(set(names)) == len(names)
+        grid.destroy()
+
+
+# A creation that fails leaves alone what another thread has created meanwhile.
+def test_a_failure_beside_another_thread(monkeypatch):
+    honest, others = c10d.new_group, []
+
+    def failing(_name, members, **options):
+        others.append(honest("another thread's", members, **options))
+        raise RuntimeError("out of sockets")
+
+    with fake_world(8, rank=5), grid_of() as grid:
+        monkeypatch.setattr(c10d, "new_group", failing)
+        with pytest.raises(RuntimeError, match="out of sockets"):
+            grid.create_pg("tp")
+        assert others[0] in registered()
+
+
+# No dim name looks like a number of a batch or a try.
+def test_names_of_batches_and_tries():
+    odd = ["tp", "batch 1", "tp@1", "tp#1", "try"]
+    with fake_world(32, rank=5):
+        with pytest.raises(ValueError, match="batch 1"):
+            HyperCommGrid([2] * 5, odd)
+        with HyperCommGrid([2] * 4, [*odd[:1], *odd[2:]]) as grid:
+            grid.create_pgs(["tp", "try"])
+            for dim in ("tp@1", "tp#1"):
+                assert grid.create_pg(dim).size() == 2
+
+
+# A key that is only planned is not said to be created.
+def test_a_planned_key_is_said_to_be_planned():
+    with fake_world(8), grid_of() as grid:
+        grid.plan_pg("tp")
+        words = "'tp' has already been planned; call create() of the plan, or ensure_pg('tp')"
+        for again in (grid.create_pg, lambda dims: grid.create_pgs([dims])):
+            with pytest.raises(GroupExistsError, match=re.escape(words)):
+                again("tp")
+
+
+# A grid says how it would create a group, and how it has created one.
+def test_explain():
+    with fake_world(8, rank=5), grid_of(share="identical") as grid:
+        grid.create_pg("dp")
+        before = registered()
+        told = grid.explain("tp")
+        assert (told.strategy, told.backend, told.served_by) == ("local", "fake", None)
+        assert (len(told.groups), told.groups.group_size) == (4, 2)
+        assert set(told.alternatives) == {"split", "enumerate"}
+        assert "WORLD is not bound to a device" in told.alternatives["split"]
+        assert grid.explain(["dp", "cp"]).served_by == "dp"
+        assert "served by the group over dp" in str(grid.explain(["dp", "cp"]))
+        assert registered() == before
+        assert list(grid.pgs) == [GroupKey(("dp",))]
+        assert grid.explain("tp").strategy == "local"  # and nothing was planned by asking
+        assert grid.create_pg("tp").size() == 2
+    with fake_world(8), grid_of(creation="enumerate") as grid:
+        told = grid.explain("dp")
+        assert (told.strategy, told.reason) == ("enumerate", "asked for by name")
+        assert told.alternatives["local"].startswith("it would work too: each rank creates only")
+    assert grid_of(world_size=8).explain("dp").reason == "torch.distributed is not initialised"
+
+
+# Two ranks may ask different numbers of times: that does not count as planning.
+def test_explaining_claims_no_name():
+    with fake_world(8, rank=5), grid_of() as asked, grid_of() as other:
+        asked.explain("tp")
+        names = [other.create_pg("tp").group_name, asked.create_pg("tp").group_name]
+    with fake_world(8, rank=5), grid_of() as silent, grid_of() as other:
+        assert [other.create_pg("tp").group_name, silent.create_pg("tp").group_name] == names
+
+
+# In a world bound to a device each dims is one split, at any size of the world.
+def test_one_split_for_each_dims(bound):
+    sizes = {"tp": 8, "cp": 4, "dp": 64, "pp": 8}
+    with fake_world(16_384, rank=5000):
+        grid = HyperCommGrid(list(sizes.values()), list(sizes))
+        told = grid.explain("tp")
+        assert (told.strategy, bound) == ("split", [])
+        assert told.reason.endswith(
+            "one split, by every rank of the world, makes all groups at once"
+        )
+        assert told.alternatives["local"].startswith("it would work too: each rank creates only")
+        for count, dims in enumerate([*sizes, ["dp", "cp"]], start=1):
+            grid.create_pg(dims)
+            assert len(bound) == count
+    table = np.arange(16_384).reshape(list(sizes.values()), order="F")
+    tp, cp, dp, pp = np.argwhere(table == 5000)[0]
+    assert bound == [
+        [table[:, cp, dp, pp].tolist()],
+        [table[tp, :, dp, pp].tolist()],
+        [table[tp, cp, :, pp].tolist()],
+        [table[tp, cp, dp, :].tolist()],
+        [sorted(table[tp, :, :, pp].ravel().tolist())],
+    ]
+
+
+# Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
+# of them with its own group, and in no call do two groups of one colour meet.
+@pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
+def test_colliding_colors(monkeypatch, bound, colors):
+    monkeypatch.setattr(c10d, "split_colors", lambda _groups: colors)
+    own = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)}
+    calls = {}
+    for rank in range(9):  # rank 8 is outside the grid, and takes part all the same
+        with fake_world(9, rank):
+            grid = HyperCommGrid([2, 4], ["tp", "dp"], creation="split")
+            grid.create_pg("tp")
+            assert f"in {max(colors.count(color) for color in colors)} turns" in str(
+                grid.explain("tp")
+            )
+        calls[rank] = [groups for (groups,) in bound]
+        bound.clear()
+    turns = max(colors.count(color) for color in colors)
+    assert {len(made) for made in calls.values()} == {turns}
+    met = collections.Counter()
+    for turn in range(turns):
+        taking_part = {rank for rank in range(9) if rank in calls[rank][turn]}
+        groups = {tuple(calls[rank][turn]) for rank in taking_part}
+        assert taking_part == {rank for group in groups for rank in group}
+        used = [colors[group[0] // 2] for group in groups]
+        assert len(used) == len(set(used))
+        met.update(groups)
+    assert met == {tuple(group): 1 for group in own.values()}
+
+
+# Such collisions are no theory: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
+def test_a_collision_of_torch(monkeypatch, bound):
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
+    with fake_world(4096, rank=1988):
+        grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"])
+        told = grid.explain("cp")
+        grid.create_pg("cp")
+    assert told.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
+    assert bound == [[[0, 8]], [[1988, 1996]]]
+
+
+# The colours are torch's: Python's hash of the ranks before torch had splits in C++, afterwards
+# what boost's hash_combine makes of them.
+def test_colors(monkeypatch):
+    groups = RankLayout.parse("tp=4,dp=64,pp=2", rank_offset=3).groups("tp", "pp")
+
+    def combined(members):
+        seed = 0
+        for rank in members:
+            seed ^= (rank + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64
+            seed %= 2**64
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        return abs(signed) % (2**31 - 1)
+
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
+    assert c10d.split_colors(groups.to_array()) == [combined(group) for group in groups]
+    monkeypatch.delattr(dist.ProcessGroup, "split_group")
+    assert c10d.split_colors(groups.to_array()) == [abs(hash(group)) % 2**31 for group in groups]
+
+
+# A strategy that this torch cannot do is refused by its name, with the reason and those that work.
+def test_a_torch_without_splits(monkeypatch, bound):
+    monkeypatch.delattr(dist, "split_group")
+    with fake_world(8):
+        with pytest.raises(
+            CreationError, match=r"lacks torch\.distributed\.split_group; use one of"
+        ):
+            grid_of(creation="split").create_pg("tp")
+        assert grid_of().explain("tp").strategy == "local"
+    assert bound == []
+
+
+# Lazy connections are refused where torch has none, and when they are no yes or no.
+def test_lazy_init_is_refused(monkeypatch):
+    for wrong in (1, "yes"):
+        with pytest.raises(GroupOptionsError, match="lazy_init must be True, False or None, got"):
+            grid_of(world_size=8, lazy_init=wrong)
+    monkeypatch.setattr(c10d, "can_init_lazily", lambda: False)
+    with pytest.raises(GroupOptionsError, match="newer versions of torch can wait"):
+        grid_of(world_size=8, lazy_init=True)
+    assert grid_of(world_size=8, lazy_init=False).size == 8
+
+
+# Threads whose groups connect alike create them at once, whether they say so or leave it to the
+# environment; one that wants it otherwise waits for them, and the environment is what it was.
+@pytest.mark.parametrize("in_environment", ["0", "1"])
+def test_lazy_init_of_threads(monkeypatch, in_environment):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
+    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
+
+    def create(lazily, entered):
+        with lazy_init.set_to(lazily):
+            seen.append(lazy_init.is_set)
+            entered.set()
+
+    def begin(lazily):
+        entered = threading.Event()
+        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
+        thread.start()
+        return thread, entered
+
+    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
+        with lazy_init.set_to(first):
+            assert begin(alike)[1].wait(10)
+            waiting, entered = begin(other)
+            assert not entered.wait(0.05)
+        waiting.join(10)
+        assert entered.is_set()
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
+    assert seen == [usual, not usual, not usual, usual]
+
+
+# A dict of requests is answered by a dict, whose order is the order of creation.
+def test_a_dict_is_answered_by_a_dict():
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        wanted = {"model": "tp+cp", "twin": {"dims": "dp", "name": "twin"}, "data": ["dp"]}
+        groups = grid.create_pgs(wanted)
+        assert list(groups) == list(wanted)
+        assert [str(key) for key in grid.pgs] == ["tp+cp", "dp (twin)", "dp"]
+        assert groups["model"] is grid.get_pg("tp", "cp")
+        assert groups["twin"] is grid.get_pg("dp", name="twin")
+        assert grid.create_pgs({}) == {}

@@ -1,0 +1,145 @@
+"""Jobs that torchrun restarts, with as many ranks or fewer: the grid fits what is left."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import elastic_training
+
+pytestmark = pytest.mark.clients
+
+LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+PROGRAM = elastic_training.__file__
+
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it an agent serves all attempts from one store, where gloo's WORLD finds the addresses
+of ranks that are gone (torch 2.13): "Connection refused" in init_process_group."""
+
+
+class Agents:
+    """What torchrun starts, with the folder where the ranks write what they saw."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.processes = []
+
+    def start(self, *options, victim=-1):
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parents[1])}
+        variables |= NEW_STORE
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2"]
+        with (self.folder / f"{len(self.processes)}.log").open("w") as log:
+            agent = subprocess.Popen(
+                [*torchrun, *options, PROGRAM, str(self.folder), str(victim)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables,
+            )
+        self.processes.append(agent)
+        return agent
+
+    def log(self):
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"---- {log.name}\n{log.read_text()}" for log in logs)
+
+    def seen(self, attempt):
+        """What the ranks of an attempt have written so far, by rank."""
+        files = self.folder.glob(f"{attempt}-*.json")
+        return {int(file.stem.split("-")[1]): json.loads(file.read_text()) for file in files}
+
+    def wait_for_end(self, agent, seconds):
+        try:
+            agent.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"torchrun has not ended after {seconds} s\n{self.log()}")
+        assert agent.returncode == 0, self.log()
+
+    def kill(self, agent):
+        """End an agent and its ranks, as if the machine were gone."""
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(agent.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        agent.kill()
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait(10)
+
+
+@pytest.fixture
+def agents(tmp_path):
+    made = Agents(tmp_path)
+    try:
+        yield made
+    finally:
+        for agent in made.processes:
+            if agent.poll() is None:
+                made.kill(agent)
+
+
+def sums(rank, tp, dp):
+    """What `10**rank` of the members adds up to over tp and over dp; ranks count along tp first."""
+    first = rank - rank % tp
+    over_tp = sum(10 ** (first + step) for step in range(tp))
+    over_dp = sum(10 ** (rank % tp + tp * step) for step in range(dp))
+    return [over_tp, over_dp]
+
+
+def assert_fits(seen, tp, dp):
+    assert sorted(seen) == list(range(tp * dp))
+    for rank, each in seen.items():
+        assert (each["layout"], each["sums"]) == (f"tp={tp},dp={dp}", sums(rank, tp, dp))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# When one of two agents dies with its ranks, the other restarts its own, whose grid fits them.
+def test_an_agent_that_dies(agents):
+    rendezvous = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+    rendezvous += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    rendezvous += ["--local-addr", "127.0.0.1", "--rdzv-conf"]
+    times = "join_timeout=60,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    dying = agents.start(*rendezvous, f"is_host=0,{times}")
+    staying = agents.start(*rendezvous, f"is_host=1,{times}")
+    deadline = time.monotonic() + 30
+    while len(agents.seen(0)) < 4:
+        assert time.monotonic() < deadline, agents.log()
+        time.sleep(0.05)
+    before = agents.seen(0)
+    assert_fits(before, 2, 2)
+    assert sorted(each["agent"] for each in before.values()) == sorted(
+        [dying.pid, dying.pid, staying.pid, staying.pid]
+    )
+    agents.kill(dying)
+    (agents.folder / "enough").touch()
+    agents.wait_for_end(staying, 45)
+    after = agents.seen(1)
+    assert_fits(after, 2, 1)
+    assert {each["agent"] for each in after.values()} == {staying.pid}
+
+
+# When a rank dies after its grid was created, the restarted job of as many ranks works again.
+def test_a_rank_that_dies(agents):
+    (agents.folder / "enough").touch()
+    options = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
+    agents.wait_for_end(agents.start(*options, victim=3), 45)
+    first, second = agents.seen(0), agents.seen(1)
+    assert (first[3]["layout"], first[3]["sums"]) == ("tp=2,dp=2", sums(3, 2, 2))
+    assert_fits(second, 2, 2)
+    assert {each["pid"] for each in first.values()}.isdisjoint(
+        each["pid"] for each in second.values()
+    )

@@ -1,0 +1,252 @@
+"""Several hosts, which are network namespaces on one switch, with torchrun on each of them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import host_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough by themselves
+
+TIMEOUT_S = host_ranks.TIMEOUT.total_seconds()
+LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+SWITCH = f"hc{os.getpid()}-net"
+NAMED = 'hostname "$0" && exec "$@"'
+
+
+def ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def is_running(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until(condition, seconds, say):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.02)
+
+
+class Hosts:
+    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces; the switch between them is in one of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.names = []
+        self.agents = []
+
+    def build(self, count):
+        ip("netns", "add", SWITCH)
+        ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+        ip("-n", SWITCH, "link", "set", "bridge", "up")
+        for number in range(count):
+            name, port = f"hc{os.getpid()}-{number}", f"port{number}"
+            ip("netns", "add", name)
+            self.names.append(name)
+            end = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", SWITCH, "link", "add", port, *end)
+            ip("-n", SWITCH, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "link", "set", "eth0", "addrgenmode", "none")
+            ip("-n", name, "addr", "add", f"10.0.0.{number + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+
+    def start(self, *program):
+        """Start torchrun on each host, with two ranks each; ranks and hosts count alike."""
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        variables["PYTHONPATH"] = str(Path(host_ranks.__file__).parents[2])
+        for number, name in enumerate(self.names):
+            enter = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", NAMED, name)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+            torchrun += ["--nnodes", str(len(self.names)), "--local-addr", f"10.0.0.{number + 1}"]
+            torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500"]
+            torchrun += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
+            with (self.folder / f"{name}.log").open("w") as log:
+                self.agents.append(
+                    subprocess.Popen(
+                        [*enter, *torchrun, *program],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=variables,
+                        start_new_session=True,
+                    )
+                )
+
+    def set_link(self, number, state):
+        """Cut a host off, or connect it again: packets vanish, and nobody is told."""
+        ip("-n", SWITCH, "link", "set", f"port{number}", state)
+
+    def processes(self):
+        return [int(pid) for name in self.names for pid in ip("netns", "pids", name).split()]
+
+    def logs(self):
+        return "\n".join(
+            f"---- {name}\n{(self.folder / f'{name}.log').read_text()}" for name in self.names
+        )
+
+    def wait_for(self, names, seconds):
+        """Read what ranks have written, once all of them have."""
+        paths = [self.folder / name for name in names]
+
+        def say():
+            absent = [path.name for path in paths if not path.exists()]
+            return f"no {absent} after {seconds} s\n{self.logs()}"
+
+        wait_until(lambda: all(path.exists() for path in paths), seconds, say)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def wait_for_end(self, seconds):
+        """Wait until every torchrun has ended well, and nothing is left of them."""
+        wait_until(
+            lambda: all(agent.poll() is not None for agent in self.agents), seconds, self.logs
+        )
+        assert [agent.returncode for agent in self.agents] == [0] * len(self.agents), self.logs()
+        wait_until(lambda: not self.processes(), 5, lambda: f"left: {self.processes()}")
+
+    def remove(self):
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for agent in self.agents:
+            agent.wait(10)
+        for name in [*self.names, SWITCH]:
+            with contextlib.suppress(OSError):
+                ip("netns", "del", name)
+
+
+@pytest.fixture(scope="session")
+def _permitted(tmp_path_factory):
+    for tool in ("ip", "unshare"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"hosts are network namespaces, and this machine has no {tool!r}")
+    trial = Hosts(tmp_path_factory.mktemp("trial"))
+    try:
+        trial.build(1)
+        enter = ("netns", "exec", trial.names[0], "unshare", "--uts", "sh", "-c", NAMED)
+        assert ip(*enter, "trial", "hostname") == "trial\n"
+    except OSError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error}")
+    finally:
+        trial.remove()
+
+
+@pytest.fixture
+def hosts(_permitted, tmp_path):
+    made = Hosts(tmp_path)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def place(hosts, rank):
+    """How an error names a rank: two ranks to a host."""
+    return f"rank {rank} (tp={rank % 2}, dp={rank // 2}; host {hosts.names[rank // 2]})"
+
+
+def dp_sum(rank, count):
+    return sum(10 ** (rank % 2 + 2 * host) for host in range(count))
+
+
+# `hypercomm check` joins a job of several hosts, and finds all of its groups right.
+@pytest.mark.parametrize("count", [2, 4])
+def test_check_across_hosts(hosts, count):
+    hosts.build(count)
+    begin = time.monotonic()
+    hosts.start("-m", "hypercomm", "check", f"tp=2,dp={count}")
+    hosts.wait_for_end(60)
+    print(f"\n{count} hosts checked after {time.monotonic() - begin:.1f} s")
+    words = f"tp=2,dp={count}: all-reduce, all-gather and broadcast are right over every group, on"
+    log = (hosts.folder / f"{hosts.names[0]}.log").read_text()
+    assert f"{words} {2 * count} gloo ranks" in log
+    rows = [line.split() for line in log.splitlines() if line.rstrip().endswith(" ok")]
+    assert [(row[0], " ".join(row[1:4])) for row in rows] == [
+        ("tp", f"{count} x 2"),
+        ("dp", f"2 x {count}"),
+        ("tp+dp", f"1 x {2 * count}"),
+    ]
+
+
+# A host that is cut off before its ranks come to a creation is named, rank by rank, by all others
+# when their time is over; once it is connected again, all try again and succeed.
+def test_a_host_cut_off_during_a_creation(hosts):
+    hosts.build(3)
+    hosts.start(host_ranks.__file__, "creation", str(hosts.folder), "1")
+    hosts.wait_for([f"{rank}.ready" for rank in range(6)], 40)
+    hosts.set_link(1, "down")
+    waiting = [0, 1, 4, 5]
+    outcomes = hosts.wait_for([f"{rank}.json" for rank in waiting], TIMEOUT_S + 5)
+    print()
+    for rank, got in zip(waiting, outcomes, strict=True):
+        print(f"rank {rank} ended after {got['took']:.2f} s: {got['words']}")
+    for rank, got in zip(waiting, outcomes, strict=True):
+        absent = 2 + rank % 2
+        assert got["kinds"][0] == "GroupCreationTimeout", got
+        assert got["missing"] == [absent]
+        assert f"{place(hosts, absent)} did not come" in got["words"]
+        assert TIMEOUT_S - 0.5 < got["took"] < TIMEOUT_S + 2
+    hosts.set_link(1, "up")
+    (hosts.folder / "go on").write_text("again")
+    assert hosts.wait_for([f"{rank}.again" for rank in range(6)], 20) == [
+        dp_sum(rank, 3) for rank in range(6)
+    ]
+    hosts.wait_for_end(20)
+
+
+# Where the host that is cut off serves the store, the others still end in time, with an error that
+# is one of ours.
+def test_the_host_of_the_store_cut_off_during_a_creation(hosts):
+    hosts.build(3)
+    hosts.start(host_ranks.__file__, "creation", str(hosts.folder), "0")
+    pids = hosts.wait_for([f"{rank}.ready" for rank in range(6)], 40)
+    hosts.set_link(0, "down")
+    waiting = [2, 3, 4, 5]
+    outcomes = hosts.wait_for([f"{rank}.json" for rank in waiting], TIMEOUT_S + 5)
+    print()
+    for rank, got in zip(waiting, outcomes, strict=True):
+        print(f"rank {rank} ended after {got['took']:.2f} s: {got['words']}")
+    for got in outcomes:
+        assert "CreationError" in got["kinds"], got
+        assert got["took"] < TIMEOUT_S + 2
+    (hosts.folder / "go on").write_text("end")
+    wait_until(lambda: not any(map(is_running, pids)), 10, hosts.logs)
+
+
+# A link that is cut during a collective ends every rank on both sides when the group's time is
+# over, and each leaves its grid without an error and without waiting.
+def test_a_link_cut_during_a_collective(hosts):
+    hosts.build(2)
+    hosts.start(host_ranks.__file__, "collective", str(hosts.folder), "-1")
+    pids = hosts.wait_for([f"{rank}.ready" for rank in range(4)], 40)
+    hosts.set_link(1, "down")
+    cut = time.monotonic()
+    outcomes = hosts.wait_for([f"{rank}.json" for rank in range(4)], TIMEOUT_S + 5)
+    print()
+    for rank, got in enumerate(outcomes):
+        print(f"rank {rank} ended {got['ended'] - cut:.2f} s after the cut: {got['words']}")
+    for got in outcomes:
+        assert "RuntimeError" in got["kinds"], got
+        assert 0 < got["ended"] - cut < TIMEOUT_S + 2
+    leaves = hosts.wait_for([f"{rank}.left" for rank in range(4)], 12)
+    for rank, left in enumerate(leaves):
+        print(f"rank {rank} left its grid within {left['took']:.3f} s {left['words']}")
+    assert [left["words"] for left in leaves] == [""] * 4
+    assert max(left["took"] for left in leaves) < 10
+    wait_until(lambda: not any(map(is_running, pids)), 10, hosts.logs)

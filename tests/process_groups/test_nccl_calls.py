@@ -1,0 +1,386 @@
+"""Which calls reach NCCL: recorded with a stand-in in its place, as there is no GPU here.
+
+torch's own functions create the groups. What a stand-in cannot show is NCCL itself: test_nccl.py
+does, where there is a GPU.
+"""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_stand_in import IS_PLUGIN, lone_world, recorded_nccl
+from ranks import nccl_ranks
+
+from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.errors import CreationError, GroupOptionsError
+from hypercomm.process_groups.c10d import binding
+from hypercomm.testing import fake_world, run_ranks, simulate
+
+VERSION = torch.torch_version.TorchVersion(torch.__version__)
+CUDA_5 = torch.device("cuda", 5)
+HAS_SWITCH = VERSION >= "2.15"  # by which NCCL connects at the first message
+SPLITS_IN_C = VERSION >= "2.8"
+
+needs_plugins = pytest.mark.skipif(not IS_PLUGIN, reason="nccl2 came with torch 2.14")
+needs_parts = pytest.mark.skipif(VERSION < "2.13", reason="torch 2.13 splits off parts of WORLD")
+
+
+def what(calls):
+    return [(call.what, call.ranks, call.splits) for call in calls]
+
+
+def is_lazy(call):
+    return bool(getattr(call.options, "lazy_init", False))
+
+
+# ---- members alone ------------------------------------------------------------------------------
+
+
+# A grid at an offset creates its groups by their members alone on a bound WORLD: no rank splits,
+# nobody outside is needed, and WORLD stays bound. From torch 2.15 on by NCCL's own switch.
+@pytest.mark.parametrize("creation", ["auto", "local"])
+@pytest.mark.parametrize("by_itself", [False, pytest.param(True, marks=needs_plugins)])
+def test_an_offset_grid_on_a_bound_world(creation, by_itself):
+    options = {} if by_itself else {"device_id": CUDA_5}
+    with (
+        recorded_nccl(binds_itself=by_itself) as calls,
+        lone_world("nccl", 8, rank=5, **options),
+    ):
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+        calls.clear()
+        with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, creation=creation) as grid:
+            assert grid.explain("tp").strategy == "local"
+            grid.create_pgs(["tp", "dp"])
+            made = [call for call in calls if call.what == "create"]
+            assert what(made) == [("create", (4, 5), False), ("create", (5, 7), False)]
+            connects = set() if HAS_SWITCH else {"connect"}
+            assert {call.what for call in calls} == {"create"} | connects
+            assert [is_lazy(call) for call in made] == [HAS_SWITCH] * 2
+            assert {call.timeout for call in made} == {timedelta(minutes=10)}
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+
+
+# A rank outside of the grid calls nothing, or is told None; nothing reaches NCCL either way.
+def test_a_rank_outside_of_an_offset_grid():
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=1, device_id=torch.device("cuda:1")):
+        calls.clear()
+        with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4) as grid:
+            assert grid.create_pgs(["tp", "dp"]) == [None, None]
+        assert calls == []
+
+
+# ... and it is true of real ranks: two create their group while the other two sleep.
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nobody_outside_is_waited_for(backend):
+    got = run_ranks(nccl_ranks.members_alone, 4, args=(backend, "auto"), timeout=60)
+    for rank, (took_s, total, every, made, bound) in enumerate(got):
+        assert (every, bound) == (1111, f"cuda:{rank}")
+        if rank < 2:
+            assert (total, what_of(made)) == (None, set())
+        else:
+            assert took_s < nccl_ranks.ASLEEP_S / 2
+            assert total == 1100
+            assert what_of(made) == {((2, 3), False)}
+
+
+def what_of(made):
+    """The groups that were made besides WORLD, and whether they were split off it."""
+    return {(ranks, splits) for what, ranks, splits in made if what != "connect"} - {
+        ((0, 1, 2, 3), False)
+    }
+
+
+# A creation that fails leaves WORLD bound.
+def test_a_failure_leaves_world_bound(monkeypatch):
+    with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        grid = HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, lazy_init=False)
+        with monkeypatch.context() as patch:
+
+            def fails(*_):
+                raise RuntimeError("out of memory on the GPU")
+
+            for kind in ("Alone", "Connected"):
+                patch.setattr(f"nccl_stand_in.{kind}.begin", fails)
+            with pytest.raises(RuntimeError, match="out of memory on the GPU"):
+                grid.create_pg("tp")
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+        assert grid.create_pg("tp") is not None
+        grid.destroy()
+
+
+# Whoever asks meanwhile, in another thread, is told the device all the same; WORLD has it again.
+def test_threads_see_the_device():
+    with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        seen, is_over = set(), threading.Event()
+
+        def look():
+            while not is_over.is_set():
+                seen.add(binding.bound_device())
+
+        def hide():
+            while not is_over.is_set():
+                with binding.unbound():
+                    assert dist.group.WORLD.bound_device_id is None
+
+        threads = [threading.Thread(target=work) for work in (look, look, hide, hide)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert seen == {CUDA_5}
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+
+
+# ---- lazily or at once --------------------------------------------------------------------------
+
+
+# lazy_init=True has NCCL connect at the first message, also where WORLD is bound ...
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("creation", ["auto", "local"])
+def test_nccl_connects_lazily(bound, creation):
+    options = {"device_id": CUDA_5} if bound else {}
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, **options):
+        calls.clear()
+        with HyperCommGrid([4, 2], ["tp", "pp"], creation=creation, lazy_init=True) as grid:
+            grid.create_pg("pp")
+            assert what(calls) == [("create", (1, 5), False)]
+            assert is_lazy(calls[0]) == HAS_SWITCH
+            if not HAS_SWITCH:
+                with pytest.raises(CreationError, match="as it sees fit there, unlike lazy_init"):
+                    grid.create_pg("tp", creation="enumerate")
+            assert "a split connects all members at once" in str(grid.explain("tp"))
+
+
+# ... and NCCL of before, which does not know the switch, does so where it is not split off.
+@pytest.mark.skipif(not HAS_SWITCH, reason="torch 2.15 calls it nccl-legacy")
+def test_nccl_of_before_connects_lazily():
+    with (
+        recorded_nccl("nccl-legacy") as calls,
+        lone_world("nccl-legacy", 8, rank=5, device_id=CUDA_5),
+    ):
+        calls.clear()
+        with HyperCommGrid([4, 2], ["tp", "pp"], lazy_init=True) as grid:
+            grid.create_pg("pp")
+            assert what(calls) == [("create", (1, 5), False)]
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+
+
+# ... and lazy_init=False at the creation, also where it is not.
+@pytest.mark.parametrize("bound", [False, True])
+def test_nccl_connects_at_once(monkeypatch, bound):
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    options = {"device_id": CUDA_5} if bound else {}
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, **options):
+        calls.clear()
+        with HyperCommGrid([4, 2], ["tp", "pp"], creation="local", lazy_init=False) as grid:
+            grid.create_pg("pp")
+            assert [call.what for call in calls] == ["create", "connect"]
+            assert calls[1].bound_to == CUDA_5
+            assert not is_lazy(calls[0])
+
+
+# Options that a caller gives stay the caller's, and are kept.
+def test_options_are_kept():
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4) as grid:
+            grid.create_pg("tp", pg_options=given)
+            (made,) = [call for call in calls if call.ranks == (4, 5) and call.what == "create"]
+            assert made.options.is_high_priority_stream
+            assert is_lazy(made) == HAS_SWITCH
+        assert not getattr(given, "lazy_init", False)
+
+
+# Each key of a call may be created in a way of its own: dims that cover the world by one split,
+# "pp" lazily, by its members.
+@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
+def test_a_way_for_each_key():
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        calls.clear()
+        with HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]) as grid:
+            pp = {"dims": "pp", "creation": "local", "lazy_init": True}
+            grid.create_pgs(["tp", "dp", pp])
+            made = [call for call in calls if call.what in {"create", "split"}]
+            assert what(made) == [
+                ("split", (4, 5), True),
+                ("split", (5, 7), True),
+                ("create", (1, 5), False),
+            ]
+            assert [str(key) for key in grid.pgs] == ["tp", "dp", "pp"]
+            with pytest.raises(CreationError, match="a split connects all members at once"):
+                grid.create_pg("dp", name="lazy", creation="split", lazy_init=True)
+            with pytest.raises(
+                GroupOptionsError, match=r"creation must be one of \['auto', 'local'"
+            ):
+                grid.create_pg("dp", name="other", creation="lazily")
+            with pytest.raises(GroupOptionsError, match=r"was created with .* and cannot be had"):
+                grid.ensure_pg("tp", creation="local")
+
+
+# ---- splits -------------------------------------------------------------------------------------
+
+
+# A WORLD of gloo and NCCL is split, too, with the parts that are asked for, and nobody enumerates;
+# real ranks communicate over both parts. Before 2.14 a split has gloo's options wrong: members
+# create such groups alone.
+@needs_parts
+def test_a_mixed_world():
+    for_both = "split" if VERSION >= "2.14" else "local"
+    every = "cpu:gloo,cuda:nccl"
+    for rank, found in enumerate(run_ranks(nccl_ranks.mixed, 4, timeout=60)):
+        own, alone = [101, 1010][rank % 2], 10**rank
+        assert found == [
+            (for_both, own, own, every),
+            ("split", own, alone, "nccl"),
+            ("split", own, alone, "cuda:nccl"),
+            ("local", None, own, "gloo"),
+            (for_both, own, own, every),
+        ]
+
+
+# After a split that leaves ranks out, torch before 2.14 names later groups by counts that differ
+# between ranks, and ends them in the order of their names, so that NCCL waits for ever. Under our
+# names all members have one order.
+@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
+def test_names_after_a_partial_split():
+    names, orders = {}, {}
+    for rank in range(4):
+        device = torch.device("cuda", rank)
+        with recorded_nccl() as calls, lone_world("nccl", 4, rank=rank, device_id=device):
+            partial = HyperCommGrid([3], ["tp"], creation="split")
+            whole = HyperCommGrid([2, 2], ["tp", "dp"], creation="split")
+            partial.create_pg("tp")
+            whole.create_pgs(["dp", "tp"])
+            for call in calls:
+                if call.what == "split" and rank in call.ranks:
+                    names.setdefault(call.ranks, set()).add(call.name)
+            calls.clear()
+            dist.destroy_process_group()
+            orders[rank] = [call.ranks for call in calls if call.what == "shutdown"]
+    assert {ranks: len(told) for ranks, told in names.items()} == {
+        (0, 1, 2): 1,
+        (0, 1): 1,
+        (2, 3): 1,
+        (0, 2): 1,
+        (1, 3): 1,
+    }
+    by_name = sorted(names, key=lambda ranks: names[ranks].pop(), reverse=True)
+    for rank, order in orders.items():
+        mine = [ranks for ranks in by_name if rank in ranks]
+        assert [ranks for ranks in order if ranks in by_name] == mine
+
+
+# A layout that lists its ranks keeps their order where a split does (torch 2.15), and is split off
+# there; elsewhere its members create its groups alone.
+@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
+def test_the_order_of_ranks():
+    listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
+    with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
+        with HyperCommGrid.from_layout(listed) as grid:
+            group = grid.create_pg("tp")
+            assert dist.get_process_group_ranks(group) == [1, 0]
+            assert grid.explain("tp").strategy == ("split" if VERSION >= "2.15" else "local")
+        assert (1, 0) in [call.ranks for call in calls]
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+# abort() tells NCCL of all groups before it ends the first, as torch does for a whole job.
+@pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer do the same in C++")
+@pytest.mark.skipif(not SPLITS_IN_C, reason="torch 2.6 cannot abort a group")
+def test_abort_at_once():
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5):
+        grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+        grid.create_pgs(["tp", "dp"])
+        calls.clear()
+        grid.abort()
+        assert [call.what for call in calls][:4] == ["group start", "abort", "abort", "group end"]
+        assert {call.what for call in calls[4:]} == {"abort"}
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+# ---- without a GPU ------------------------------------------------------------------------------
+
+
+def initialise():
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="nccl")
+    return [dist.get_process_group_ranks(grid.create_pg(dims)) for dims in ("tp", "dp")]
+
+
+# A user plans a cluster on a laptop: fake worlds, simulation and explain() take backend="nccl".
+def test_nccl_on_a_laptop():
+    with fake_world(8, rank=5), HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl") as grid:
+        assert grid.create_pg("dp").size() == 2
+        assert grid.create_pg("tp", backend="cpu:gloo,cuda:nccl").size() == 4
+    simulate(initialise, 4, backend="nccl").check()
+    assert HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl", world_size=8).backend == "nccl"
+
+
+def of_a_live_job():
+    grid, said = HyperCommGrid([2], ["dp"]), []
+    told = str(grid.explain("dp", backend="nccl"))
+    for call in (grid.create_pg, grid.plan_pg, grid.ensure_pg):
+        try:
+            call("dp", backend="nccl")
+        except GroupOptionsError as error:
+            said.append(str(error))
+    return told, said, dict(grid.pgs)
+
+
+# Only a live creation refuses it, with what would do.
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_nccl_in_a_live_job_without_a_gpu():
+    for told, said, left in run_ranks(of_a_live_job, 2, timeout=60):
+        assert told.startswith("dp: 1 of 2 ranks, nccl\n")
+        assert len(said) == 3
+        for line in said:
+            has = dist.is_nccl_available()
+            assert ("needs a GPU, and torch sees none on this host; use 'gloo'" in line) == has
+            assert ("is not available in this build of torch; use one of" in line) != has
+        assert left == {}
+
+
+def planned_before_the_job():
+    dist.destroy_process_group()
+    planned = HyperCommGrid([1], ["dp"], world_size=1).plan_pg("dp", backend="nccl")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return str(planned.create())
+    except GroupOptionsError as error:
+        return str(error)
+
+
+# A plan that was made before there was a job is checked when it is carried out.
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_a_plan_from_before_the_job():
+    for said in run_ranks(planned_before_the_job, 1, timeout=60):
+        assert said.startswith("backend 'nccl' ")
+        assert "use " in said
+
+
+# A backend string that torch could not read is refused, in a fake world, too.
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        (" gloo", "cannot be read"),
+        ("cpu:gloo, cuda:gloo", "cannot be read"),
+        ("cpu: gloo", "cannot be read"),
+        ("cuda:0:nccl", "cannot be read"),
+        ("cpu:gloo,", "cannot be read"),
+        ("foo:gloo", "names a device that torch does not know"),
+        ("cpu:gloo,cpu:gloo", "must name each device once"),
+    ],
+)
+def test_backend_strings(backend, says):
+    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
+        for call in (grid.create_pg, grid.explain):
+            with pytest.raises(GroupOptionsError, match=says):
+                call("dp", backend=backend)
+        assert dict(grid.pgs) == {}

@@ -1,0 +1,548 @@
+"""Reshaping in fake worlds: what is kept, created and destroyed on a rank; nothing communicates."""
+
+import math
+from collections import Counter
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm.errors import (
+    CreationError,
+    GridDestroyedError,
+    GroupMissingError,
+    HyperCommError,
+    LayoutError,
+    NotationError,
+    UnknownDimError,
+    UnknownViewError,
+    WorldSizeError,
+)
+from hypercomm.process_groups import reshaping
+from hypercomm.testing import dim_subsets, fake_world, registered_groups
+
+NAMES = ("tp", "cp", "dp", "pp")
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+OPTIONS = [{}, {"timeout": timedelta(minutes=7)}]
+
+
+def own_group(order, shape, names, dims, rank):
+    """The members of a rank's group, in order, by slicing an array of all ranks."""
+    ranks = np.array(order).reshape(shape, order="F")
+    (where,) = np.argwhere(ranks == rank)
+    index = [slice(None) if name in dims else at for name, at in zip(names, where, strict=True)]
+    return tuple(np.atleast_1d(ranks[tuple(index)]).ravel(order="F").tolist())
+
+
+@st.composite
+def shapes(draw, size):
+    """A shape with names of some ranks, in any order of sizes and names."""
+    names, shape = draw(st.permutations(NAMES)), []
+    for _ in range(draw(st.integers(0, 3))):
+        fitting = [n for n in range(1, size + 1) if (size // math.prod(shape)) % n == 0]
+        shape.append(draw(st.sampled_from(fitting)))
+    shape.append(size // math.prod(shape))
+    return shape, names[: len(shape)]
+
+
+@st.composite
+def orders(draw, size, offset):
+    """The ranks of a grid: as they come, as a rule; else some of them, or all, in another order."""
+    ranks = list(range(offset, offset + size))
+    kind = draw(st.sampled_from(["as they come", "as they come", "swapped", "permuted"]))
+    if kind == "permuted":
+        return draw(st.permutations(ranks))
+    if kind == "swapped":
+        one, other = draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+    return ranks
+
+
+# For any two layouts, keys and rank: each surviving key has a group of numpy's ranks; what has the
+# ranks and options of an old group is the same object, its own key's where it can be, and as many
+# as possible are kept; the rest is created or, if old, gone from torch.
+@pytest.mark.deep
+def test_what_survives():
+    seen = Counter()
+
+    @settings(max_examples=examples(1200), database=None)
+    @given(st.data())
+    def check(data):
+        size, offset = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2))
+        shape, names = data.draw(shapes(size))
+        new_shape, new_names = data.draw(shapes(size))
+        order = data.draw(orders(size, offset))
+        # Of many groups of ranks in one order, more survive under another name.
+        new_order = data.draw(st.one_of(st.just(order), orders(size, offset)))
+        rank = data.draw(st.sampled_from(order))
+        source = RankLayout(shape, names, ranks=order)
+        target = RankLayout(new_shape, new_names, ranks=new_order)
+        count = data.draw(st.integers(1, 9))
+        with fake_world(offset + size + 1, rank), HyperCommGrid.from_layout(source) as grid:
+            old = {}
+            for _ in range(count):
+                dims = data.draw(dim_subsets(source))
+                name, options = (
+                    data.draw(st.sampled_from([None, "twin"])),
+                    data.draw(st.sampled_from(OPTIONS)),
+                )
+                key = frozenset(dims), name
+                if key not in old:
+                    ranks = own_group(order, shape, names, dims, rank)
+                    group = grid.create_pg(dims, name=name, **options)
+                    old[key] = (ranks, bool(options)), group
+            result = grid.reshape(target)
+            new = {
+                key: (own_group(new_order, new_shape, new_names, key[0], rank), what[1])
+                for key, (what, _) in old.items()
+                if key[0] <= set(new_names)
+            }
+            assert {plain(key) for key in grid.pgs} == set(new)
+            for key, group in grid.pgs.items():
+                assert dist.get_process_group_ranks(group) == list(new[plain(key)][0])
+                assert grid.get_pg(key.dims, name=key.name) is group
+            kept = {plain(after): plain(before) for after, before in result.kept}
+            pgs = {plain(key): group for key, group in grid.pgs.items()}
+            for after, before in kept.items():
+                assert new[after] == old[before][0]
+                assert pgs[after] is old[before][1]
+            assert len(set(kept.values())) == len(kept)
+            wanted, there = Counter(new.values()), Counter(what for what, _ in old.values())
+            assert len(kept) == (wanted & there).total()
+            for key, what in new.items():
+                if what == old[key][0]:
+                    assert kept[key] == key
+            assert {plain(key) for key in result.created} == set(new) - set(kept)
+            gone = set(old) - set(kept.values())
+            assert {plain(key) for key in result.destroyed} == gone
+            registered = registered_groups()
+            assert registered == {dist.group.WORLD, *pgs.values()}
+            assert grid.layout == target
+            seen["kept"] += len(kept)
+            seen["renamed"] += sum(after != before for after, before in kept.items())
+            seen["created"] += len(result.created)
+            seen["gone"] += len(gone)
+        assert not dist.is_initialized()
+
+    check()
+    assert min(seen[what] for what in ("kept", "created", "gone")) > examples(100), seen
+    if examples(1200) == 1200:  # it is rare
+        assert seen["renamed"] > 10
+
+
+def plain(key):
+    return frozenset(key.dims), key.name
+
+
+# What a reshape did, as text and as values.
+def test_result():
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.create_pgs(["tp", "dp", ["tp", "cp"], ["cp", "dp"], {"dims": "dp", "name": "gloo"}])
+        result = grid.reshape("tp=4,dp=2")
+        assert str(result) == (
+            "tp=2,cp=2,dp=2 -> tp=4,dp=2\n"
+            "  kept: tp (was tp+cp), dp, dp (gloo)\n"
+            "  created: none\n"
+            "  destroyed: tp, cp+dp"
+        )
+        assert (str(result.before), str(result.after)) == ("tp=2,cp=2,dp=2", "tp=4,dp=2")
+        assert result.kept[0] == (GroupKey(("tp",)), GroupKey(("tp", "cp")))
+        assert str(grid.reshape("dp=2,tp=4")) == (
+            "tp=4,dp=2 -> dp=2,tp=4\n"
+            "  kept: none\n"
+            "  created: tp, dp, dp (gloo)\n"
+            "  destroyed: tp, dp, dp (gloo)"
+        )
+        assert str(grid.reshape("all=8")) == (
+            "dp=2,tp=4 -> all=8\n  kept: none\n  created: none\n  destroyed: tp, dp, dp (gloo)"
+        )
+        assert dict(grid.pgs) == {}
+        assert (grid.shape, grid.dim_names) == ([8], ["all"])
+
+
+# The text may leave one size open; a shift, gaps and a list of ranks stay.
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (RankLayout([2, 4], ["tp", "dp"], 3), [3, 4, 5, 6]),
+        (RankLayout([2, 2, 4], ["tp", "pp", "dp"]).select(pp=1), [2, 3, 6, 7]),
+        (RankLayout([8], ["dp"], ranks=[9, 8, 1, 0, 5, 4, 3, 2]), [9, 8, 1, 0]),
+    ],
+)
+def test_open_sizes(layout, ranks):
+    with fake_world(16, ranks[1]), HyperCommGrid.from_layout(layout) as grid:
+        grid.create_pg("dp")
+        grid.reshape("dp=4,tp=-1")
+        assert list(grid.layout.ranks) == list(layout.ranks)
+        assert grid.shape == [4, 2]
+        assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks
+        grid.reshape("dp=2,tp")
+        assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks[:2]
+
+
+# A target that cannot be is refused, and nothing has changed.
+@pytest.mark.parametrize(
+    ("target", "error", "words"),
+    [
+        ("tp=4,dp=4", WorldSizeError, "8"),
+        ("tp=3,dp=-1", WorldSizeError, "8"),
+        ("tp=4,dp=-1,cp=-1", LayoutError, "dp"),
+        ("tp=x", NotationError, "tp=x"),
+        ("", NotationError, "empty|dim"),
+        ("tp=4,tp=2", LayoutError, "tp"),
+        (RankLayout([4], ["dp"]), WorldSizeError, "keeps its ranks .* dp=4 has 4 ranks"),
+        (RankLayout([8], ["dp"], 1), WorldSizeError, "8 ranks from 1 to 8"),
+        (RankLayout([8], ["dp"], ranks=[0, 1, 2, 3, 4, 5, 6, 9]), WorldSizeError, "keeps its rank"),
+        (None, LayoutError, "target must be a text"),
+        (8, LayoutError, "target must be a text"),
+        ([2, 4], LayoutError, "target must be a text"),
+        (b"tp=8", LayoutError, "target must be a text"),
+        ({"tp": 8}, LayoutError, "target must be a text"),
+    ],
+)
+def test_refused_targets(target, error, words):
+    with fake_world(16), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        grid.create_pgs(["tp", {"dims": "ep", "view": "expert"}])
+        with unchanged(grid), pytest.raises(error, match=words) as caught:
+            grid.reshape(target)
+        assert isinstance(caught.value, HyperCommError)
+        grid.reshape("tp=4,dp=2")
+
+
+class unchanged:  # noqa: N801 - it reads as a function
+    """Check that a block leaves a grid as it was."""
+
+    def __init__(self, grid):
+        self.grid = grid
+
+    def state(self):
+        groups = list(self.grid.pgs.items())
+        return self.grid.layout, dict(self.grid.views), groups, registered_groups()
+
+    def __enter__(self):
+        self.before = self.state()
+
+    def __exit__(self, *_):
+        assert self.state() == self.before
+
+
+# Views stay: their groups are kept where their sizes do; new sizes come by views=; dims that a view
+# shares stay the grid's.
+def test_views():
+    with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
+        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
+        view = grid.view("expert")
+        tp, pp = grid.create_pgs(["tp", "pp"])
+        ep, edp = view.create_pg("ep"), view.create_pg("edp")
+        result = grid.reshape("tp=4,dp=2,pp=2")
+        assert [grid.get_pg("pp"), view.get_pg("ep"), view.get_pg("edp")] == [pp, ep, edp]
+        assert grid.get_pg("pp", view="expert") is pp
+        assert tp not in registered_groups()
+        assert list(map(str, result.created)) == ["tp"]
+        assert dist.get_process_group_ranks(grid.get_pg("tp")) == [4, 5, 6, 7]
+        result = grid.reshape("tp=2,dp=4,pp=2", views={"expert": "ep=2,edp=-1,pp=2"})
+        assert str(view.layout) == "ep=2,edp=4,pp=2"
+        assert dist.get_process_group_ranks(view.get_pg("ep")) == [4, 5]
+        assert dist.get_process_group_ranks(view.get_pg("edp")) == [1, 3, 5, 7]
+        assert grid.get_pg("pp", view="expert") is pp
+        assert {str(new): str(old) for new, old in result.kept} == {"pp": "pp"}
+        result = grid.reshape("tp=2,dp=4,pp=2", views={"expert": "all=8,pp=2"})
+        assert list(map(str, result.destroyed)) == ["ep of expert", "edp of expert"]
+        with pytest.raises(GroupMissingError):
+            view.get_pg("all")
+
+
+# Groups go from the grid to its view and back, where ranks and options are the same.
+def test_groups_go_to_a_view():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.register_view("expert", [8], ["ep"])
+        tp, dp = grid.create_pgs(["tp", "dp"])
+        ep = grid.create_pg("ep", view="expert")
+        result = grid.reshape("tp=8", views={"expert": "ep=2,edp=4"})
+        assert grid.get_pg("tp") is ep
+        assert grid.get_pg("ep", view="expert") is tp
+        assert [(str(new), str(old)) for new, old in result.kept] == [
+            ("tp", "ep of expert"),
+            ("ep of expert", "tp"),
+        ]
+        assert list(map(str, result.destroyed)) == ["dp"]
+        assert dp not in registered_groups()
+
+
+# A dim that the grid does not have for a while is the view's alone then, and later shared again.
+def test_sharing_comes_back():
+    with fake_world(16), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
+        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
+        for target in ("tp=4,dp=4", "tp=4,dp=2,pp=2"):
+            grid.reshape(target)
+        pipeline = grid.create_pg("pp")
+        assert grid.get_pg("pp", view="expert") is pipeline
+        grid.reshape("tp=16", views={"expert": "ep=16"})
+        grid.reshape("tp=2,dp=4,pp=2", views={"expert": "ep=8,pp=2"})
+        assert grid.create_pg("pp") is grid.get_pg("pp", view="expert")
+
+
+# Two grids share groups: a key that shares with nobody never takes one that the other has, though
+# its own was the same.
+def test_what_another_grid_has_is_not_taken():
+    arguments = [2, 2, 2], ["tp", "cp", "dp"]
+    with (
+        fake_world(8),
+        HyperCommGrid(*arguments, share="identical") as one,
+        HyperCommGrid(*arguments, share="identical", share_with=one) as other,
+    ):
+        shared = one.create_pg(["tp", "cp"])
+        assert other.create_pg(["tp", "cp"]) is shared
+        other.create_pg("tp", share="never")
+        other.reshape("tp=4,dp=2")
+        assert other.get_pg("tp") is not shared
+        assert list(dist.get_process_group_ranks(other.get_pg("tp"))) == [0, 1, 2, 3]
+        assert one.get_pg(["tp", "cp"]) is shared
+
+
+# What other threads do to a grid that is being reshaped is refused, and so is a second reshape.
+def test_one_thread_reshapes():
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        with reshaping.alone(grid._state.owner):
+            for call in (
+                lambda: grid.create_pg("dp"),
+                lambda: grid.destroy_pg("tp"),
+                lambda: grid.reshape("tp=4,dp=2"),
+            ):
+                with pytest.raises(CreationError, match="another thread reshapes this grid"):
+                    call()
+        grid.reshape("tp=4,dp=2")
+        assert grid.get_pg("tp").size() == 4
+
+
+# A view that does not fit any more is named, with what to give; so are wrong sizes of a view, and
+# views that there are not; nothing has changed.
+@pytest.mark.parametrize(
+    ("target", "views", "error", "words"),
+    [
+        (
+            "tp=2,dp=2,pp=4",
+            None,
+            LayoutError,
+            r"view 'expert' \(.*\) does not fit .* different membership",
+        ),
+        ("tp=4,dp=2,pp=2", {"expert": "ep=4,pp=2"}, LayoutError, "view 'expert' .* does not fit"),
+        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "view 'expert' .* does not fit"),
+        ("tp=4,dp=2,pp=2", {"expert": "pp=2,ep=8"}, LayoutError, "'pp' has different membership"),
+        ("tp=4,dp=2,pp=2", {"expert": "ep=x"}, LayoutError, "view 'expert'"),
+        ("tp=4,dp=2,pp=2", {"expert": 5}, LayoutError, "view 'expert'"),
+        ("tp=4,dp=2,pp=2", {"other": "ep=16"}, UnknownViewError, "View 'other' is not registered"),
+        ("tp=4,dp=2,pp=2", {3: "ep=16"}, UnknownViewError, "View 3 is not registered"),
+        ("tp=4,dp=2,pp=2", ["expert"], LayoutError, "views must map"),
+        ("tp=4,dp=2,pp=2", "expert", LayoutError, "views must map"),
+    ],
+)
+def test_views_that_do_not_fit(target, views, error, words):
+    with fake_world(16), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
+        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
+        grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
+        with unchanged(grid), pytest.raises(error, match=words):
+            grid.reshape(target, views=views)
+        grid.reshape("tp=4,dp=2,pp=2")
+
+
+# Groups that differ in an option are not taken for each other, and keep theirs.
+def test_options():
+    minute = timedelta(minutes=1)
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        plain, described, timed = (
+            grid.create_pg(["tp", "cp"]),
+            grid.create_pg(["tp", "cp"], name="a", group_desc="mine"),
+            grid.create_pg(["tp", "cp"], name="b", timeout=minute),
+        )
+        grid.create_pg("tp", timeout=minute)
+        grid.reshape("tp=4,dp=2")
+        assert grid.get_pg("tp") is timed
+        assert {plain, described} & registered_groups() == set()
+        assert grid.ensure_pg("tp", timeout=minute) is timed
+        grid.create_pg("dp", name="a", group_desc="mine")
+        grid.reshape("cp=2,dp=4")
+        assert grid.ensure_pg("dp", name="a", group_desc="mine") is grid.get_pg("dp", name="a")
+        assert grid.get_pg("dp", name="a").group_desc == "mine"
+
+
+# Keys that may share hold one group again, and one that may not never does.
+def test_sharing():
+    with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
+        dp = grid.create_pg("dp", share="identical")
+        assert grid.create_pg(["cp", "dp"], share="identical") is dp
+        own = grid.create_pg("dp", name="own")
+        grid.reshape("cp=1,tp=2,dp=4")
+        assert grid.get_pg("dp") is grid.get_pg(["dp", "cp"]) is dp
+        assert grid.get_pg("dp", name="own") is own
+        result = grid.reshape("tp=4,cp=1,dp=2")
+        one, other = grid.get_pg("dp"), grid.get_pg(["cp", "dp"])
+        assert one is other
+        assert grid.get_pg("dp", name="own") is not one
+        assert dist.get_process_group_ranks(one) == [1, 5]
+        assert len(result.created) == 3
+        assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
+        result = grid.reshape("tp=4,dp=2")
+        assert list(map(str, result.destroyed)) == ["cp+dp"]  # the key; its group is dp's
+        assert grid.get_pg("dp") is one
+        assert grid.explain("dp").served_by is None
+        grid.reshape("dp=2,tp=4")
+        assert one not in registered_groups()
+
+
+# A key that must not share does not get the group of one that may, nor the other way round.
+def test_never_shared():
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        whole = grid.create_pg(["tp", "cp"])
+        grid.create_pg("tp")
+        grid.create_pg("tp", name="a", share="identical")
+        grid.create_pg("tp", name="b", share="identical")
+        grid.reshape("tp=4,dp=2")
+        groups = [grid.get_pg("tp"), grid.get_pg("tp", name="a"), grid.get_pg("tp", name="b")]
+        assert groups[0] is whole
+        assert groups[1] is groups[2] is not whole
+
+
+# Derived groups are derived anew; those that come out the same are kept; a rank in none of them
+# keeps its None.
+def test_derived_groups():
+    def ends(groups):
+        return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
+
+    for rank, is_end in ((0, True), (2, False), (6, True)):
+        with fake_world(8, rank), HyperCommGrid([2, 4], ["tp", "pp"]) as grid:
+            group = grid.create_pg("pp", name="ends", derive=ends)
+            assert (group is not None) == is_end
+            result = grid.reshape("dp=2,pp=4")
+            assert grid.get_pg("pp", name="ends") is group
+            assert str(result).endswith("kept: pp (ends)\n  created: none\n  destroyed: none")
+            result = grid.reshape("pp=4,dp=2")
+            again = grid.get_pg("pp", name="ends")
+            members = [0, 3] if rank < 4 else [4, 7]
+            if rank in members:
+                assert dist.get_process_group_ranks(again) == members
+            else:
+                assert again is None
+
+
+# A derive that fails leaves everything as it was; it is called once for each reshape.
+@pytest.mark.parametrize("creation", ["local", "enumerate"])
+def test_a_derive_that_fails(creation):
+    calls = []
+
+    def derive(groups):
+        calls.append(groups)
+        if len(calls) == 2:
+            raise ZeroDivisionError("on purpose")
+        return groups.levels([2, 2])[1]
+
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation=creation) as grid:
+        grid.create_pg("tp")
+        grid.create_pg("dp", name="pairs", derive=derive)
+        with unchanged(grid), pytest.raises(ZeroDivisionError):
+            grid.reshape("tp=1,cp=2,dp=4")
+        assert grid.reshape("dp=4,tp=2").created
+        assert len(calls) == 3
+
+
+# Where every rank takes part in a creation, a group survives only if those of all ranks do.
+def test_enumerated_groups():
+    order = [0, 1, 2, 3, 4, 6, 5, 7]
+    for creation, is_kept in (("local", True), ("enumerate", False)):
+        with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation=creation) as grid:
+            tp = grid.create_pg("tp")
+            grid.reshape(RankLayout([2, 4], ["tp", "dp"], ranks=order))
+            assert (grid.get_pg("tp") is tp) == is_kept
+            grid.reshape("tp=2,dp=2,cp=2")
+            assert len(registered_groups()) == 2
+
+
+# The groups of a DeviceMesh serve their own dim while all of them are the same, are never
+# destroyed, and serve nothing else.
+def test_adopted_groups():
+    with fake_world(8, rank=5):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        theirs = registered_groups()
+        with HyperCommGrid.from_device_mesh(mesh) as grid:
+            dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+            grid.create_pg(["tp", "dp"])
+            grid.reshape("tp=2,cp=2,dp=2")
+            assert grid.get_pg("tp") is tp
+            assert grid.get_pg("dp") not in theirs
+            assert dist.get_process_group_ranks(grid.get_pg("dp")) == [1, 5]
+            assert theirs < registered_groups()
+            assert grid.explain("tp").strategy == "adopted"
+            result = grid.reshape("cp=2,tp=4")
+            assert grid.get_pg("tp") is not tp
+            assert GroupKey(("tp",)) in result.destroyed
+        assert registered_groups() == theirs
+        assert dp in theirs
+
+
+# A mesh that was handed out does not come back for the new groups of the same ranks and names.
+def test_meshes():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.create_pgs(["tp", "dp"])
+        grid.device_mesh("dp", "tp")
+        grid.reshape("dp=4,tp=2")
+        mesh = grid.device_mesh("tp", "dp")
+        assert mesh.get_group("dp") is grid.get_pg("dp")
+        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# Groups that are planned and not created: the reshape says so and does nothing.
+def test_planned_groups():
+    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        planned = grid.plan_pg("dp", name="late")
+        with unchanged(grid), pytest.raises(CreationError, match=r"over dp \(late\) are planned"):
+            grid.reshape("tp=4,dp=2")
+        group = planned.create()
+        grid.reshape("tp=4,dp=2")
+        assert group not in registered_groups()
+
+
+# A destroyed grid has no other shape; one without a world has, and its layout is the new one.
+def test_without_a_world():
+    grid = HyperCommGrid([2, 4], ["tp", "dp"], world_size=8)
+    assert str(grid.reshape("tp=4,dp=2")).startswith("tp=2,dp=4 -> tp=4,dp=2\n  kept: none")
+    assert grid.get_rank_enum("dp")[0] == [0, 4]
+    grid.destroy()
+    with pytest.raises(GridDestroyedError):
+        grid.reshape("tp=8")
+
+
+# On a rank outside the grid, groups are None before and after.
+def test_rank_outside():
+    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        result = grid.reshape("tp=4")
+        assert grid.get_pg("tp") is None
+        assert str(result).startswith("tp=2,dp=2 -> tp=4\n  kept: tp\n")
+        with pytest.raises(UnknownDimError):
+            grid.get_pg("dp")
+
+
+# After a reshape the grid is a grid: keys are created, destroyed, ensured and created in batches,
+# under names in torch that were not there before.
+def test_life_goes_on():
+    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        names = [grid.create_pg("tp").group_name]
+        for target in ("tp=4,dp=2", "tp=2,dp=4", "tp=4,dp=2", "dp=2,tp=4"):
+            grid.reshape(target)
+            names.append(grid.get_pg("tp").group_name)
+            names += [group.group_name for group in grid.create_pgs(["dp", ["tp", "dp"]])]
+            grid.destroy_pg("dp")
+            names.append(grid.create_pg("dp", name="other").group_name)
+            grid.destroy_pg("dp", name="other")
+            grid.destroy_pg(["tp", "dp"])
+        assert len(set(names)) == len(names)
+    assert not dist.is_initialized()

@@ -1,0 +1,246 @@
+"""What the real ranks of process_groups/test_batch_ranks.py do."""
+
+import json
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from ranks.common import all_reduce_of, registered, sum_over
+
+EVERY = ["tp", "cp", "dp", ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
+
+
+def sums_of_a_batch(lazy_init):
+    """All-reduce over every group of a batch, with lazy connections or not; then all are gone."""
+    before = registered()
+    with HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], lazy_init=lazy_init) as grid:
+        sums = [sum_over(group) for group in grid.create_pgs(EVERY)]
+    return sums, registered() == before
+
+
+def one_rank_differs():
+    """Rank 3 asks for the same groups in another order; then all ask alike."""
+    rank, before = dist.get_rank(), registered()
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    batch = ["tp", "dp", ["tp", "dp"]]
+    said, begin = None, time.monotonic()
+    if rank == 3:
+        time.sleep(0.5)  # comes after the others
+    try:
+        grid.create_pgs(batch[::-1] if rank == 3 else batch, timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    waited, clean = time.monotonic() - begin, registered() == before and not grid.pgs
+    dist.barrier()
+    with grid:
+        return said, waited, clean, [sum_over(group) for group in grid.create_pgs(batch)]
+
+
+def local_mistake():
+    """One rank's own code fails in a batch; then all ranks call alike, twice."""
+    rank, grid, said = dist.get_rank(), HyperCommGrid([2], ["dp"]), []
+
+    def fails(groups):
+        if rank == 1 and not said:
+            raise ValueError("a mistake of rank 1")
+        return groups
+
+    batch = [{"dims": "dp", "name": "x", "derive": fails}]
+    for names in (["x"], ["x"], ["y"]):
+        try:
+            requests = [{**batch[0], "name": name} for name in names]
+            groups = grid.create_pgs(requests, timeout=timedelta(seconds=2))
+            said.append(sum_over(groups[0]))
+        except (RuntimeError, ValueError) as error:
+            said.append(type(error).__name__)
+        dist.barrier()
+    grid.destroy()
+    return said
+
+
+def other_members():
+    """One rank derives groups that differ far inside."""
+    rank, grid = dist.get_rank(), HyperCommGrid([8], ["dp"])
+    left_out = 5 if rank == 4 else 4
+
+    def most(groups):
+        return groups.pick(lambda ranks: tuple(r for r in ranks if r != left_out))
+
+    try:
+        request = {"dims": "dp", "name": "most", "derive": most}
+        grid.create_pgs([request], timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def late_and_lazy(creation):
+    """How long rank 0 needs to create a lazy group for which rank 1 comes late."""
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    begin = time.monotonic()
+    with HyperCommGrid([2], ["dp"], lazy_init=True, creation=creation) as grid:
+        group = grid.create_pg("dp")
+        return time.monotonic() - begin, sum_over(group)
+
+
+def foreign_value():
+    """Something else has written where a batch is compared."""
+    store = dist.distributed_c10d._get_default_store()
+    grid = HyperCommGrid([2], ["dp"])
+    name = grid.create_pg("dp").group_name.rpartition("/dp/")[0]
+    said, place = [], f"{name}/step 0/0"
+    for value in ["{", "[]", '{"rank": "x", "plan": []}', '{"rank": 0}']:
+        store.set(place, value)
+        dist.barrier()
+        try:
+            grid.create_pgs([{"dims": "dp", "name": "twin"}])
+        except RuntimeError as error:
+            said.append(str(error))
+        dist.barrier()
+    store.delete_key(place)
+    dist.barrier()
+    with grid:
+        (twin,) = grid.create_pgs([{"dims": "dp", "name": "twin"}])
+        return said, sum_over(twin)
+
+
+def lazy_sockets():
+    """How many sockets eager and lazy groups add when they are created, and lazy ones when used."""
+
+    def sockets():
+        return sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
+
+    added, names = [], ("first", "second", "third")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    for lazy_init in (False, True):
+        before = sockets()
+        with HyperCommGrid([4], ["dp"], lazy_init=lazy_init) as grid:
+            groups = [grid.create_pg("dp", name=name) for name in names]
+            added.append(sockets() - before)
+            sums = [sum_over(group) for group in groups]
+            used = sockets() - before
+            dist.barrier()  # a peer that destroys its groups closes our sockets, too
+    return added, used, sums, os.environ["TORCH_GLOO_LAZY_INIT"]
+
+
+def lazy_cycles(count):
+    """Create lazily, communicate in every way, and destroy at once."""
+    rank, right = dist.get_rank(), 0
+    for _ in range(count):
+        with HyperCommGrid([2, 2], ["tp", "dp"], lazy_init=True) as grid:
+            tp, both = grid.create_pgs(["tp", ["tp", "dp"]])
+            right += sum_over(both) == 1111
+            parts = [torch.empty(1) for _ in range(2)]
+            dist.all_gather(parts, torch.tensor([float(rank)]), group=tp)
+            right += [int(part) for part in parts] == [rank - rank % 2, rank - rank % 2 + 1]
+            value = torch.tensor([float(rank)])
+            dist.broadcast(value, src=3, group=both)
+            right += int(value) == 3
+    return right, len(registered())
+
+
+def shared_devices():
+    """Threads and sockets that groups of torch add, and ours one by one and in a batch."""
+    gloo, added = dist.distributed_c10d.ProcessGroupGloo, []
+
+    def count():
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        return threads, sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
+
+    def more_than(before):
+        return [now - then for now, then in zip(count(), before, strict=True)]
+
+    def measured(create):
+        before = count()
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            sums = [sum_over(group) for group in create(grid)]
+            added.append(more_than(before))
+            dist.barrier()  # a peer that destroys its groups closes our sockets, too
+            while own:
+                dist.destroy_process_group(own.pop())
+        deadline = time.monotonic() + 5  # a thread that has ended is listed a moment longer
+        while any(more_than(before)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        added.append(more_than(before))
+        dist.barrier()
+        return sums
+
+    batch, own = ["tp", "dp", ["tp", "dp"]], []
+
+    def torchs(grid):
+        row, column = dist.get_rank() // 2 * 2, dist.get_rank() % 2
+        wanted = [row, row + 1], [column, column + 2], list(grid.layout.ranks)
+        own.extend(dist.new_group(ranks, use_local_synchronization=True) for ranks in wanted)
+        return own
+
+    with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pgs(batch)  # starts what stays
+        dist.barrier()
+    sums = [measured(torchs)]
+    sums.append(measured(lambda grid: [grid.create_pg(dims) for dims in batch]))
+    sums.append(measured(lambda grid: grid.create_pgs(batch)))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sums.append(measured(lambda grid: grid.create_pgs(batch)))
+    return added, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
+
+
+def another_thread_meanwhile():
+    """A thread creates groups of one rank, torch's and ours, while this one creates a batch.
+
+    Groups of several ranks would wait for each other: a store serves one waiting thread at a time.
+    """
+    outcomes, rank = [], dist.get_rank()
+
+    def other():
+        for _ in range(20):
+            group = dist.new_group([rank], use_local_synchronization=True)
+            outcomes.append(
+                group.size()
+            )  # used and destroyed at once, it can hang before torch 2.8
+            dist.destroy_process_group(group)
+            with HyperCommGrid([1], ["dp"], rank_offset=rank) as grid:
+                outcomes.append(all_reduce_of(4, grid.create_pgs(["dp"])[0]))
+
+    gloo = dist.distributed_c10d.ProcessGroupGloo
+    thread = threading.Thread(target=other)
+    thread.start()
+    with HyperCommGrid([2], ["dp"], name="own") as grid:
+        batch = [{"dims": "dp", "name": f"{position}"} for position in range(20)]
+        sums = [sum_over(group) for group in grid.create_pgs(batch)]
+        thread.join()
+    return outcomes, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
+
+
+def dies_in_a_batch(rank, port, folder, timeout_s):
+    """Create a batch on four ranks, where rank 2 is killed after its first group."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    before = registered()
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    if rank == 2:
+        helper = dist.distributed_c10d._new_process_group_helper
+
+        def dying(*args, **kwargs):
+            if kwargs["group_name"].endswith("/1"):
+                return helper(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return None
+
+        dying.__wrapped__ = helper  # keeps the signature, which is probed
+        dist.distributed_c10d._new_process_group_helper = dying
+    said, begin = None, time.monotonic()
+    try:
+        grid.create_pgs(["tp", "dp", ["tp", "dp"]], timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    told = [said, time.monotonic() - begin, registered() == before, len(grid.pgs)]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the world is broken: nobody waits for it

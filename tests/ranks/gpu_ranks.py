@@ -1,0 +1,104 @@
+"""What the real ranks of test_nccl.py do: all on one card, for NCCL each a host of its own."""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from ranks import common
+from ranks.common import registered
+
+ASLEEP_S = 20.0
+"""NCCL takes seconds to begin."""
+
+
+def begin(backend="nccl", *, bound):
+    """Make WORLD anew with NCCL, which refuses two ranks of one host on a card."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+    torch.cuda.set_device(0)
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    options = {"device_id": torch.device("cuda", 0)} if bound else {}
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+        **options,
+    )
+    sum_over(dist.group.WORLD)  # NCCL connects all ranks
+    return rank
+
+
+def sum_over(group, device="cuda"):
+    return common.sum_over(group, device)
+
+
+def groups(bound, creation):
+    """The sums over the groups of a grid, and whether they leave nothing."""
+    begin(bound=bound)
+    before = registered()
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
+        sums = [sum_over(group) for group in grid.create_pgs(["tp", "dp"])]
+    is_clean = registered() == before
+    dist.destroy_process_group()
+    return sums, is_clean
+
+
+def members_alone(bound, lazy_init):
+    """Ranks 2 and 3 create their group and use it while the others sleep."""
+    rank = begin(bound=bound)
+    start, total, grid = time.monotonic(), None, None
+    if rank >= 2:
+        grid = HyperCommGrid([2], ["tp"], rank_offset=2, lazy_init=lazy_init)
+        total = sum_over(grid.create_pg("tp"))
+    else:
+        time.sleep(ASLEEP_S)
+    took_s = time.monotonic() - start
+    every = sum_over(dist.group.WORLD)
+    if grid is not None:
+        grid.destroy()
+    dist.destroy_process_group()
+    return total, took_s, every
+
+
+def mixed():
+    """Sums on the CPU and on the card over groups of a mixed WORLD, and of its parts."""
+    begin("cpu:gloo,cuda:nccl", bound=True)
+    with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        both = grid.create_pg("dp", name="both")
+        nccl = grid.create_pg("dp", name="nccl", backend="nccl")
+        gloo = grid.create_pg("dp", name="gloo", backend="gloo")
+        found = {
+            "both": [sum_over(both, "cpu"), sum_over(both)],
+            "nccl": [None, sum_over(nccl)],
+            "gloo": [sum_over(gloo, "cpu"), None],
+        }
+    dist.destroy_process_group()
+    return found
+
+
+def abort():
+    """All ranks but the first begin a collective that waits for it, and give up."""
+    rank = begin(bound=True)
+    store, before = dist.distributed_c10d._get_default_store(), registered()
+    grid = HyperCommGrid([4], ["dp"])
+    group = grid.create_pg("dp")
+    sum_over(group)
+    if rank == 0:
+        store.wait([f"aborted by {other}" for other in range(1, 4)], timedelta(seconds=100))
+        return 0.0, True, 0
+    work = dist.all_reduce(torch.ones(1, device="cuda"), group=group, async_op=True)
+    time.sleep(1)
+    is_pending = not work.is_completed()
+    start = time.monotonic()
+    grid.abort()
+    took_s = time.monotonic() - start
+    left = len(registered() - before)
+    store.set(f"aborted by {rank}", "1")
+    return took_s, is_pending, left

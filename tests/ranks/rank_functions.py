@@ -1,0 +1,357 @@
+"""What real ranks run in the tests: functions of a module, so that processes can import them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from hypercomm.errors import CreationError
+from hypercomm.launch import report
+from hypercomm.process_groups.creation.creation import together
+from ranks.common import all_reduce_of, threads_and_files
+from ranks.common import tables as registered
+
+
+def sums_over(shape, dim_names, offset, every_dims, creation):
+    """The sum of 10**rank over each group: its digits say which ranks took part."""
+    sums = []
+    with HyperCommGrid(shape, dim_names, offset, creation=creation) as grid:
+        for dims in every_dims:
+            group = grid.create_pg(dims)
+            if not grid.is_current_rank_in_grid():
+                sums.append(group)
+                continue
+            sums.append(all_reduce_of(10 ** dist.get_rank(), group))
+    return sums
+
+
+def two_grids_side_by_side(split):
+    """Grids over ranks 0..split-1 and split..: each rank has one, and makes no other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    offset, size = (0, split) if rank < split else (split, world - split)
+    with HyperCommGrid([size], ["dp"], offset) as grid:
+        return all_reduce_of(10**rank, grid.create_pg("dp"))
+
+
+def uneven_memberships():
+    """Ranks 0 and 3 create one group more than the others, then all create the grid's."""
+    rank = dist.get_rank()
+    extra = dist.new_group([0, 3], use_local_synchronization=True) if rank in {0, 3} else None
+    overlapping = HyperCommGrid([2], ["pair"], rank_offset=2) if rank >= 2 else None
+    if overlapping is not None:
+        overlapping.create_pg("pair")
+    with HyperCommGrid([4], ["dp"], name="late") as grid:
+        everyone = all_reduce_of(10**rank, grid.create_pg("dp"))
+    if overlapping is not None:
+        overlapping.destroy()
+    if extra is not None:
+        dist.destroy_process_group(extra)
+    return everyone
+
+
+def collectives_of_neighbours(shape, dim_names):
+    """All-gather along each dim, as coordinates; gives each rank's neighbours in group order."""
+    with HyperCommGrid(shape, dim_names) as grid:
+        gathered = {}
+        for dim in dim_names:
+            group = grid.create_pg(dim)
+            own = torch.tensor([dist.get_rank()])
+            parts = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(parts, own, group=group)
+            gathered[dim] = [part.item() for part in parts]
+        return gathered
+
+
+def group_timeouts():
+    """The timeouts of a group that inherits, and of one that is told."""
+
+    def timeout_of(group):
+        return group._get_backend(torch.device("cpu")).options._timeout
+
+    with HyperCommGrid([2], ["dp"]) as grid:
+        inherited = grid.create_pg("dp")
+        told = grid.create_pg("dp", name="told", timeout=timedelta(seconds=33))
+        return timeout_of(inherited), timeout_of(told)
+
+
+def destroy_only_own(creation):
+    """What is registered before and after a grid's life beside a group that is not its own."""
+    foreign = dist.new_group([0, 1])
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as warm_up:
+        warm_up.create_pg("tp")
+    before = registered()
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
+        for dims in ("tp", "dp", ["tp", "dp"]):
+            grid.create_pg(dims)
+        during = len(registered()[0])
+    grid.destroy()
+    rank = dist.get_rank()
+    still = [all_reduce_of(10**rank, None)]
+    if rank in {0, 1}:
+        still.append(all_reduce_of(10**rank, foreign))
+    return before == registered(), during - len(before[0]), still
+
+
+def cycles(count):
+    """Create and destroy, over and over; threads and open files before and after."""
+
+    def cycle():
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            for dims in ("tp", "dp", ["tp", "dp"]):
+                all_reduce_of(1, grid.create_pg(dims))
+
+    cycle()
+    dist.barrier()
+    before = threads_and_files()
+    for _ in range(count):
+        cycle()
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while threads_and_files() != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # sockets of a peer that is still closing
+    return before, threads_and_files()
+
+
+def create_and_destroy_at_once(count):
+    """No communication in between: a member may be done while its peer is still connecting."""
+    for cycle in range(count):
+        with HyperCommGrid(
+            [2, 2], ["tp", "dp"], creation=("local", "enumerate")[cycle % 2]
+        ) as grid:
+            grid.create_pg("tp")
+    return count
+
+
+def shared_groups():
+    """With share="identical", dp and dp+cp are one group where cp is 1, destroyed once."""
+    before = registered()[0]
+    with HyperCommGrid([1, 1, 2], ["tp", "cp", "dp"], share="identical") as grid:
+        dp, dp_cp = grid.create_pg("dp"), grid.create_pg(["dp", "cp"])
+        tp, cp = grid.create_pg("tp"), grid.create_pg("cp")
+        own = grid.create_pg("dp", name="overlap", share="never")
+        described = grid.create_pg(["tp", "dp"], group_desc="apart")
+        same = (dp is dp_cp, tp is cp, dp is own, dp is described)
+        created = len(registered()[0] - before)
+        total = all_reduce_of(1, dp_cp)
+    return same, created, total, registered()[0] == before
+
+
+def gloo_readers():
+    """Ranks whose users let gloo read addresses in different ways meet; the choice stays theirs."""
+    name, rank, sums = "GLOO_ENABLE_STORE_V2_API", dist.get_rank(), []
+    with HyperCommGrid([4], ["dp"]) as grid:
+        for value in ("0", "1" if rank % 2 else "0", "1"):
+            os.environ[name] = value
+            own = timedelta(minutes=1) if rank else None
+            group = grid.create_pg("dp", name=f"{len(sums)}", timeout=own)
+            sums.append((all_reduce_of(10**rank, group), os.environ[name]))
+    return sums
+
+
+def told_at_the_end():
+    """Which of two creations the store knows to be connected, within the block and after it."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, names, known = dist.get_rank(), ("one", "two"), []
+    with HyperCommGrid([2], ["dp"]) as grid:
+
+        def look():
+            groups = [grid.get_pg("dp", name=name) for name in names]
+            known.append(
+                [store.check([f"{group.group_name}/connected/{rank}"]) for group in groups]
+            )
+
+        with contextlib.suppress(ZeroDivisionError), together():
+            for name in names:
+                grid.create_pg("dp", name=name)
+            look()
+            _ = 1 / 0
+        look()
+    return known
+
+
+def late_rank_times_out():
+    """Rank 1 never comes; rank 0 waits as long as it was told, and is left as it was."""
+    grid = HyperCommGrid([2], ["dp"])
+    before = registered()
+    begin = time.monotonic()
+    failed = None
+    if dist.get_rank() == 0:
+        try:
+            grid.create_pg("dp", timeout=timedelta(seconds=1))
+        except RuntimeError as error:
+            failed = type(error).__name__
+    waited = time.monotonic() - begin
+    return failed, waited, registered() == before, list(grid.pgs)
+
+
+def late_for_the_first_try(late):
+    """One rank comes too late for a creation; then all ranks try it again."""
+    grid, rank = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]), dist.get_rank()
+    if rank == late:
+        time.sleep(3)
+    said = None
+    try:
+        grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=1))
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    with grid:
+        return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
+
+
+def survivor_and_replacement(folder):
+    """Ranks 0 and 1 are a job; then 0, which has a past, and 2, which has none, are another."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    parts = {0: [("first", 0), ("second", 0)], 1: [("first", 1)], 2: [("second", 1)]}
+    sums = []
+    for job, number in parts[rank]:
+        store = dist.FileStore(f"{folder}/{job}", 2)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+        with HyperCommGrid([2], ["dp"]) as grid:
+            group = grid.create_pg("dp", timeout=timedelta(seconds=10))
+            sums.append(all_reduce_of(10**rank, group))
+        dist.destroy_process_group()
+    return sums
+
+
+def split_is_refused():
+    grid = HyperCommGrid([2], ["dp"], creation="split")
+    try:
+        grid.create_pg("dp")
+    except CreationError as error:
+        return str(error)
+    return "created"
+
+
+def report_twice(first, second):
+    report((first, dist.get_rank()))
+    report((second, dist.get_rank()))
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get("FROM_THE_CALLER")
+
+
+def pid():
+    return os.getpid()
+
+
+def raise_on(rank):
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has a reason")
+    dist.barrier()
+
+
+def die_on(rank, number):
+    report(os.getpid())
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), number)
+    dist.barrier()
+
+
+def exit_on(rank, code):
+    if dist.get_rank() == rank:
+        os._exit(code)
+    dist.barrier()
+
+
+def hang_on(rank):
+    report(os.getpid())
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    dist.barrier()
+
+
+def stop_on(rank):
+    report(os.getpid())
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def return_unpicklable():
+    return lambda: None
+
+
+def print_something():
+    sys.stdout.write(f"said by rank {dist.get_rank()}\n")
+    sys.stderr.write("also on stderr\n")
+
+
+def start_something_and_fail():
+    """Leave a process behind, if nobody ends it."""
+    report(subprocess.Popen(["sleep", "600"]).pid)
+    dist.barrier()
+    raise ValueError("on purpose")
+
+
+def die_after_returning():
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return dist.get_rank()
+
+
+def return_and_stay():
+    dist.destroy_process_group = lambda: time.sleep(90)
+    return dist.get_rank()
+
+
+class CannotBeUnpickled:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def return_what_cannot_be_unpickled():
+    return CannotBeUnpickled()
+
+
+def check_with_a_broken_rank(layout, wanted, broken):
+    """The probe of `hypercomm check`, where one rank adds something to what it reduces."""
+    from hypercomm.cli.check.probe import probe
+    from hypercomm.cli.check.request import Key, Request
+
+    honest = dist.all_reduce
+
+    def dishonest(tensor, *arguments, **options):
+        if dist.get_rank() == broken and tensor.dtype == torch.int64:
+            tensor += 1
+        return honest(tensor, *arguments, **options)
+
+    dist.all_reduce = dishonest
+    findings = []
+    probe(Request(layout, [Key(None, dims) for dims in wanted]), findings.append)
+    return [(rank, key.dims, found) for rank, key, found in findings if not isinstance(found, str)]
+
+
+def mishearing(honest):
+    """A collective that makes all numbers it receives one too large."""
+
+    def call(received, *arguments, **options):
+        done = honest(received, *arguments, **options)
+        got = received if isinstance(received, list) else [received]
+        if honest.__name__ == "batch_isend_irecv":
+            [work.wait() for work in done]
+            got, done = [received[1].tensor], []
+        for tensor in got:
+            tensor.add_(1)
+        return done
+
+    return call
+
+
+def compare_where_one_mishears(broken):
+    """The collectives of `hypercomm check`, where nothing comes to one rank as it was sent."""
+    from hypercomm.cli.check.collectives import Member, compare
+
+    names = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "batch_isend_irecv")
+    names += ("reduce_scatter_single", "reduce_scatter_tensor")
+    rank = dist.get_rank()
+    for name in names if rank == broken else ():
+        if hasattr(dist, name):  # one of them is the new name of another
+            setattr(dist, name, mishearing(getattr(dist, name)))
+    return compare(Member(None, range(dist.get_world_size()), rank, torch.device("cpu")))[0]

@@ -1,0 +1,69 @@
+"""The check of a release passes where version, changelog, wheel and tag agree, else it says why."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / ".ci/release"
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- All.\n"
+
+
+def git(root, *words):
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+
+
+def release(root, changelog=CHANGELOG, wheel="1.2.3", tag="v1.2.3"):
+    """Make a house of three files, and ask the script about it."""
+    for name, text in {
+        "hypercomm/__init__.py": '__version__ = "1.2.3"\n',
+        "CHANGELOG.md": changelog,
+        ".ci/release": SCRIPT.read_text(),
+    }.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    git(root, "init")
+    git(root, "add", ".")
+    git(root, "commit", "-m", "all")
+    if tag:
+        git(root, "tag", tag)
+    archive = root / f"hypercomm-{wheel}-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr(f"hypercomm-{wheel}.dist-info/METADATA", f"Name: x\nVersion: {wheel}\n")
+    command = [sys.executable, root / ".ci/release", archive]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_all_agree(tmp_path):
+    done = release(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "hypercomm 1.2.3: version, changelog, wheel and tag agree\n"
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"wheel": "1.2.2"}, "its metadata says 1.2.2, and the package 1.2.3"),
+        ({"tag": None}, "this commit has no tag v1.2.3 (it has none)"),
+        ({"tag": "v1.2.2"}, "this commit has no tag v1.2.3 (it has v1.2.2)"),
+        ({"changelog": "# Changelog\n"}, "does not begin with ## [Unreleased]"),
+        ({"changelog": "## [Unreleased]\n"}, "the newest release is none"),
+        ({"changelog": CHANGELOG.replace("1.2.3", "1.2.2")}, "the newest release is 1.2.2"),
+        ({"changelog": CHANGELOG.replace(" - 2026-01-31", "")}, "has no date"),
+        ({"changelog": CHANGELOG.replace("d]\n", "d]\n- new\n", 1)}, "[Unreleased] is not empty"),
+    ],
+)
+def test_what_differs(tmp_path, odd, said):
+    done = release(tmp_path, **odd)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stdout == "hypercomm 1.2.3: not ready\n"
+
+
+def test_no_wheel():
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
