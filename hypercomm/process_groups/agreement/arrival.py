@@ -114,10 +114,7 @@ class _Wait:
     mine: list[str] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        rank = self.ranks[self.position]
-        self.mine = [_here(self.key, rank)]
-        if self.position and _below(self.position, self.ranks):
-            self.mine.append(_complete(self.key, rank))
+        self.mine = [_here(self.key, self.ranks[self.position])]
 
     @property
     def is_small(self) -> bool:
@@ -193,7 +190,9 @@ class _Wait:
                 return None
             if at == 0:
                 return (yield from decide(self.key, AGREED))
-            yield Publish({_complete(self.key, self.ranks[at]): "1"})
+            complete = _complete(self.key, self.ranks[at])
+            self.mine.append(complete)  # others may have, and left: whoever says it takes it back
+            yield Publish({complete: "1"})
             at = _above(at)
 
     # ---- some have not --------------------------------------------------------------------------
