@@ -155,7 +155,7 @@ class Agreement:
                 mine.extend([left, *self.registers])
             c10d.forget(mine)
 
-        answer(remove, _LEAVING_S)
+        answer(remove, _LEAVING_S, is_needed=False)
 
     # ---- others ---------------------------------------------------------------------------------
 

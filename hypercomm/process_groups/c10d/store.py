@@ -138,7 +138,15 @@ def ask_here() -> None:
 
 
 class LateError(RuntimeError):
-    """Something was not done in time."""
+    """Something was not done in time.
+
+    Attributes:
+        done: Set once it is, late.
+    """
+
+    def __init__(self, message: str, done: threading.Event) -> None:
+        super().__init__(message)
+        self.done = done
 
 
 def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
@@ -175,7 +183,7 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
                 break
             look()
     if not done.is_set():
-        raise LateError(f"not done within {limit_s:.1f} s")
+        raise LateError(f"not done within {limit_s:.1f} s", done)
     if errors:
         try:
             raise errors[0]
@@ -184,15 +192,30 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
     return results[0]
 
 
-def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
+unanswered: list[threading.Event] = []
+"""Of the questions that this process has given up: set once they are answered."""
+
+
+def answer(question: Callable[[], T], limit_s: float = USUAL_S, *, is_needed: bool = True) -> T:
     """Ask the store something, and return the answer; questions within are asked as they are.
+
+    Args:
+        question: What is asked.
+        limit_s: How long the answer may take.
+        is_needed: Whether to ask also while an earlier question, given up, is without an answer:
+            torch lets a process ask the store one thing at a time.
 
     Raises:
         DistNetworkError: No answer came in time; torch raises it, too, when the store is gone.
     """
     if getattr(_in_thread, "is_set", False):
         return question()
+    if not is_needed:
+        unanswered[:] = [done for done in unanswered if not done.is_set()]
+        if unanswered:
+            raise dist.DistNetworkError("the store does not answer")
     try:
         return in_time(question, limit_s)
     except LateError as error:
+        unanswered.append(error.done)
         raise dist.DistNetworkError("the store does not answer") from error

@@ -211,7 +211,9 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
         if own is not None and answers:
             try:
                 connected = answer(
-                    partial(_await_connected, own, deadline), patience_s + _TELLING_S
+                    partial(_await_connected, own, deadline),
+                    patience_s + _TELLING_S,
+                    is_needed=False,
                 )
             except RuntimeError as error:
                 answers = False
