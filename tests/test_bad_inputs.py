@@ -214,6 +214,8 @@ LEFT_OUT = {
 
 # What takes anything, or nothing at all, and so refuses nothing.
 REFUSES_NOTHING = {
+    "HyperCommGrid.find",
+    "HyperCommGrid.print_once",
     "RankGroups.has_member",
     "is_rank_in_embedding_group",
     *(name for name in vars(mpu) if name.startswith("set_")),

@@ -17,6 +17,7 @@ from hypercomm.layout.reading.checks import (
     as_names,
     as_offset,
     as_ordered,
+    as_world_size,
     check_choice,
     is_utf8,
     positive,
@@ -208,7 +209,8 @@ def as_layout(
         return sizes
 
     def left() -> tuple[int, str]:
-        ranks = world.world_size(world_size) - as_offset(rank_offset)
+        given = None if world_size is None else as_world_size(world_size)
+        ranks = world.world_size(given) - as_offset(rank_offset)
         room = f"{max(0, ranks)} ranks are left from rank {rank_offset} on" if rank_offset else ""
         return max(1, ranks), room
 

@@ -223,6 +223,8 @@ class GridShortcuts(GridInterface):
         given = [name for name in ("num_replicas", "rank") if name in keywords]
         if given:
             raise LayoutError(f"{given[0]}={shown(keywords[given[0]])} is what dims say; leave it")
+        if not hasattr(dataset, "__len__"):
+            raise LayoutError(f"dataset must have a length to be shared out, got {shown(dataset)}")
         here = self[dims]
         return DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, **keywords)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from hypercomm.errors import LayoutError
+from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout.groups.rank_groups import RankGroups
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import as_ordered, as_rank
@@ -209,6 +209,8 @@ def _depth_of(layout: RankLayout, dim: str) -> int:
     """The number of stages of one module, after checking both."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"a module has a RankLayout, got {shown(layout)}")
+    if not isinstance(dim, str):
+        raise UnknownDimError(f"a pipeline is along one dim, a string, got {shown(dim)}")
     return layout.size_of(dim, default=1)
 
 

@@ -158,7 +158,10 @@ class Views(Mapping[str, View]):
         try:
             return layout.order_dims(dims)
         except UnknownDimError as error:
-            names = set(as_dims(dims))
+            given = as_dims(dims)
+            if not all(isinstance(name, str) for name in given):
+                raise
+            names = set(given)
             layouts = {BASE: self.base} | {view.name: view.layout for view in self.values()}
             having = [name for name, other in layouts.items() if names <= set(other.dim_names)]
             if not having:

@@ -91,7 +91,7 @@ class RankGenerator:
         gtp_remat: int = 1,
     ) -> None:
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        if gtp_remat != 1 or version.has("gtp_remat"):
+        if positive(gtp_remat, f"the size of dim {GTP!r}") != 1 or version.has("gtp_remat"):
             self.name_to_size[GTP] = gtp_remat
         for name, size in self.name_to_size.items():
             positive(size, f"the size of dim {name!r}")

@@ -190,11 +190,13 @@ class Numbering:
             (4, 8, 1)
         """
         names = as_dims(dims)
-        absent = [name for name in names if isinstance(name, str) and name not in self.dim_names]
+        are_strings = all(isinstance(name, str) for name in names)
+        absent = [name for name in names if name not in self.dim_names] if are_strings else []
         if default is None or not absent:
             return math.prod(self.shape[self._axis_of(name)] for name in self._check_dims(names))
         present = [name for name in names if name not in absent]
-        return int(default ** len(absent)) * (self.size_of(present) if present else 1)
+        factors = [as_int(default, "default")] * len(absent)
+        return math.prod(factors) * (self.size_of(present) if present else 1)
 
     def order_dims(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the layout's order, after checking them.

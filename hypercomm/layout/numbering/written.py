@@ -14,7 +14,7 @@ import numpy as np
 from hypercomm.errors import LayoutError, NotationError, OrderError, WorldSizeError
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading import notation
-from hypercomm.layout.reading.checks import LARGEST_RANK, as_names, as_strings, positive
+from hypercomm.layout.reading.checks import LARGEST_RANK, as_names, as_strings, as_tuple, positive
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.layout.reading.sizes import (
@@ -190,7 +190,9 @@ class Written(Numbering):
             'tp=1,dp=3'
         """
         given = {
-            name: tuple(size) if isinstance(size, Iterable) else size
+            name: as_tuple(size, f"the sizes of dim {name!r}")
+            if isinstance(size, Iterable)
+            else size
             for name, size in sizes.items()
         }
         layouts = cls.suggest(world_size, rank_offset=rank_offset, **given)
