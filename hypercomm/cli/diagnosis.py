@@ -15,7 +15,7 @@ import attrs
 
 from hypercomm import __version__
 from hypercomm.cli.printing import one_line, quiet
-from hypercomm.launch.launchers import LAUNCHERS
+from hypercomm.launch.launchers import VARIABLES as OF_LAUNCHERS
 
 if TYPE_CHECKING:  # it loads torch
     from hypercomm.cli.torch_trial import Backend, SelfCheck, Strategy
@@ -30,7 +30,7 @@ VARIABLES = {
         *("GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*"),
         *("SLURM_JOB_ID", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"),
         *("SLURM_JOB_NUM_NODES", "SLURM_DISTRIBUTION", "OMPI_COMM_WORLD_*", "PMIX_RANK"),
-        *(name for launcher in LAUNCHERS for name in launcher.variables()),
+        *OF_LAUNCHERS,
     ),
     "gloo": ("GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"),
     "NCCL": ("NCCL_*", "TORCH_NCCL_*"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from hypercomm.errors import LayoutError, NotationError
+from hypercomm.launch.worlds import told
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.notation import OPEN, parse_groups, parse_sizes
@@ -23,6 +26,34 @@ groups = click.option(
     help="As in tp,dp+cp. Default: every combination.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def is_open(text: str) -> bool:
+    """Tell whether sizes leave one to be found out.
+
+    >>> is_open("tp=2,dp=-1"), is_open("tp=2,dp=4")
+    (True, False)
+    """
+    return OPEN in parse_sizes(text).values()
+
+
+def size_of_job() -> tuple[int | None, str]:
+    """Return the number of ranks that a launcher's variables tell, and the clause that says so.
+
+    Raises:
+        LaunchError: They contradict each other.
+    """
+    found = told("WORLD_SIZE", os.environ)
+    return (None, "") if found is None else (found.number, says(found.number, found.by))
+
+
+def says(ranks: int, by: str) -> str:
+    """Say how many ranks a job has, and who tells.
+
+    >>> says(8, "WORLD_SIZE=8, of the environment")
+    'the job has 8 (WORLD_SIZE=8, of the environment)'
+    """
+    return f"the job has {ranks} ({by})"
 
 
 def read_layout(

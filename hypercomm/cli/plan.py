@@ -30,7 +30,11 @@ _MOST_RANKS = 2**24
 
 @click.command(short_help="Show coordinates and groups of a layout of any size.")
 @options.sizes
-@click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
+@click.option(
+    "--world-size",
+    type=int,
+    help="Infer the one size that is -1 from this. Default: the job's, where a launcher tells.",
+)
 @click.option("--rank-offset", default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show where this rank is, and its groups.")
 @click.option(
@@ -55,7 +59,12 @@ def plan(
 
     The first dim varies fastest. Nothing is started, and torch is not loaded.
     """
-    layout = options.read_layout(sizes, world_size, "--world-size", rank_offset=rank_offset)
+    room = ""
+    if world_size is None and options.is_open(sizes):
+        world_size, room = options.size_of_job()
+    layout = options.read_layout(
+        sizes, world_size, "--world-size", room=room, rank_offset=rank_offset
+    )
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     rank = layout.rank_offset if rank is None else rank

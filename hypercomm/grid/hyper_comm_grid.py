@@ -74,8 +74,8 @@ class HyperCommGrid(GridLooks):
         share: "identical" lets keys with the same ranks, backend and options hold one group.
         share_with: Another grid whose groups may serve this one's keys too, under
             `share="identical"`. The grid that has such a group last destroys it.
-        world_size: Number of ranks of the job; default: that of torch.distributed, else of the
-            environment's WORLD_SIZE.
+        world_size: Number of ranks of the job; default: that of torch.distributed, else of what
+            a launcher left in the environment, such as WORLD_SIZE.
         lazy_init: True lets the grid's gloo and NCCL groups connect each pair of ranks at their
             first message, not at the creation, which then waits for nobody; False connects them at
             the creation; default: gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as

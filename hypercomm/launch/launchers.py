@@ -3,26 +3,23 @@
 `find_job` reads an environment. What contradicts itself, is half there, or comes of an allocation
 in which nothing was launched, is refused: a program that then goes on alone proves nothing.
 
-Sources: the manuals of torchrun, srun(1) and sbatch(1), mpirun(1) of Open MPI 5, and MPICH's Hydra;
-what ezpz reads, https://github.com/saforem2/ezpz, for Cray PALS and Flux.
+Printed by the launchers themselves: torchrun of torch 2.13, srun and sbatch of SLURM 22.05, mpirun
+of Open MPI 4.1, mpiexec of MPICH 4.0. Read in their sources: Flux (src/shell/task.c of
+https://github.com/flux-framework/flux-core) and MVAPICH2 (mpispawn.c). Not documented by who makes
+them, so from programs that read them: Cray PALS (https://github.com/saforem2/ezpz) and jsrun.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping
 
 import attrs
 
 from hypercomm.errors import LaunchError
+from hypercomm.launch import slurm, traps
+from hypercomm.launch.variables import are_missing, number, port_of_name
 from hypercomm.layout.reading.shown import shown
-
-_LAST_STEP = 2**32 - 16
-"""SLURM's steps from here on are not the user's: interactive, batch, extern, pending."""
-
-_FIRST_PORT, _PORTS = 20_000, 10_000
-"""Where ports that are worked out lie: below those that Linux gives out by itself."""
 
 
 @attrs.frozen
@@ -60,20 +57,20 @@ class Launcher:
         return tuple(dict.fromkeys(name for name in every if name is not None))
 
 
-_SLURM, _PMIX = "srun", "PMIx"
+_OPEN_MPI, _KUBEFLOW, _SLURM, _PMIX = "Open MPI", "Kubeflow", "srun", "PMIx"
 _MPIRUN = "give mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT, of rank 0's host and a port there"
 _MPIEXEC = "give mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT, of rank 0's host"
-_MPI = ("Open MPI", "MPICH", "PALS", "MVAPICH2", "Flux", "jsrun")
+_MPI = (_OPEN_MPI, "MPICH", "PALS", "MVAPICH2", "Flux", "jsrun")
 
 LAUNCHERS = (
     Launcher(
         "torchrun",
         *("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         mark="TORCHELASTIC_RUN_ID",
-        around=frozenset({"Kubeflow", "the environment", *_MPI, _PMIX, _SLURM}),
+        around=frozenset({_KUBEFLOW, "the environment", *_MPI, _PMIX, _SLURM}),
     ),
     Launcher(
-        "Kubeflow",  # a PyTorchJob
+        _KUBEFLOW,  # a PyTorchJob
         *("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         mark="PET_NNODES",
         advice="its ranks are pods: start torchrun in each, which reads PET_*",
@@ -83,7 +80,7 @@ LAUNCHERS = (
         *("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ),
     Launcher(
-        "Open MPI",
+        _OPEN_MPI,
         *("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         around=frozenset({_SLURM}),
@@ -127,6 +124,18 @@ LAUNCHERS = (
 )
 """The launchers, whose word counts most first: what is inside of another knows the ranks."""
 
+VARIABLES = tuple(
+    dict.fromkeys(
+        (
+            *(name for launcher in LAUNCHERS for name in launcher.variables()),
+            *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_RANK", "PMIX_NAMESPACE"),
+            *slurm.NAMES,
+            *traps.NAMES,
+        )
+    )
+)
+"""Every variable that is looked at."""
+
 
 @attrs.frozen
 class FoundJob:
@@ -152,6 +161,14 @@ class FoundJob:
     port: int | None = None
     said: str = ""
 
+    def told(self) -> str:
+        """Say what tells of it.
+
+        >>> find_job({"RANK": "0", "WORLD_SIZE": "2"}).told()
+        'RANK=0 and WORLD_SIZE=2, of the environment'
+        """
+        return f"{self.said}, of {self.launcher.name}"
+
     def meeting_place(self) -> tuple[str, int]:
         """Return address and port of rank 0.
 
@@ -171,7 +188,7 @@ class FoundJob:
         given = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         missing = [name for name, value in given.items() if value is None]
         raise LaunchError(
-            f"{_are_missing(missing)}: {self.said} say that this is rank {self.rank} of "
+            f"{are_missing(missing)}: {self.said} say that this is rank {self.rank} of "
             f"{self.size} ranks; {self.launcher.advice}"
         )
 
@@ -196,7 +213,42 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
         >>> job.launcher.name, job.rank, job.size, job.meeting_place()
         ('srun', 5, 8, ('gpu03', 24711))
     """
-    held = {name: value.strip() for name, value in environment.items() if value.strip()}
+    held = held_in(environment)
+    alike = agreeing(held)
+    if not alike:
+        traps.check_not_launched(held)
+        return None
+    return _with_place(alike[0], alike, held)
+
+
+def held_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what an environment holds of the variables that are looked at.
+
+    Raises:
+        LaunchError: A value is no text.
+
+    Example:
+        >>> held_in({"RANK": " 3 ", "WORLD_SIZE": "", "PATH": "/bin"})
+        {'RANK': '3'}
+    """
+    held = {}
+    for name in VARIABLES:
+        text = environment.get(name, "")
+        if not isinstance(text, str):
+            raise LaunchError(
+                f"the environment's {name} must be a string, as in os.environ, got {shown(text)}"
+            )
+        if text.strip():
+            held[name] = text.strip()
+    return held
+
+
+def agreeing(held: Mapping[str, str]) -> list[FoundJob]:
+    """List the launchers that tell of this job, the one whose word counts most first.
+
+    Raises:
+        LaunchError: As `find_job`, but for the traps.
+    """
     first: FoundJob | None = None
     alike: list[FoundJob] = []
     for launcher in LAUNCHERS:
@@ -210,46 +262,25 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
                 alike.append(claim)
             elif claim.size > 1 and not is_around:
                 raise LaunchError(
-                    f"{first.said} contradict {claim.said}; unset those that are left from "
+                    f"{first.told()}, contradict {claim.told()}; unset those that are left from "
                     f"another job"
                 )
-    if first is None:
-        _check_no_job(held)
-        return None
     pmix = held.get("PMIX_RANK")
-    if pmix and _PMIX not in first.launcher.around and _number("PMIX_RANK", held) != first.rank:
+    if first is None or not pmix or _PMIX in first.launcher.around:
+        return alike
+    if number("PMIX_RANK", held) != first.rank:
         raise LaunchError(
-            f"{first.said} contradict PMIX_RANK={pmix}; unset those that are left from another job"
+            f"{first.told()}, contradict PMIX_RANK={pmix}; unset those that are left from another "
+            f"job"
         )
-    return _with_place(first, alike, held)
-
-
-def first_host(hosts: str) -> str:
-    """Return the first host of a node list as SLURM writes it, where rank 0 of a step runs.
-
-    >>> first_host("gpu[03-04,9],login"), first_host("rack2node7,rack3"), first_host("a[1-2]b[5,7]")
-    ('gpu03', 'rack2node7', 'a1b5')
-    """
-    outside = re.match(r"(?:\[[^\]]*\]|[^,\[])*", hosts.strip())
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", outside.group() if outside else "")
-
-
-def port_of_step(job: int, step: int) -> int:
-    """Return a port for a step of a SLURM job, the same on all its ranks.
-
-    Steps of one job get different ones, as they may have the same hosts.
-
-    >>> port_of_step(4711, 0), port_of_step(4711, 1)
-    (24711, 22630)
-    """
-    return _FIRST_PORT + (job + 7919 * step) % _PORTS
+    return alike
 
 
 def _claim(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     """What the variables of one launcher say; None where they are not set."""
     if launcher.mark is not None and launcher.mark not in held:
         return None
-    if launcher.name == _SLURM and not _is_step(held):
+    if launcher.name == _SLURM and not slurm.is_step(held):
         return None
     size = next((name for name in launcher.size if name in held), None)
     if size is None and launcher.rank not in held:
@@ -259,15 +290,17 @@ def _claim(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     if size is None or missing:
         there = launcher.rank if size is None else size
         raise LaunchError(
-            f"{_are_missing(missing)}, and {there}={held[there]} says that a launcher has started "
+            f"{are_missing(missing)}, and {there}={held[there]} says that a launcher has started "
             f"this process; set both, or unset {there}"
         )
-    rank, ranks = _number(launcher.rank, held), _number(size, held, 1)
+    rank, ranks = number(launcher.rank, held), number(size, held, 1)
     said = f"{launcher.rank}={rank} and {size}={ranks}"
+    if launcher.name == _KUBEFLOW:
+        traps.check_pods(held, said)
     if rank >= ranks:
         raise LaunchError(f"{said} contradict each other: the last rank would be {ranks - 1}")
     local_rank, local_size = (
-        None if name is None or name not in held else _number(name, held)
+        None if name is None or name not in held else number(name, held)
         for name in (launcher.local_rank, launcher.local_size)
     )
     return FoundJob(launcher, rank, ranks, local_rank, local_size, said=said)
@@ -277,74 +310,21 @@ def _with_place(first: FoundJob, alike: list[FoundJob], held: Mapping[str, str])
     """Add what other launchers know that say the same, and where rank 0 is."""
     local_ranks = [job.local_rank for job in alike]
     if "LOCAL_RANK" in held:
-        local_ranks.append(_number("LOCAL_RANK", held))
+        local_ranks.append(number("LOCAL_RANK", held))
     local_sizes = [job.local_size for job in alike]
     address, port = held.get("MASTER_ADDR"), None
     if "MASTER_PORT" in held:
-        port = _number("MASTER_PORT", held, 1, 65_535)
+        port = number("MASTER_PORT", held, 1, 65_535)
     if alike[-1].launcher.name == _SLURM:
-        address, port = address or _slurm_host(held), port or _slurm_port(held)
+        address, port = address or slurm.address(held), port or slurm.port(held)
+        local_sizes.append(slurm.local_size(held))
+    local_size = next(filter(None, local_sizes), None)
+    if port is None and "PMIX_NAMESPACE" in held and first.launcher.name == _OPEN_MPI:
+        port = port_of_name(held["PMIX_NAMESPACE"])  # it is the name of this mpirun
     return attrs.evolve(
         first,
         local_rank=next((rank for rank in local_ranks if rank is not None), None),
-        local_size=next(filter(None, local_sizes), None),
-        address=address,
+        local_size=local_size,
+        address=address or ("127.0.0.1" if local_size == first.size else None),
         port=port,
     )
-
-
-def _check_no_job(held: Mapping[str, str]) -> None:
-    """Refuse what no launcher has started, though it is to be one of several ranks."""
-    tasks = _number("SLURM_NTASKS", held) if "SLURM_NTASKS" in held else 1
-    nodes = _number("SLURM_JOB_NUM_NODES", held) if "SLURM_JOB_NUM_NODES" in held else 1
-    if tasks > 1 or nodes > 1:
-        name, count = ("SLURM_NTASKS", tasks) if tasks > 1 else ("SLURM_JOB_NUM_NODES", nodes)
-        raise LaunchError(
-            f"{name}={count}, and SLURM_STEP_ID names no step: this is inside an allocation, not "
-            f"in a step of it; start with srun, or unset {name} to stay on this host"
-        )
-    if held.get("PET_NNODES", "1") != "1":
-        raise LaunchError(
-            f"PET_NNODES={held['PET_NNODES']}, and there is no RANK: this is a pod of a PyTorchJob "
-            f"that has not started torchrun; start with torchrun, which reads PET_*"
-        )
-    witness = next((name for name in ("PMIX_RANK", "MASTER_ADDR") if name in held), None)
-    if witness is not None:
-        raise LaunchError(
-            f"RANK and WORLD_SIZE are missing, and {witness}={held[witness]} says that a launcher "
-            f"has started this process; set them, or unset {witness}"
-        )
-
-
-def _is_step(held: Mapping[str, str]) -> bool:
-    step = held.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _LAST_STEP
-
-
-def _slurm_host(held: Mapping[str, str]) -> str | None:
-    if held.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any
-        return None
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    hosts = next((held[name] for name in lists if name in held), None)
-    return None if hosts is None else first_host(hosts) or None
-
-
-def _slurm_port(held: Mapping[str, str]) -> int | None:
-    job = next((name for name in ("SLURM_JOB_ID", "SLURM_JOBID") if name in held), None)
-    if job is None:
-        return None
-    return port_of_step(_number(job, held), _number("SLURM_STEP_ID", held))
-
-
-def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int = 2**31) -> int:
-    text = held[name]
-    if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
-        span = f"at least {smallest}" if largest == 2**31 else f"{smallest} to {largest}"
-        raise LaunchError(
-            f"the environment's {name} must be an integer of {span}, got {shown(text)}"
-        )
-    return int(text)
-
-
-def _are_missing(names: list[str]) -> str:
-    return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing"

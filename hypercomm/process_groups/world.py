@@ -1,7 +1,7 @@
 """Where this process is: world size and rank.
 
 An explicit argument wins, then the live torch.distributed job, then the environment that the
-launcher left.
+launcher left, read as `hypercomm.join` reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 
 import torch.distributed as dist
 
-from hypercomm.errors import NotInitializedError, WorldSizeError
+from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
+from hypercomm.launch.worlds import told, why_not_told
 
 
 def world_size(explicit: int | None = None) -> int:
@@ -18,35 +19,40 @@ def world_size(explicit: int | None = None) -> int:
 
     Raises:
         NotInitializedError: Nothing tells.
-        WorldSizeError: WORLD_SIZE does not hold a positive integer.
+        WorldSizeError: What a launcher left holds no number, or contradicts itself.
     """
     if explicit is not None:
         return explicit
     if dist.is_initialized():
         return dist.get_world_size()
-    return _from_environment("WORLD_SIZE", 1)
+    return _from_environment("WORLD_SIZE")
 
 
 def rank(explicit: int | None = None) -> int:
-    """Return the rank of this process; raises as `world_size` does, for RANK."""
+    """Return the rank of this process; raises as `world_size` does."""
     if explicit is not None:
         return explicit
     if dist.is_initialized():
         return dist.get_rank()
-    return _from_environment("RANK", 0)
+    return _from_environment("RANK")
 
 
-def _from_environment(variable: str, smallest: int) -> int:
-    text = os.environ.get(variable)
-    if text is None:
-        argument = variable.lower()
+def _from_environment(variable: str) -> int:
+    try:
+        found = told(variable, os.environ)
+    except LaunchError as error:
+        raise WorldSizeError(str(error)) from error
+    if found is not None:
+        return found.number
+    argument = variable.lower()
+    forgotten = why_not_told(os.environ)
+    if forgotten is not None:
         raise NotInitializedError(
-            f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised "
-            f"and the environment has no {variable}; call torch.distributed.init_process_group() "
-            f"first, start the program with torchrun, or pass {argument}="
+            f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised, "
+            f"and {forgotten}; or pass {argument}="
         )
-    if not text.strip().isdecimal() or int(text) < smallest:
-        raise WorldSizeError(
-            f"the environment's {variable} must be an integer of at least {smallest}, got {text!r}"
-        )
-    return int(text)
+    raise NotInitializedError(
+        f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised "
+        f"and the environment has no {variable}; call torch.distributed.init_process_group() "
+        f"first, start the program with torchrun, or pass {argument}="
+    )

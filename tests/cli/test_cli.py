@@ -230,6 +230,42 @@ def test_plan_of_a_million_ranks():
     subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
 
 
+# A size that is open is that of the job whose rank this is; a size that is given needs none.
+@pytest.mark.parametrize(
+    ("environment", "arguments", "layout"),
+    [
+        ({"WORLD_SIZE": "64"}, ("tp=2,dp=-1",), "tp=2,dp=32"),
+        ({"WORLD_SIZE": "64"}, ("tp=2,dp=-1", "--world-size", "8"), "tp=2,dp=4"),
+        ({"WORLD_SIZE": "64"}, ("tp=2,dp=5",), "tp=2,dp=5"),
+        ({"WORLD_SIZE": "many"}, ("tp=2,dp=5",), "tp=2,dp=5"),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
+            ("tp=2,dp=-1",),
+            "tp=2,dp=4",
+        ),
+    ],
+)
+def test_plan_in_a_job(environment, arguments, layout, in_process, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = in_process("plan", *arguments, "--json")
+    assert json.loads(done.stdout)["layout"] == layout
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("9", "tp=2 = 2 ranks, but the job has 9 (WORLD_SIZE=9, of the environment), no multiple"),
+        ("many", "the environment's WORLD_SIZE must be an integer of at least 1, got 'many'"),
+    ],
+)
+def test_plan_in_another_job(size, message, in_process, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    done = in_process("plan", "tp=2,dp=-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 # Every mistake in a call ends with exit code 2, nothing on stdout, and the offending part.
 @pytest.mark.long
 @pytest.mark.parametrize(

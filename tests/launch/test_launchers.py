@@ -5,7 +5,9 @@ import random
 import pytest
 
 from hypercomm.errors import LaunchError
-from hypercomm.launch.launchers import LAUNCHERS, find_job, first_host, port_of_step
+from hypercomm.launch.launchers import LAUNCHERS, VARIABLES, find_job
+from hypercomm.launch.slurm import first_host, port_of_step
+from hypercomm.launch.worlds import told, why_not_told
 
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 PLACE = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -42,6 +44,8 @@ FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
 JSM = {"JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}
 PALS = {"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "1"}
 
+MPIRUN = open_mpi(2, 4, 2) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "12"}
+
 JOBS = [
     (ELASTIC | by_hand(2, 4, 1) | PLACE, "torchrun", 2, 4, 1, ("node7", 29500)),
     (by_hand(2, 4) | PLACE, "the environment", 2, 4, None, ("node7", 29500)),
@@ -68,6 +72,9 @@ JOBS = [
     (by_hand(5, 8, 5) | PLACE | step(0, 1, 0), "the environment", 5, 8, 5, ("node7", 29500)),
     (by_hand(0, 1), "the environment", 0, 1, None, None),
     (step(0, 1, 0), "srun", 0, 1, 0, ("gpu07", 24567)),
+    # on one host rank 0 is here; what mpirun calls this run gives a port: crc32(b"12") = 1330857165
+    (MPIRUN, "Open MPI", 2, 4, 2, ("127.0.0.1", 27165)),
+    (MPIRUN | PLACE, "Open MPI", 2, 4, 2, ("node7", 29500)),
     (by_hand(2, 4) | {"OMPI_COMM_WORLD_RANK": " "} | PLACE, "the environment", 2, 4, None, None),
 ]
 
@@ -124,11 +131,19 @@ def test_no_job(environment):
         ({"PET_NNODES": "4"}, "PET_NNODES=4, and there is no RANK: this is a pod of a PyTorchJob"),
         (
             by_hand(0, 8) | open_mpi(1, 4, 1),
-            "RANK=0 and WORLD_SIZE=8 contradict OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=4;",
+            (
+                "RANK=0 and WORLD_SIZE=8, of the environment, contradict OMPI_COMM_WORLD_RANK=1 "
+                "and OMPI_COMM_WORLD_SIZE=4, of Open MPI; unset those that are left from another"
+            ),
         ),
-        (by_hand(0, 1) | step(3, 8, 3), "RANK=0 and WORLD_SIZE=1 contradict SLURM_PROCID=3 and"),
-        (open_mpi(1, 4, 1) | pmi(2, 4), "OMPI_COMM_WORLD_SIZE=4 contradict PMI_RANK=2 and PMI_"),
+        (by_hand(0, 1) | step(3, 8, 3), "WORLD_SIZE=1, of the environment, contradict SLURM_"),
+        (open_mpi(1, 4, 1) | pmi(2, 4), "of Open MPI, contradict PMI_RANK=2 and PMI_SIZE=4, "),
         (open_mpi(1, 4, 1) | {"PMIX_RANK": "2"}, "contradict PMIX_RANK=2; unset those that are"),
+        (
+            by_hand(1, 2) | {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
+            "RANK=1 and WORLD_SIZE=2 count pods of a PyTorchJob, and PET_NPROC_PER_NODE=8 ranks",
+        ),
+        ({"RANK": 0, "WORLD_SIZE": "4"}, "RANK must be a string, as in os.environ, got 0"),
         (by_hand(4, 4), "RANK=4 and WORLD_SIZE=4 contradict each other: the last rank would be 3"),
         (by_hand(-1, 4), "the environment's RANK must be an integer of at least 0, got '-1'"),
         (by_hand("x", 4), "RANK must be an integer of at least 0, got 'x'"),
@@ -172,12 +187,12 @@ def test_no_meeting_place(environment, message):
 # Whatever the variables hold, there is a job, none, or a refusal.
 @pytest.mark.torch_free
 def test_any_values():
-    names = sorted({name for row in LAUNCHERS for name in row.variables()})
-    names += ["MASTER_ADDR", "MASTER_PORT", "PMIX_RANK", "SLURM_JOB_ID", "SLURM_STEP_NODELIST"]
+    names = sorted(VARIABLES)
+    assert {name for row in LAUNCHERS for name in row.variables()} < set(names)
     values = ["", "0", "1", "8", "-1", "x", "²", "[", "4294967290", "a[1-"]
     draw = random.Random(3)
     for _ in range(2000):
-        chosen = draw.sample(names, draw.randrange(1, 8))
+        chosen = draw.sample(names, draw.randrange(1, 9))
         try:
             job = find_job({name: draw.choice(values) for name in chosen})
             if job is not None:
@@ -185,6 +200,57 @@ def test_any_values():
                 job.meeting_place()
         except LaunchError as error:
             assert any(name in str(error) for name in names)  # noqa: PT017
+
+
+# How many ranks the host of a step has, as its variables say.
+@pytest.mark.torch_free
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        ({"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2),3"}, 3),
+        ({"SLURM_NODEID": "1", "SLURM_TASKS_PER_NODE": "8(x2),3"}, 8),
+        ({"SLURM_NODEID": "3", "SLURM_TASKS_PER_NODE": "8(x2),3"}, None),
+        ({"SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "eight"}, None),
+        ({"SLURM_TASKS_PER_NODE": "8"}, None),
+    ],
+)
+def test_ranks_on_a_host(more, ranks):
+    assert find_job(step(2, 19, 1, **more)).local_size == ranks
+
+
+# A world size, or a rank, of a process that has not joined yet: one may be set without the other.
+@pytest.mark.torch_free
+@pytest.mark.parametrize(
+    ("environment", "size", "rank"),
+    [
+        ({}, None, None),
+        ({"WORLD_SIZE": "4096"}, 4096, None),
+        ({"RANK": "3"}, None, 3),
+        (by_hand(2, 4), 4, 2),
+        (MPIRUN, 4, 2),
+        (step(2, 4, 1), 4, 2),
+        (step(2, 4, 1) | {"WORLD_SIZE": "4"}, 4, 2),
+        (step(0, 1, 0) | {"WORLD_SIZE": "64"}, 64, 0),  # srun --pty bash, and a plan in there
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"}, 4, None),
+        (ALLOCATION | {"SLURM_NTASKS": "8"}, None, None),
+    ],
+)
+def test_told(environment, size, rank):
+    found = [told(variable, environment) for variable in ("WORLD_SIZE", "RANK")]
+    assert [one and one.number for one in found] == [size, rank]
+
+
+@pytest.mark.torch_free
+def test_told_otherwise():
+    with pytest.raises(LaunchError) as caught:
+        told("WORLD_SIZE", step(2, 4, 1) | {"WORLD_SIZE": "8"})
+    assert str(caught.value) == (
+        "WORLD_SIZE=8, of the environment, contradicts SLURM_PROCID=2 and SLURM_NTASKS=4, of srun; "
+        "unset those that are left from another job"
+    )
+    assert "inside an allocation" in why_not_told(ALLOCATION | {"SLURM_NTASKS": "8"})
+    assert why_not_told({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}) is None
 
 
 # The first host of a list in each form that srun writes.

@@ -95,7 +95,7 @@ def check(
     """Create every group of a layout such as tp=2,cp=2,dp=2 and communicate over it.
 
     Starts the ranks on this machine, or joins the job when a launcher started it (torchrun, srun,
-    mpirun with MASTER_ADDR and MASTER_PORT):
+    mpirun):
 
     torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
     """
@@ -145,4 +145,4 @@ def _read_layout(sizes: str, ranks: int | None, job: FoundJob | None) -> RankLay
 
 
 def _ranks_of(job: FoundJob) -> str:
-    return f"the job has {job.size} ({job.said}, of {job.launcher.name})"
+    return options.says(job.size, job.told())

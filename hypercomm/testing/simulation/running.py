@@ -13,6 +13,7 @@ from typing import TypeVar
 from hypercomm.compat.ezpz import state as ezpz
 from hypercomm.compat.megatron.state import state as megatron
 from hypercomm.errors import LayoutError, RankFailedError, SimulationError
+from hypercomm.launch.launchers import VARIABLES
 from hypercomm.launch.run import check_call
 from hypercomm.layout.reading.checks import as_int, as_tuple, as_world_size
 from hypercomm.process_groups import c10d
@@ -192,7 +193,11 @@ class _Job:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    """Set variables, and hide what a launcher has left for the process that simulates."""
+    others = [name for name in VARIABLES if name in os.environ and name not in variables]
+    before = {name: os.environ.get(name) for name in (*variables, *others)}
+    for name in others:
+        del os.environ[name]
     os.environ.update(variables)
     try:
         yield
