@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid_set import GridSet as GridSet
+    from hypercomm.joining import Joined as Joined
+    from hypercomm.joining import join as join
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
@@ -37,12 +39,14 @@ _HOMES = {
     "GridSet": "hypercomm.grid_set",
     "GroupKey": "hypercomm.process_groups.spec",
     "HyperCommGrid": "hypercomm.grid",
+    "Joined": "hypercomm.joining",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
     "cli": "hypercomm.cli",
     "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
+    "join": "hypercomm.joining",
     "launch": "hypercomm.launch",
     "layout": "hypercomm.layout",
     "megatron_grids": "hypercomm.compat.megatron.presets",
@@ -56,11 +60,13 @@ __all__ = [
     "GridSet",
     "GroupKey",
     "HyperCommGrid",
+    "Joined",
     "RankGroups",
     "RankLayout",
     "RankMapping",
     "__version__",
     "create_megatron_pgs",
+    "join",
     "megatron_grids",
     "megatron_requests",
     "run_ranks",

@@ -21,6 +21,7 @@ __all__ = [
     "GroupOptionsError",
     "HyperCommError",
     "InstallError",
+    "JoinError",
     "LaunchError",
     "LayoutError",
     "MissingPackageError",
@@ -175,7 +176,11 @@ class MissingPackageError(HyperCommError, ImportError):
 
 
 class LaunchError(HyperCommError, ValueError):
-    """`run_ranks` was given something that cannot work, or cannot reach another process."""
+    """What starts ranks, or tells of them, cannot be right: mend the call or the launch."""
+
+
+class JoinError(HyperCommError, RuntimeError):
+    """The other ranks of the job cannot be met: see whether all were started, and where."""
 
 
 class DisagreementError(HyperCommError, AssertionError):

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import traceback
 import types
 import warnings
@@ -19,13 +20,23 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, UnsatisfiedAssumption
 
-from hypercomm import GridSet, HyperCommGrid, RankGroups, RankLayout, RankMapping, testing, transfer
+from hypercomm import (
+    GridSet,
+    HyperCommGrid,
+    RankGroups,
+    RankLayout,
+    RankMapping,
+    join,
+    testing,
+    transfer,
+)
 from hypercomm.compat.deepspeed import Mpu, topology_axes
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import parallel_state as mpu
 from hypercomm.compat.megatron import presets, process_groups_config
 from hypercomm.errors import HyperCommError
 from hypercomm.launch import run as launch
+from hypercomm.launch.launchers import VARIABLES
 from hypercomm.layout import difference
 from hypercomm.layout import pipelines as stages
 from hypercomm.layout.reading import notation
@@ -141,6 +152,15 @@ GOOD = {
     "simulate.world_size": lambda: 2,
     "simulate.ranks": lambda: [0, 1],
     "simulate.args": lambda: (),
+    "join.rank": lambda: 0,
+    "join.size": lambda: 2,
+    "join.local_rank": lambda: 0,
+    "join.address": lambda: "127.0.0.1",
+    "join.port": lambda: 29500,
+    "join.device": lambda: "cpu",
+    "join.timeout": lambda: timedelta(seconds=1),
+    "join.environment": lambda: {"RANK": "0", "WORLD_SIZE": "2"},
+    "join.need_launcher": lambda: False,
     "run_ranks.function": lambda: os.getpid,
     "run_ranks.args": lambda: (),
     "fake_world.rank": lambda: 3,
@@ -388,6 +408,7 @@ def own_targets():
     yield constructor(RankMapping, EMPTY)
     yield from methods_of(RankMapping, "RankMapping", EMPTY, tuple(MAPPINGS))
     yield Target("transfer", ("world", "nothing"), lambda _: transfer, inspect.signature(transfer))
+    yield Target("join", ("nothing", "world"), lambda _: join, inspect.signature(join))
     for target in functions_of(stages, EMPTY):
         if target.find(None).__module__ == stages.__name__:
             yield target
@@ -471,10 +492,10 @@ def good_for(target):
 
 
 class ReachedError(Exception):
-    """`run_ranks` was about to start processes: it takes these arguments."""
+    """`run_ranks` was about to start processes, or `join` to meet others: it takes these."""
 
 
-def _reached(_job):
+def _reached(*_):
     raise ReachedError
 
 
@@ -517,9 +538,10 @@ def outcome(target, data):
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch):
     """Let `run_ranks` stop before it starts processes, and have no world before or after."""
-    for variable in ("WORLD_SIZE", "RANK", "HYPERCOMM_VERIFY"):
+    for variable in (*VARIABLES, "HYPERCOMM_VERIFY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(launch, "_started", _reached)
+    monkeypatch.setattr(sys.modules["hypercomm.joining.join"], "_initialise", _reached)
     yield
     STAGE.leave()
 

@@ -43,6 +43,7 @@ FLOORS = [
     ("hypercomm.process_groups.agreement",),
     ("hypercomm.process_groups.creation",),
     ("hypercomm.process_groups",),
+    ("hypercomm.joining",),
     ("hypercomm.transfers",),
     ("hypercomm.grid",),
     ("hypercomm.grid_set",),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from hypercomm.cli.check.collectives import COLLECTIVES, Member, compare, seconds_of
 from hypercomm.cli.check.request import Figures, Key, Message, Request, Timing
-from hypercomm.errors import LaunchError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.joining import devices
 from hypercomm.process_groups import c10d
 
 _SMALL_ROUNDS = 20
@@ -27,24 +27,9 @@ def use_device(backend: str, local_rank: int | None, local_size: int | None) -> 
     Raises:
         LaunchError: The host has fewer devices than ranks, or nothing tells which one is whose.
     """
-    kind = c10d.devices_made_for(backend)
-    if kind == "cpu":
-        return torch.device(kind)
-    module = torch.get_device_module(kind)
-    count = module.device_count()
-    ranks = local_size or (local_rank or 0) + 1
-    if local_rank is None and count > 1:
-        raise LaunchError(
-            f"backend {backend!r} needs a device for each rank, and nothing tells which of the "
-            f"{count} of this host this rank is to have; set LOCAL_RANK"
-        )
-    if count != 1 and ranks > count:  # one may be all that this rank is shown
-        raise LaunchError(
-            f"backend {backend!r} needs a device for each of {ranks} ranks on this host, which "
-            f"shows {count}; use backend 'gloo', or fewer ranks"
-        )
-    module.set_device(0 if count == 1 else local_rank)
-    return torch.device(kind, module.current_device())
+    device = devices.device_of_rank(c10d.devices_made_for(backend), local_rank, local_size)
+    devices.use(device)
+    return device
 
 
 def probe(

@@ -39,6 +39,16 @@ def store() -> Any:
     return private.get(STORE)()
 
 
+def meeting_place() -> tuple[str, int] | None:
+    """Return address and port of the store of WORLD; None where it has none, or torch hides it."""
+    place = store() if knows_store() else None
+    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
+        place = place.underlying_store
+    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
+        return str(place.host), int(place.port)
+    return None
+
+
 def exchange(key: str, expected: str, text: str) -> str:
     """If a key of the store holds `expected` ("": nothing), set it; return what it holds."""
     found: bytes = store().compare_set(key, expected, text)
