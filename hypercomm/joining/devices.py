@@ -100,10 +100,10 @@ def used_unless_it_fails(device: torch.device) -> Iterator[None]:
 
 
 def device_of_world(world: Any) -> torch.device:
-    """Return the device of this rank in a world that is live."""
+    """Return the device of this rank in a world that is live; a fake one may be for others."""
     kind = c10d.device_type(world)
-    if kind == "cpu":
-        return torch.device(kind)
+    if kind == "cpu" or not _count(kind):
+        return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 

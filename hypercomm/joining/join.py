@@ -124,6 +124,8 @@ def _initialise(asked: Asked, job: FoundJob, backend: str, device: torch.device)
             raise
         said = " ".join(str(error).split())
         where = "" if job.address is None else f" at {job.address}, port {job.port}"
+        if "EADDRINUSE" in said:
+            said += "; another program has this port: set MASTER_PORT, or give port="
         raise JoinError(
             f"rank {job.rank} of {job.size} on {socket.gethostname()} could not join{where} "
             f"({job.told()}): {said}"
@@ -134,16 +136,20 @@ def _meeting(asked: Asked, job: FoundJob) -> dict[str, Any]:
     """Where the ranks meet, as arguments of `init_process_group`."""
     if job.address is None or job.port is None:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    launched = asked.environment is None and asked.address is None and asked.port is None
-    if launched and job.launcher.mark == "TORCHELASTIC_RUN_ID":
-        # torch knows which store an agent keeps for this attempt.
+    has_agent = (
+        asked.address is None
+        and asked.port is None
+        and asked.variables().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    if has_agent and asked.environment is None:
+        # torch knows what the agent's store holds of other attempts.
         return {"init_method": "env://", "rank": job.rank, "world_size": job.size}
     time = asked.timeout or dist.constants.default_pg_timeout
     store = dist.TCPStore(  # type: ignore[attr-defined]
         job.address,
         job.port,
         job.size,
-        is_master=job.rank == 0,
+        is_master=job.rank == 0 and not has_agent,
         timeout=time,
         multi_tenant=True,  # so that a process may join, leave and join
     )

@@ -49,6 +49,13 @@ class Joined:
         """Destroy the process group that `join` made for this object, if it still is WORLD.
 
         What was there before is left alone. May be called twice.
+
+        Example:
+            >>> import hypercomm
+            >>> job = hypercomm.join(rank=0, size=1)
+            >>> job.leave()
+            >>> dist.is_initialized()
+            False
         """
         made = self._made.pop() if self._made else None
         if made is not None and dist.group.WORLD is made:

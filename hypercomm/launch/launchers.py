@@ -124,14 +124,12 @@ LAUNCHERS = (
 )
 """The launchers, whose word counts most first: what is inside of another knows the ranks."""
 
-VARIABLES = tuple(
-    dict.fromkeys(
-        (
-            *(name for launcher in LAUNCHERS for name in launcher.variables()),
-            *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_RANK", "PMIX_NAMESPACE"),
-            *slurm.NAMES,
-            *traps.NAMES,
-        )
+VARIABLES = frozenset(
+    (
+        *(name for launcher in LAUNCHERS for name in launcher.variables()),
+        *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_RANK", "PMIX_NAMESPACE"),
+        *slurm.NAMES,
+        *traps.NAMES,
     )
 )
 """Every variable that is looked at."""
@@ -232,8 +230,8 @@ def held_in(environment: Mapping[str, str]) -> dict[str, str]:
         {'RANK': '3'}
     """
     held = {}
-    for name in VARIABLES:
-        text = environment.get(name, "")
+    for name in filter(VARIABLES.__contains__, environment):  # few of the many that there are
+        text = environment[name]
         if not isinstance(text, str):
             raise LaunchError(
                 f"the environment's {name} must be a string, as in os.environ, got {shown(text)}"

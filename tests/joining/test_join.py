@@ -16,7 +16,7 @@ from hypercomm import HyperCommGrid, JoinError, LaunchError, join, run_ranks
 from hypercomm.errors import GroupOptionsError, LayoutError
 from hypercomm.joining import devices
 from hypercomm.launch.launchers import VARIABLES
-from hypercomm.testing import fake_world
+from hypercomm.testing import fake_world, simulate
 
 STEP = {
     "SLURM_PROCID": "1",
@@ -104,6 +104,21 @@ def test_a_fake_world():
         with job:
             pass
         assert dist.is_initialized()  # it is not the job's own
+
+
+# So does a simulated one, whatever launcher has started the process that simulates.
+def test_a_simulated_job(monkeypatch):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    found = []
+
+    def program():
+        job = join(backend="nccl")
+        found.append((job.rank, job.size, job.backend, HyperCommGrid("tp=-1").size))
+
+    simulate(program, 3, backend="nccl")
+    assert found == [(rank, 3, "nccl", 3) for rank in range(3)]
+    assert os.environ["SLURM_PROCID"] == "1"
 
 
 MISTAKES = [
@@ -274,6 +289,15 @@ def test_nobody_comes():
         f"rank 0 of 2 on {socket.gethostname()} could not join at 127.0.0.1, port {port} "
         f"(rank=0 and size=2, of the call): "
     )
+    assert not dist.is_initialized()
+
+
+# Where the port is another's, the error says how to choose one.
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(JoinError, match="another program has this port: set MASTER_PORT"):
+            join(rank=0, size=1, address="127.0.0.1", port=port)
     assert not dist.is_initialized()
 
 

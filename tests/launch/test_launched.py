@@ -79,7 +79,8 @@ def check_joined(done, launcher):
     assert [rank["sums"] for rank in found] == SUMS
     assert [rank["local"] for rank in found] == [[number, 4] for number in range(4)]
     assert {rank["launcher"] for rank in found} == {launcher}
-    assert [rank["again"] for rank in found] == [[launcher, rank, 4, "gloo"] for rank in range(4)]
+    again = "torchrun" if launcher == "the call" else launcher
+    assert [rank["again"] for rank in found] == [[again, rank, 4, "gloo"] for rank in range(4)]
     assert len({tuple(rank["place"]) for rank in found}) == 1
     assert all(rank["left"] for rank in found)
 
@@ -118,6 +119,16 @@ def test_check_under_slurm(slurm):
     check_checked(started([program("srun"), "-n", "4", *CHECK], slurm))
 
 
+# A launcher inside of a SLURM job leaves its variables beside SLURM's; its own are those of ranks.
+def test_open_mpi_in_an_allocation(slurm, open_mpi):
+    command = [program("salloc"), "-n", "4", *open_mpi, sys.executable, PROGRAM]
+    check_joined(started(command, slurm), "Open MPI")
+
+
+def test_torchrun_in_a_step(slurm):
+    check_joined(started([program("srun"), "-n", "1", *torchrun(), PROGRAM], slurm), "torchrun")
+
+
 # Steps of one allocation, one after the other, find ports of their own; between them, and in a
 # script of sbatch, nothing was launched, and a world of one is refused.
 def test_allocations(slurm, tmp_path):
@@ -154,8 +165,10 @@ def torchrun(*options):
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *options]
 
 
-def test_torchrun():
-    check_joined(started([*torchrun(), PROGRAM]), "torchrun")
+# Ranks meet in the store of torchrun's agent, also where they are told by argument who they are.
+@pytest.mark.parametrize(("words", "by"), [((), "torchrun"), (("told",), "the call")])
+def test_torchrun(words, by):
+    check_joined(started([*torchrun(), PROGRAM, *words]), by)
 
 
 # A rank dies; torchrun starts all of them again, and they meet in the store of that attempt.

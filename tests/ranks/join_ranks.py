@@ -121,4 +121,10 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["restarted"]:
         restarted(sys.argv[2])
     else:
-        print(json.dumps(joined()), flush=True)
+        told = {}
+        if sys.argv[1:2] == ["told"]:  # what torchrun says, by argument
+            told = {"rank": int(os.environ["RANK"]), "size": int(os.environ["WORLD_SIZE"])}
+            told["environment"] = dict(os.environ)
+        # In one piece, as all ranks write into one stream.
+        sys.stdout.write(json.dumps(joined(**told)) + "\n")
+        sys.stdout.flush()
