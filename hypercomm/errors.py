@@ -10,6 +10,7 @@ from datetime import timedelta
 
 __all__ = [
     "ConfigurationError",
+    "ConnectTimeout",
     "CreationError",
     "DisagreementError",
     "ForkedError",
@@ -126,6 +127,28 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         super().__init__(message)
         self.missing = missing
         self.waited = waited
+
+
+class ConnectTimeout(GroupCreationTimeout):
+    """Ranks did not connect the groups that exist in time: see what they do, and where.
+
+    Attributes:
+        missing: The ranks that did not take part.
+        waited: How long they were waited for.
+        group: The key of the process group that they are missing in, the first one of this rank's;
+            "" where they are in none of them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[int, ...] = (),
+        waited: timedelta = timedelta(0),
+        group: str = "",
+    ) -> None:
+        super().__init__(message, missing=missing, waited=waited)
+        self.group = group
 
 
 class OutcomeUnknownError(CreationError):

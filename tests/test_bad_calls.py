@@ -686,6 +686,30 @@ GRID_CALLS = [
         ),
     ),
     (
+        in_a_world(lambda grid: grid.connect(timeout=5)),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be a datetime.timedelta, got 5; write timedelta(seconds=...)",
+    ),
+    (
+        in_a_world(lambda grid: grid.connect(progress="yes")),
+        ValueError,
+        errors.GroupOptionsError,
+        "progress must be True, False or None, got 'yes'",
+    ),
+    (
+        in_a_world(lambda grid: grid.connect(pipelines=["pp", "stage"])),
+        KeyError,
+        errors.UnknownDimError,
+        "unknown dim 'stage' in pipelines; the grid has ['tp', 'cp', 'dp']",
+    ),
+    (
+        in_a_world(lambda grid: grid.connect(pipelines=3)),
+        ValueError,
+        errors.LayoutError,
+        "pipelines must be a sequence, got 3",
+    ),
+    (
         in_a_world(lambda grid: grid.create_pg("tp", group_desc="\ud800")),
         ValueError,
         errors.GroupOptionsError,

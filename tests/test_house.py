@@ -44,6 +44,7 @@ FLOORS = [
     ("hypercomm.process_groups.creation",),
     ("hypercomm.process_groups",),
     ("hypercomm.joining",),
+    ("hypercomm.connections",),
     ("hypercomm.transfers",),
     ("hypercomm.grid",),
     ("hypercomm.grid_set",),

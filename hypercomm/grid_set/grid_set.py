@@ -20,8 +20,9 @@ from hypercomm.grid_set.arguments import (
     layouts_of,
     set_arguments,
 )
+from hypercomm.grid_set.connecting import ConnectedGrids
 from hypercomm.grid_set.joint_creation import create_jointly, steps_of
-from hypercomm.grid_set.modules import GridModules, as_rows, as_table
+from hypercomm.grid_set.modules import as_rows, as_table
 from hypercomm.layout import RankLayout
 from hypercomm.layout.placement import Kind, Placement, Requirement, colocate, tile
 from hypercomm.layout.reading.checks import as_offset, as_world_size
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @with_own_names
-class GridSet(GridModules):
+class GridSet(ConnectedGrids):
     """Several named grids in one job: an encoder beside a language model, training with inference.
 
     It maps names to grids. `GridSet.tile` places grids one behind the other, `GridSet.colocated`

@@ -15,8 +15,10 @@ from hypercomm.compat.megatron.groups.build import Build
 from hypercomm.compat.megatron.groups.configuration import Configuration
 from hypercomm.compat.megatron.groups.table import EXPERT_ALL_GATHER, GLOO, ROWS, TABLE
 from hypercomm.compat.megatron.releases import version
+from hypercomm.compat.megatron.state.connecting import connect_grids
 from hypercomm.compat.megatron.state.memory import GlobalMemoryBuffer
 from hypercomm.compat.module_state import CurrentState, ModuleState
+from hypercomm.connections.connections import Connections
 from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.process_groups.options import check_timeout
@@ -164,6 +166,29 @@ class ParallelState(ModuleState):
         with contextlib.ExitStack() as stack:
             for grid in grids:
                 stack.callback(grid.destroy)  # the last one first
+
+    def connect(
+        self, *, timeout: timedelta | None = None, progress: bool | None = None
+    ) -> Connections:
+        """Connect all groups of the state, and neighbours along "pp"; see `HyperCommGrid.connect`.
+
+        Every rank must call this. Groups of a lazy state are created first.
+
+        Raises:
+            NotInitializedError: The state is empty.
+            PlanMismatchError, ConnectTimeout, HyperCommError: As for `HyperCommGrid.connect`.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), ParallelState.create(tensor_model_parallel_size=4) as state:
+            ...     print(state.connect()[-1].ranks)
+            (0, 1, 2, 3, 4, 5, 6, 7)
+        """
+        if self.configuration is None:
+            raise NotInitializedError(
+                "connect() needs groups to connect; call initialize_model_parallel() first"
+            )
+        return connect_grids(self.grids, timeout, progress, creates=self.is_lazy)
 
     def all_gather_groups(
         self,

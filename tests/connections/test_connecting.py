@@ -1,0 +1,288 @@
+"""connect(): what it connects, in fake worlds and on real ranks, and whom it names."""
+
+import importlib.util
+import io
+import json
+import signal
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from ranks import connect_ranks
+from ranks.mortal_ranks import exit_codes
+
+from hypercomm import (
+    ConnectTimeout,
+    GridDestroyedError,
+    GroupOptionsError,
+    HyperCommGrid,
+    MissingPackageError,
+    NotInitializedError,
+    UnknownDimError,
+    run_ranks,
+)
+from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm.connections.connections import Connection, Connections
+from hypercomm.connections.items import _edges
+from hypercomm.connections.progress import Show, showing
+from hypercomm.errors import CreationError
+from hypercomm.process_groups import c10d
+from hypercomm.testing import fake_world, simulate
+
+LAZILY = pytest.param(
+    True, marks=pytest.mark.skipif(not c10d.can_init_lazily(), reason="this torch connects at once")
+)
+
+
+# ---- real ranks -------------------------------------------------------------------------------
+
+
+# Whatever order ranks have created groups in; each key once, and each edge both ways.
+@pytest.mark.long
+@pytest.mark.parametrize("lazily", [None, LAZILY])
+def test_all_is_connected(lazily):
+    for rank, (rows, total) in enumerate(
+        run_ranks(connect_ranks.in_other_orders, 8, args=(lazily,), timeout=90)
+    ):
+        tp, stage = rank % 2, rank // 2
+        pipeline = [tp, tp + 2, tp + 4, tp + 6]
+        edges = {tuple(sorted((rank, pipeline[(stage + step) % 4]))) for step in (1, -1)}
+        mine = (rank - tp, rank - tp + 1)
+        assert [row for row in rows if "edge" not in row[0]] == [
+            ("dp", (rank,)),
+            ("tp", mine),
+            ("tp (one), tp (two)", mine),
+            ("tp (twin)", mine),
+            ("pp", tuple(pipeline)),
+            ("tp+pp", tuple(range(8))),
+        ]
+        assert {tuple(sorted(ranks)) for title, ranks in rows if title == "pp edge"} == edges
+        assert total == 11_111_111
+
+
+# Views, with a rank outside; and grids behind each other, which meet as one.
+def test_views_and_sets():
+    *inside, outside = run_ranks(connect_ranks.of_a_view, 5, timeout=60)
+    assert outside == ([], [])
+    for rank, (of_view, of_grid) in enumerate(inside):
+        pair, ends = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        wanted = [("pp", ends), ("pp edge", ends), ("ep of expert", pair)]
+        assert (of_view, of_grid) == (wanted, [("tp", pair), *wanted])
+
+
+@pytest.mark.long
+def test_sets():
+    got = run_ranks(connect_ranks.of_a_set, 8, timeout=60)
+    assert got[:2] == [[("encoder: tp", (0, 1))]] * 2
+    for rank, rows in enumerate(got[2:], start=2):
+        ends = ((rank - 2) % 3 + 2, (rank - 2) % 3 + 5)
+        stage = tuple(range(2, 5)) if rank < 5 else tuple(range(5, 8))
+        assert rows == [("llm: pp", ends), ("llm: pp edge", ends), ("llm: tp", stage)]
+
+
+# A lazy state creates its groups first; each rank has them all, in one order.
+@pytest.mark.long
+@pytest.mark.parametrize("lazily", [False, True])
+def test_parallel_states(lazily):
+    for rank, (rows, total) in enumerate(
+        run_ranks(connect_ranks.of_a_state, 8, args=(lazily,), timeout=90)
+    ):
+        data = (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2)
+        assert ("dense: dp", data) in rows
+        assert ("dense: pp edge", (rank % 4, rank % 4 + 4)) in rows
+        assert ("expert: tp+ep+pp", tuple(range(8))) in rows
+        assert total == sum(10**each for each in data)
+
+
+# Who does not come is named, with its groups; then nothing was done, and all may do it again.
+@pytest.mark.long
+def test_one_stays_away():
+    got = run_ranks(connect_ranks.one_stays_away, 4, args=(3,), timeout=60)
+    for rank, (said, rows, total) in enumerate(got):
+        assert [title for title, _ in rows] == ["tp", "dp"]
+        assert total == (1010 if rank % 2 else 101)
+        if rank != 3:
+            words, missing, group, seconds = said
+            assert words.startswith("ConnectTimeout: connect() of the grid tp=2,dp=2 waited 2.")
+            assert "for rank 3 (tp=1, dp=1; host" in words
+            assert words.endswith("; rank 3 is in tp of ranks (2, 3), dp of ranks (1, 3)")
+            assert (missing, group) == ((3,), {0: "", 1: "dp", 2: "tp"}[rank])
+            assert seconds < 8
+
+
+# Where groups differ all hear so, long before the timeout, and may go on.
+def test_one_has_another_group():
+    for said, count in run_ranks(connect_ranks.one_has_another_group, 4, timeout=60):
+        assert said[0].startswith("PlanMismatchError: ranks differ in what they create at position")
+        assert "dp (twin) over <2 groups of 2: (0, 2), (1, 3)>" in said[0]
+        assert said[3] < 10
+        assert count == 2
+
+
+# Who dies, or hangs, between two groups is named with the second one; the first one works.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "lazily", "more"),
+    [
+        (signal.SIGKILL, None, []),
+        pytest.param(*(signal.SIGKILL, True, []), marks=LAZILY.marks),
+        (signal.SIGSTOP, None, []),
+        (signal.SIGKILL, None, ["tp+dp"]),
+        (signal.SIGSTOP, None, ["tp+dp"]),
+    ],
+)
+def test_one_is_gone(how, lazily, more, tmp_path):
+    codes = exit_codes(
+        *(connect_ranks.gone_at_dp, 4, str(tmp_path), how, lazily, more), seconds=50, stopped=(3,)
+    )
+    assert codes[:3] == [0, 0, 0]
+    for rank in range(3):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        words, missing, group, seconds, total, leaving = told
+        assert words.startswith("ConnectTimeout: connect() of the grid tp=2,dp=2 waited")
+        assert "rank 3 (tp=1, dp=1; host" in words
+        assert ("dp of ranks (1, 3)" in words) or (more and "in tp+dp of ranks (0, 1" in words)
+        found = {0: "".join(more), 1: "dp", 2: "tp"}
+        assert (missing, group) == ([3], found[rank]) or more
+        assert seconds < 20
+        assert leaving < 20
+        assert total == (11 if rank < 2 else None)
+
+
+# ---- without ----------------------------------------------------------------------------------
+
+
+# Where nobody is to be connected to, nothing is called.
+def test_fake_worlds(monkeypatch):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=1,pp=4") as grid:
+        grid.create_pgs(["tp", "dp", "pp"])
+        grid.plan_pg("tp", "pp")
+        monkeypatch.setattr(dist, "all_reduce", None)
+        monkeypatch.setattr(dist, "batch_isend_irecv", None)
+        told = grid.connect(pipelines="pp", progress=False)
+        assert [row.title for row in told] == ["dp", "tp", "pp", "pp edge", "pp edge"]
+        assert told.seconds == 0
+        assert told.bytes is None
+        assert len(grid.connect(pipelines=())) == 3
+        assert len(grid.connect(pipelines=["tp"])) == 4
+
+
+def connect_in_a_simulation():
+    with HyperCommGrid("tp=2,pp=2", backend="nccl") as grid:
+        grid.create_pgs(["tp", "pp"])
+        return [row.title for row in grid.connect()]
+
+
+# NCCL's devices are asked for nothing where there are none.
+def test_simulations():
+    assert set(map(tuple, simulate(connect_in_a_simulation, 4).returned.values())) == {
+        ("tp", "pp", "pp edge")
+    }
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# A bar is shown on the first rank, where a terminal looks on; or where it is asked for.
+@pytest.mark.parametrize(
+    ("show", "stream", "is_first", "is_shown"),
+    [
+        (None, Terminal, True, True),
+        (None, Terminal, False, False),
+        (None, io.StringIO, True, False),
+        (False, Terminal, True, False),
+        (True, Terminal, True, True),
+    ],
+)
+def test_progress(show, stream, is_first, is_shown, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", stream())
+    with showing(Show.read(show), 2, is_first=is_first) as tell:
+        tell()
+        tell()
+    assert ("connecting" in sys.stderr.getvalue()) == is_shown
+
+
+# Without rich there is none; who insists on one hears what to install.
+def test_progress_without_rich(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with showing(Show.read(None), 2, is_first=True) as tell:
+        tell()
+    assert sys.stderr.getvalue() == ""
+    with pytest.raises(MissingPackageError, match=r"pip install 'hypercomm\[cli\]'"):
+        Show.read(True)
+
+
+def test_outside_and_without_groups():
+    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "pp"]) as grid:
+        assert len(grid.connect()) == 0
+        grid.create_pg("tp")
+        assert len(grid.connect()) == 0
+
+
+# Every neighbour both ways; two ranks have one edge, and one rank none.
+def test_edges():
+    for size in range(1, 8):
+        ranks = tuple(range(10, 10 + size))
+        found = list(_edges(ranks))
+        wanted = {frozenset((rank, 10 + (rank - 9) % size)) for rank in ranks if size > 1}
+        assert {*map(frozenset, found)} == wanted
+        assert len(found) == len(wanted)
+
+
+def test_tables():
+    told = Connections(
+        (
+            Connection(("tp", "tp (twin)"), (4, 5), "nccl", 0.25, 4096),
+            Connection(("pp",), (1, 5), "nccl", 0.5, 1024, is_edge=True),
+        ),
+        0.125,
+    )
+    assert str(told).splitlines() == [
+        "1 communicator and 1 edge in 0.750 s, after a meeting of 0.125 s",
+        "connected      ranks    backend  seconds   bytes",
+        "tp, tp (twin)  4..5     nccl     0.250000  4,096",
+        "pp edge        1 <-> 5  nccl     0.500000  1,024",
+    ]
+    assert "<td>1 &lt;-&gt; 5</td>" in told._repr_html_()
+    assert json.loads(json.dumps(told.to_dict()))["rows"][1]["ranks"] == [1, 5]
+    assert (told.bytes, len(told), told[0].title) == (5120, 2, "tp, tp (twin)")
+    assert "bytes" not in str(Connections((Connection(("tp",), (4, 5), "gloo"),)))
+
+
+@pytest.mark.parametrize("timeout", [5, 2.5, "5", timedelta(0), timedelta(seconds=-1)])
+def test_timeouts_that_are_none(timeout):
+    with fake_world(4), HyperCommGrid("tp=4") as grid:
+        grid.create_pg("tp")
+        with pytest.raises(GroupOptionsError, match="timeout must be"):
+            grid.connect(timeout=timeout)
+
+
+def test_other_bad_calls():
+    with fake_world(4):
+        grid = HyperCommGrid("tp=4")
+        with pytest.raises(UnknownDimError, match=r"unknown dim 'dp' in pipelines; the grid has"):
+            grid.connect(pipelines="dp")
+        with pytest.raises(GroupOptionsError, match="progress must be True, False or None, got 1"):
+            grid.connect(progress=1)
+        with (
+            grid._owner.calls,
+            pytest.raises(CreationError, match="another thread"),
+        ):
+            grid.connect()
+        grid.destroy()
+        with pytest.raises(GridDestroyedError):
+            grid.connect()
+        with pytest.raises(NotInitializedError, match="needs groups to connect"):
+            ParallelState().connect()
+
+
+# It is what callers of creations, and of torch, catch.
+def test_the_error():
+    error = ConnectTimeout("late", missing=(3,), waited=timedelta(seconds=2), group="dp")
+    assert isinstance(error, TimeoutError)
+    assert (error.missing, error.group) == ((3,), "dp")
