@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import calls
+import connecting
 import large_worlds
 import mappings
 import megatron_state
@@ -54,6 +55,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
         "simulate": lambda: large_worlds.simulation(4096),
         "gloo": lambda: real_ranks.creation(nprocs, runs, 5),
         "sharing": lambda: real_ranks.sharing(nprocs, runs, 5),
+        "connecting": lambda: connecting.connecting([n for n in nprocs if n <= 8], runs, 5),
         "state": lambda: _chain(
             megatron_state.large_worlds(4096, runs, None),
             megatron_state.large_worlds(16_384, runs, 1 / 20),
@@ -78,6 +80,7 @@ def quick() -> Tables:
         "simulate": lambda: large_worlds.simulation(128),
         "gloo": lambda: real_ranks.creation([4], 1, 1),
         "sharing": lambda: real_ranks.sharing([4], 1, 1),
+        "connecting": lambda: connecting.connecting([4], 1, 1),
         "state": lambda: _chain(
             megatron_state.large_worlds(1024, 1, None), megatron_state.real_ranks(8, 1, 1)
         ),
