@@ -24,6 +24,7 @@ from hypercomm.errors import (
     GroupCreationTimeout,
     HyperCommError,
     OutcomeUnknownError,
+    PlanMismatchError,
     UnknownDimError,
 )
 from hypercomm.layout.reading.checks import as_names
@@ -116,6 +117,11 @@ def connect(
             return Connections(_go_on(steps, course, left_s, every), met_s)
     except ConnectTimeout:
         raise
+    except PlanMismatchError as error:
+        if f" failed in {CALL}: " not in str(error):
+            raise
+        kind = ConnectTimeout if f" {ConnectTimeout.__name__}: " in str(error) else CreationError
+        raise kind(str(error)) from error  # they had the same groups
     except GroupCreationTimeout as error:
         raise _as_timeout(error, every, job) from error
 

@@ -40,7 +40,7 @@ LAZILY = pytest.param(
 
 # Whatever order ranks have created groups in; each key once, and each edge both ways.
 @pytest.mark.long
-@pytest.mark.parametrize("lazily", [None, LAZILY])
+@pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), LAZILY])
 def test_all_is_connected(lazily):
     for rank, (rows, total) in enumerate(
         run_ranks(connect_ranks.in_other_orders, 8, args=(lazily,), timeout=90)
@@ -83,7 +83,7 @@ def test_sets():
 
 # A lazy state creates its groups first; each rank has them all, in one order.
 @pytest.mark.long
-@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("lazily", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parallel_states(lazily):
     for rank, (rows, total) in enumerate(
         run_ranks(connect_ranks.of_a_state, 8, args=(lazily,), timeout=90)
@@ -126,9 +126,9 @@ def test_one_has_another_group():
     ("how", "lazily", "more"),
     [
         (signal.SIGKILL, None, []),
-        pytest.param(*(signal.SIGKILL, True, []), marks=LAZILY.marks),
-        (signal.SIGSTOP, None, []),
-        (signal.SIGKILL, None, ["tp+dp"]),
+        pytest.param(*(signal.SIGKILL, True, []), marks=[*LAZILY.marks, pytest.mark.slow]),
+        pytest.param(*(signal.SIGSTOP, None, []), marks=pytest.mark.slow),
+        pytest.param(*(signal.SIGKILL, None, ["tp+dp"]), marks=pytest.mark.slow),
         (signal.SIGSTOP, None, ["tp+dp"]),
     ],
 )
@@ -148,6 +148,18 @@ def test_one_is_gone(how, lazily, more, tmp_path):
         assert seconds < 20
         assert leaving < 20
         assert total == (11 if rank < 2 else None)
+
+
+# A group that was not connected in time is made anew, and all works as before.
+@pytest.mark.long
+def test_recovery():
+    got = run_ranks(connect_ranks.recovers, 4, args=(True,), timeout=60)
+    for rank, (said, rows, over_dp, over_tp) in enumerate(got):
+        assert "ConnectTimeout: connect() of the grid tp=2,dp=2 waited 2." in said[0]
+        assert said[0].startswith("ConnectTimeout: ")
+        assert "in dp of ranks (1, 3), which all of its members have come to" in said[0]
+        assert [title for title, _ in rows] == ["tp", "dp"]
+        assert (over_dp, over_tp) == (1010 if rank % 2 else 101, 11 if rank < 2 else 1100)
 
 
 # ---- without ----------------------------------------------------------------------------------

@@ -126,3 +126,25 @@ def gone_at_dp(rank, port, folder, how, lazily, more):
 
 
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+
+
+def recovers(verify):
+    """Rank 3 is slow at dp: after the timeout that group is made anew, and the others serve."""
+    with HyperCommGrid("tp=2,dp=2", verify=verify) as grid:
+        grid.create_pgs(["tp", "dp"])
+        connect = Item.connect
+
+        def slow(item, own):
+            if item.blank.title == "dp" and own == 3:
+                time.sleep(4)
+            return connect(item, own)
+
+        Item.connect = slow
+        said = said_of(grid.connect, timeout=SHORT)
+        Item.connect = connect
+        dist.barrier()
+        grid.destroy_pg("dp")
+        grid.create_pg("dp", timeout=LIMIT)
+        rows = rows_of(grid.connect(timeout=LIMIT))
+        grid.verify(LIMIT)
+        return said, rows, sum_over(grid.get_pg("dp")), sum_over(grid.get_pg("tp"))
