@@ -13,6 +13,7 @@ __all__ = [
     "ConnectTimeout",
     "CreationError",
     "DisagreementError",
+    "DumpError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -42,6 +43,7 @@ __all__ = [
     "UnknownFieldError",
     "UnknownGridError",
     "UnknownViewError",
+    "WatchError",
     "WorldSizeError",
 ]
 
@@ -204,6 +206,14 @@ class LaunchError(HyperCommError, ValueError):
 
 class JoinError(HyperCommError, RuntimeError):
     """The other ranks of the job cannot be met: see whether all were started, and where."""
+
+
+class WatchError(HyperCommError, RuntimeError, ValueError):
+    """A watch cannot be kept as asked: change its seconds or its folder, or stop the other."""
+
+
+class DumpError(HyperCommError, ValueError):
+    """What ranks left behind cannot be judged as one job's: give a folder of one job's dumps."""
 
 
 class DisagreementError(HyperCommError, AssertionError):

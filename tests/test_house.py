@@ -37,6 +37,7 @@ FLOORS = [
     ("hypercomm.layout.rank_layout",),
     ("hypercomm.layout",),
     ("hypercomm.launch",),
+    ("hypercomm.blame",),
     ("hypercomm.process_groups.c10d",),
     ("hypercomm.process_groups.job", "hypercomm.process_groups.world"),
     ("hypercomm.process_groups.options",),
@@ -45,6 +46,7 @@ FLOORS = [
     ("hypercomm.process_groups",),
     ("hypercomm.joining",),
     ("hypercomm.connections",),
+    ("hypercomm.watch",),
     ("hypercomm.transfers",),
     ("hypercomm.grid",),
     ("hypercomm.grid_set",),
@@ -58,7 +60,10 @@ FLOORS = [
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]
-TORCH_FREE = ["hypercomm", *(name for name in MODULES if name.startswith("hypercomm.layout"))]
+TORCH_FREE = [
+    "hypercomm",
+    *(name for name in MODULES if name.startswith(("hypercomm.layout", "hypercomm.blame"))),
+]
 LONGEST = 400
 """Lines of a file, but for lists of names: `LISTS`."""
 LISTS = {"hypercomm.compat.megatron.parallel_state"}

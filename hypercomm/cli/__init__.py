@@ -1,4 +1,4 @@
-"""The command line: plan a layout, compare two, check a machine or a cluster, say what works here.
+"""The command line: plan a layout, compare two, check a machine, say what works, and who hangs.
 
 `main` is the one place that turns errors into messages and exit codes: 0 all is well, 1 the check
 failed, 2 the call was wrong, 130 interrupted. Of the ranks of a launched job, one says what is

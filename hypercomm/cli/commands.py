@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from hypercomm import __version__
+from hypercomm.cli.blame import blame
 from hypercomm.cli.check import check
 from hypercomm.cli.diff import diff
 from hypercomm.cli.doctor import doctor
@@ -12,9 +13,9 @@ from hypercomm.cli.plan import plan
 
 
 @click.group(
-    commands=[plan, diff, check, doctor],
+    commands=[plan, diff, check, doctor, blame],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="hypercomm")
 def cli() -> None:
-    """Plan and compare grids of ranks, and check that their process groups work."""
+    """Plan and compare grids of ranks, check their process groups, and say why a job hangs."""

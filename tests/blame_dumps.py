@@ -1,0 +1,78 @@
+"""Flight recorder dumps as NCCL's watchdog writes them, made by hand."""
+
+import pickle
+
+STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
+
+
+class Dumps:
+    """Dumps of a job of some ranks: `call` for each collective, `write` at the end."""
+
+    def __init__(self, ranks):
+        self.ranks = range(ranks)
+        self.groups = {"WORLD": ("0", "default_pg", list(self.ranks))}
+        self.entries = {rank: [] for rank in self.ranks}
+
+    def group(self, name, dims, ranks):
+        """Make a group."""
+        self.groups[name] = (name, dims, list(ranks))
+
+    def call(self, rank, group, op="all_reduce", sizes=(4,), dtype="Float", state="done", **more):
+        """Let one rank call a collective of a group."""
+        name, desc, _ = self.groups[group]
+        entries = self.entries[rank]
+        number = sum(e["process_group"] == (name, desc) for e in entries) + 1
+        entries.append(
+            {
+                "frames": [
+                    {"name": "all_reduce", "filename": "/x/torch/distributed/c10d.py", "line": 1},
+                    {"name": "step", "filename": "train.py", "line": 40 + number},
+                ],
+                "record_id": len(entries),
+                "pg_id": int(name) if name.isdecimal() else 1,
+                "process_group": (name, desc),
+                "collective_seq_id": number,
+                "p2p_seq_id": 0,
+                "op_id": number,
+                "profiling_name": f"nccl:{op}",
+                "time_created_ns": 1,
+                "input_sizes": [list(sizes)],
+                "input_dtypes": [dtype],
+                "output_sizes": [list(sizes)],
+                "output_dtypes": [dtype],
+                "state": STATES[state],
+                "retired": state == "done",
+                "timeout_ms": 600000,
+                "is_p2p": False,
+                **more,
+            }
+        )
+
+    def message(self, rank, group, way, peer, **more):
+        """Let one rank send to, or receive from, another, by their places in the group."""
+        own = self.groups[group][2].index(rank)
+        arrow = "->" if way == "send" else "<-"
+        count = sum(e["is_p2p"] for e in self.entries[rank]) + 1
+        self.call(rank, group, f"{way} {own}{arrow}{peer}", is_p2p=True, p2p_seq_id=count, **more)
+
+    def content(self, rank):
+        """What the dump of a rank holds."""
+        config = {
+            name: {"name": name, "desc": desc, "ranks": str(ranks)}
+            for name, desc, ranks in self.groups.values()
+            if rank in ranks
+        }
+        return {
+            "version": "2.10",
+            "pg_config": config,
+            "pg_status": {},
+            "entries": self.entries[rank],
+        }
+
+    def write(self, folder, but=()):
+        """Write the dumps, and return the folder."""
+        for rank in self.ranks:
+            if rank not in but:
+                content = pickle.dumps(self.content(rank), protocol=2)
+                (folder / f"nccl_trace_rank_{rank}").write_bytes(content)
+        return folder

@@ -1,0 +1,68 @@
+"""`hypercomm blame` as a user meets it."""
+
+import json
+
+import pytest
+from blame_dumps import Dumps
+
+pytestmark = pytest.mark.torch_free
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four ranks, of which 2 is not in the second all_reduce."""
+    dumps = Dumps(4)
+    for rank in range(4):
+        dumps.call(rank, "WORLD")
+        if rank != 2:
+            dumps.call(rank, "WORLD", state="runs")
+    return dumps.write(tmp_path)
+
+
+def test_words(in_process, folder):
+    done = in_process("blame", str(folder), "--layout", "tp=2,dp=2")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip(" ─")]
+    assert lines == [
+        (
+            "rank 2 (tp=0, dp=1) has not entered all_reduce number 2 of WORLD (ranks 0..3), in "
+            "which ranks 0..1, 3 wait"
+        ),
+        "group   ranks   call           waiting in it   not entered by",
+        "WORLD   0..3    all_reduce 2   0..1, 3         2",
+        "4 dumps of 4 ranks, by flight recorder",
+    ]
+
+
+def test_json(in_process, folder):
+    done = in_process("blame", str(folder), "--json", "--layout", "tp=2,dp=2")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["outcome"], found["dumps"]) == (1, "blamed", 4)
+    (finding,) = found["findings"]
+    assert finding["kind"] == "absent"
+    assert [(one["rank"], one["coords"]) for one in finding["culprits"]] == [
+        (2, {"tp": 0, "dp": 1})
+    ]
+    assert finding["waiting"] == [0, 1, 3]
+    (group,) = found["groups"]
+    assert (group["dims"], group["ranks"]) == ("WORLD", [0, 1, 2, 3])
+    assert [(wait["call"]["number"], wait["absent"]) for wait in group["waits"]] == [(2, [2])]
+
+
+def test_nobody(in_process, tmp_path):
+    done = in_process("blame", str(Dumps(2).write(tmp_path)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("nobody waits for anybody: what 2 ranks called agrees")
+
+
+def test_bad_calls(in_process, folder, tmp_path):
+    for arguments, words in [
+        ([str(tmp_path / "none")], "cannot read the folder"),
+        ([str(folder), "--layout", "tp=2"], "--layout tp=2 has 2 ranks, and the dumps have ranks"),
+        ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is open; give it"),
+        ([str(folder), "--layout", "tp"], "open"),
+        ([], "Missing argument 'FOLDER'"),
+    ]:
+        done = in_process("blame", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
