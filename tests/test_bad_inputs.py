@@ -225,6 +225,7 @@ LEFT_OUT = {
     "RankGroups.count": "collections.abc.Sequence's: it compares",
     "notation.format_sizes": "writes what was checked",
     "notation.format_coords": "writes what was checked",
+    "HyperCommGrid.watch": "makes folders and a thread; blame/test_watch.py has its bad calls",
     "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
     "Simulation": "made by simulate, whose arguments are",
     "create_group": "torch.distributed.new_group, whose errors are torch's",

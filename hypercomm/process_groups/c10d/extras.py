@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, SimulationError
 from hypercomm.process_groups.c10d.private_names import (
+    BASES,
     CLEAR_CACHE,
     DISPATCHER,
     IS_STASHED,
@@ -291,3 +292,40 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _do_nothing(*_: object, **__: object) -> None:
     pass
+
+
+_CALLS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "gather": "gather",
+    "gather_single": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv_anysource",
+}
+
+
+def calls_of_groups() -> dict[str, str]:
+    """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
+    found = {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}
+    if private.works(BASES):
+        found["_allgather_base"] = "all_gather_into_tensor"
+        found["_reduce_scatter_base"] = "reduce_scatter_tensor"
+    return found

@@ -272,6 +272,14 @@ CLEAR_CACHE = PrivateName(
     answers(object),
     is_due=lambda: since("2.10"),
 )
+BASES = PrivateName(
+    "distributed.ProcessGroup._allgather_base",
+    "grid.watch() sees all_gather_into_tensor and reduce_scatter_tensor",
+    "the other of the two is there",
+    "grid.watch() does not see them",
+    lambda _: has("_reduce_scatter_base")(dist.ProcessGroup),
+    is_due=lambda: not hasattr(dist.ProcessGroup, "all_gather_single"),
+)
 _OF_THREADS = {
     "_stash_obj_in_tls": "a `use` block reaches the threads of the backward passes that it starts",
     "_is_key_in_tls": "threads of a backward pass know the `use` block that started it",

@@ -1,0 +1,67 @@
+"""Real gloo ranks with a planted mistake: each is found and named, and nobody else."""
+
+import contextlib
+import json
+
+import pytest
+from ranks import blame_ranks
+from ranks.mortal_ranks import exit_codes
+
+from hypercomm import RankFailedError, RankLayout, run_ranks
+from hypercomm.blame.verdict import blame
+
+pytestmark = pytest.mark.long
+
+LAYOUT = RankLayout.parse(blame_ranks.SIZES)
+
+
+def verdict_of(tmp_path, mistake):
+    """What the records say of a program with a mistake, once all ranks stand still."""
+    args = str(tmp_path / "records"), str(tmp_path / "kept"), mistake
+    if mistake == "die":
+        exit_codes(blame_ranks.mortal, blame_ranks.RANKS, *args, seconds=60)
+    else:
+        with contextlib.suppress(RankFailedError):  # they end themselves once all is kept
+            run_ranks(blame_ranks.job, blame_ranks.RANKS, args=args, timeout=60)
+    return blame(tmp_path / "kept")
+
+
+# mistake: who makes it, what it is, who must wait (all others but those who wait for nobody),
+# and what is said of it: with the coordinates, the call, its group's ranks, and the place.
+MISTAKES = {
+    "skip": (3, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
+    "swap": (2, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
+    "shape": (6, "shape", ["(12,) float32", "(8,) float32", "number 2 of dp (ranks 0, 2, 4, 6)"]),
+    "dtype": (5, "dtype", ["(8,) int32", "(8,) float32", "number 2 of dp (ranks 1, 3, 5, 7)"]),
+    "loop": (5, "absent", ["all_reduce number 3 of tp (ranks 4..5)", "in endless_loop"]),
+    "raise": (5, "absent", ["number 3 of tp", "it raised ValueError: a planted mistake"]),
+    "leave": (5, "absent", ["number 3 of tp", "it left the watch"]),
+    "late": (0, "absent", ["number 3 of tp (ranks 0..1), in which rank 1 waits", "endless_loop"]),
+    "die": (5, "no dump", ["number 3 of tp (ranks 4..5), in which rank 4 waits", "left no dump"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(tmp_path, mistake):
+    culprit, kind, words = MISTAKES[mistake]
+    verdict = verdict_of(tmp_path, mistake)
+    assert (verdict.culprits, verdict.outcome) == ((culprit,), "blamed"), str(verdict)
+    (finding,) = verdict.findings
+    assert finding.kind == kind
+    assert str(verdict).startswith(f"rank {culprit} (")
+    coords = LAYOUT.coords(culprit)
+    assert all(word in str(verdict) for word in [*words, f"tp={coords['tp']}, dp={coords['dp']}"])
+    if kind not in {"shape", "dtype"}:  # gloo does not mind those, and goes on
+        assert set(finding.waiting) == {*range(8)} - {culprit}
+
+
+# A job without a mistake: nobody is blamed, and the files know it.
+def test_nobody(tmp_path):
+    verdict = verdict_of(tmp_path, "none")
+    assert (verdict.culprits, verdict.outcome) == ((), "clear")
+    assert len(verdict.evidence.ranks) == 8
+    record = json.loads((tmp_path / "kept" / "hypercomm_watch_5.json").read_text())
+    tp = next(group for group in record["groups"] if group["title"] == "tp")
+    assert tp["ranks"] == [4, 5]
+    assert [call["state"] for call in tp["calls"]] == ["finished"] * 4
+    assert (record["rank"], record["world_size"]) == (5, 8)
