@@ -125,7 +125,9 @@ def _why(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"it has no field {error}, so it is no dump, or of another form"
     if isinstance(error, json.JSONDecodeError):
-        return f"it is cut off, or no dump: {error.msg} at character {error.pos}"
+        return (
+            f"it is cut off, or no dump: {error.msg.removesuffix(' at')} at character {error.pos}"
+        )
     if isinstance(error, EOFError) or "truncated" in str(error):
         return f"it is cut off: {error}"
     return str(error) or type(error).__name__
@@ -198,7 +200,9 @@ def _check_one_job(records: list[RankRecord]) -> None:
 
 
 def _two_jobs(one: RankRecord, other: RankRecord) -> DumpError:
-    sizes = [f" (of {r.world_size} ranks)" if r.world_size else "" for r in (one, other)]
+    sizes = ["", ""]
+    if one.world_size != other.world_size:
+        sizes = [f" (of {record.world_size} ranks)" for record in (one, other)]
     return DumpError(
         f"{one.file}{sizes[0]} and {other.file}{sizes[1]} are of two jobs; keep the dumps of one "
         f"of them in the folder"

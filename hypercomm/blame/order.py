@@ -42,8 +42,6 @@ def out_of_order(evidence: Evidence, circle: Sequence[Wait]) -> Votes:
     outvoted: list[tuple[int, Votes]] = []
     for position, entered in enumerate(circle):
         missed = circle[position - 1]  # whose rank waits for this one
-        if missed.call.peer is not None or entered.call.peer is not None:
-            continue
         right: list[int] = []
         wrong: list[int] = []
         for record in evidence.ranks.values():
@@ -64,13 +62,16 @@ def _comes_first(
     evidence: Evidence, record: RankRecord, missed: Wait, entered: Wait
 ) -> bool | None:
     """Whether a rank makes the call that one is missed in before the other; None: no telling."""
-    one = _same_call(evidence, record, missed)
+    one = _same_call(evidence, record, missed, is_answer=True)
     other = _same_call(evidence, record, entered)
     if one is None and other is None:
         return None
     if one is None or other is None:
         groups = [_same_group(evidence, record, wait) for wait in (missed, entered)]
-        return None if None in groups else one is not None
+        is_message = (missed if one is None else entered).call.peer is not None
+        if None in groups or (is_message and record.rank != entered.rank):
+            return None  # not every rank sends or receives
+        return one is not None
     return one.order < other.order
 
 
@@ -83,8 +84,20 @@ def _same_group(evidence: Evidence, record: RankRecord, wait: Wait) -> GroupId |
     return next(groups, None)
 
 
-def _same_call(evidence: Evidence, record: RankRecord, wait: Wait) -> Call | None:
-    """The call of the same number and kind that a rank has made in its own such group."""
+def _same_call(
+    evidence: Evidence, record: RankRecord, wait: Wait, *, is_answer: bool = False
+) -> Call | None:
+    """The call of the same number and kind that a rank has made in its own such group.
+
+    A message is answered by one of the other kind, to whomever.
+    """
     group = _same_group(evidence, record, wait)
-    calls = record.calls.get(group, ()) if group is not None else ()
-    return next((call for call in calls if call.number == wait.call.number), None)
+    if group is None:
+        return None
+    calls = record.calls.get(group, [])
+    if wait.call.peer is not None:
+        op = wait.call.op if not is_answer else "send" if wait.call.op == "recv" else "recv"
+        channels = record.messages.get(group, {}).items()
+        calls = [call for kind, of in channels if kind.startswith(op) for call in of]
+    same = [call for call in calls if call.number == wait.call.number]
+    return min(same, key=lambda call: call.order, default=None)

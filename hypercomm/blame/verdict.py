@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -194,17 +195,38 @@ def judge(evidence: Evidence) -> Verdict:
     waits = all_waits(evidence)
     graph = graph_of(waits)
     findings = [_different(evidence, each, graph) for each in found]
-    explained = {rank for each in found for rank in each.calls}
-    for part in ends_of(graph):
-        if explained.intersection(part):
-            continue  # they are in calls that differ
-        findings.append(_end(evidence, part, waits, graph))
+    explained = _explained(found, waits)
+    known = {
+        rank: [other for other in others if other in evidence.ranks]
+        for rank, others in graph.items()
+        if rank in evidence.ranks
+    }
+    for part in ends_of(known):
+        waits_for_unknown = len(part) == 1 and graph[part[0]]
+        if waits_for_unknown or explained.intersection(part):
+            continue
+        findings.append(_end(evidence, part, waits, known))
+        explained.update(part)
+    explained.update(who_waits(known, explained))
+    for rank in sorted(graph.keys() - known.keys()):
+        needed = [w for w in waits if rank in w.absent and w.rank not in explained]
+        if needed:
+            findings.append(_absent(evidence, rank, needed, tuple(who_waits(graph, [rank]))))
+        elif rank not in evidence.unreadable:
+            evidence.notes.append(f"rank {rank} left no dump; that explains nothing that waits")
     if not findings:
         stuck = [wait for wait in waits if not wait.absent]
         if stuck:
             findings = [_stuck(evidence, stuck)]
     findings.sort(key=lambda finding: (not finding.culprits, -len(finding.waiting)))
     return Verdict(evidence, tuple(findings), tuple(waits))
+
+
+def _explained(found: Sequence[Difference], waits: Sequence[Wait]) -> set[int]:
+    """Who is stuck in a call that differs, or behind it, and who has left its order."""
+    first = {each.group: each.number for each in reversed(found)}
+    stuck = {w.rank for w in waits if w.call.number >= first.get(w.group, math.inf)}
+    return stuck.union(*(each.odd for each in found if each.what == "order"))
 
 
 def _different(evidence: Evidence, found: Difference, graph: dict[int, list[int]]) -> Finding:

@@ -47,6 +47,8 @@ def says_absent(
         record = evidence.ranks.get(rank)
         is_queued = record is not None and record.last(first.group) >= first.call.number
         has = "has called, but its device has not started," if is_queued else "has not entered"
+        if rank in evidence.unreadable:
+            has = "is not known to have entered"
         says = f"{evidence.who(rank)} {has} {what}, in which {_ranks(inside)} {verb}"
     says += _whereabouts(evidence, rank)
     others = sorted(set(waiting) - set(inside))
@@ -76,13 +78,18 @@ def says_circle(evidence: Evidence, circle: Sequence[Wait], votes: Votes) -> str
         votes: Who goes another way.
     """
     if votes.missed is not None and votes.entered is not None:
-        rank = votes.entered.rank
+        rank, missed = votes.entered.rank, votes.missed
+        what = call_in_group(evidence, missed.group, missed.call)
+        if missed.call.peer is None:
+            lacks = f"not {what}, in which rank {missed.rank} waits for it"
+        else:
+            done = "sent" if missed.call.op == "recv" else "received"
+            lacks = f"has not {done} what rank {missed.rank} waits for in {what}"
         says = (
             f"{evidence.who(rank)} has entered "
             f"{call_in_group(evidence, votes.entered.group, votes.entered.call)}"
-            f"{_at(votes.entered.call)}, and not {_before(evidence, votes.missed)}, in which rank "
-            f"{votes.missed.rank} waits for it: {votes.with_most} of {votes.voters} ranks enter "
-            f"that of {evidence.title(votes.missed.group)} first"
+            f"{_at(votes.entered.call)}, and {lacks}: {votes.with_most} of {votes.voters} ranks "
+            f"go there before they enter that of {evidence.title(votes.entered.group)}"
         )
         others = [rank for rank in votes.culprits if rank != votes.entered.rank]
         return says + (f"; so do {_ranks(others)}" if others else "")
@@ -96,10 +103,6 @@ def says_circle(evidence: Evidence, circle: Sequence[Wait], votes: Votes) -> str
         f"{who} wait for each other: {'; '.join(steps)}; the dumps do not tell which order is "
         f"meant, so none of them is blamed alone"
     )
-
-
-def _before(evidence: Evidence, missed: Wait) -> str:
-    return call_in_group(evidence, missed.group, missed.call)
 
 
 def _at(call: Call) -> str:

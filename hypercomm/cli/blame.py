@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 from rich.markup import escape
 
-from hypercomm.blame.folder import read_folder
-from hypercomm.blame.verdict import BLAMED, CLEAR, Verdict, judge
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, table
 from hypercomm.layout.reading.notation import format_ranks
 
-_COLOURS = {CLEAR: "green", BLAMED: "red"}
+if TYPE_CHECKING:
+    from hypercomm.blame.verdict import Verdict
+
+_COLOURS = {"clear": "green", "blamed": "red"}
 
 _MOST_ROWS = 20
 """Rows of the table, at most; JSON has all."""
@@ -29,6 +31,9 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     FOLDER has what torch's flight recorder wrote (TORCH_NCCL_DUMP_ON_TIMEOUT), or grid.watch().
     Torch is not loaded, and no code in a dump is run. The exit code is 0 where nobody waits.
     """
+    from hypercomm.blame.folder import read_folder  # other commands need none of it
+    from hypercomm.blame.verdict import CLEAR, judge
+
     layout = None if sizes is None else options.read_layout(sizes, None, "all sizes")
     verdict = judge(read_folder(folder, layout))
     if as_json:

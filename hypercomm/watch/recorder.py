@@ -33,6 +33,9 @@ from hypercomm.process_groups import c10d
 KEPT = 100
 """Calls of each group that are kept, at most."""
 
+_MOST_PENDING = 1000
+"""Calls whose end is looked for; of a message that nobody waits for, gloo never says it."""
+
 MOST_WORDS = 120
 """Characters of an error that are kept."""
 
@@ -130,7 +133,7 @@ class Recorder:
         self.groups: WeakKeyDictionary[ProcessGroup, GroupCalls] = WeakKeyDictionary()
         self.moves = 0
         self._order = itertools.count(1)
-        self._pending: deque[Entry] = deque()
+        self._pending: deque[Entry] = deque(maxlen=_MOST_PENDING)
         self._lock = threading.Lock()
         self._originals: dict[str, Any] = {}
 

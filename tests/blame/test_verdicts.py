@@ -156,6 +156,34 @@ def test_dead(tmp_path):
     assert verdict.to_dict()["no_dump"] == [3]
 
 
+# 3 has skipped a call of its tp; that rank 0 left no dump does not hide it, nor is 0 blamed for it.
+def test_dump_that_was_not_collected(tmp_path):
+    dumps = job(2, 4)
+    for rank in range(8):
+        if rank == 2:
+            dumps.call(rank, "tp1", state="runs")
+        else:
+            dumps.call(rank, "WORLD", state="runs")
+            dumps.entries[rank][-1]["record_id"] = 9
+            if rank != 3:
+                dumps.call(rank, f"tp{rank // 2}")
+                dumps.entries[rank][-1]["record_id"] = 8
+    verdict = blame(dumps.write(tmp_path, but=[0]), "tp=2,dp=4")
+    assert [(f.kind, f.culprits) for f in verdict.findings] == [("order", (3,))]
+    assert "rank 0 left no dump" in verdict.evidence.notes[0]
+
+
+# A dtype that differs, which hindered nobody, does not hide that another member is missing later.
+def test_two_mistakes(tmp_path):
+    dumps = Dumps(4)
+    for rank in range(4):
+        dumps.call(rank, "WORLD", dtype="Int" if rank == 1 else "Float")
+        if rank != 2:
+            dumps.call(rank, "WORLD", state="queued" if rank == 1 else "runs")
+    verdict = blame(dumps.write(tmp_path))
+    assert {(f.kind, f.culprits) for f in verdict.findings} == {("dtype", (1,)), ("absent", (2,))}
+
+
 # 1,024 ranks of tp=8,dp=128, of which one is missing in the last of 100 calls: under 5 seconds.
 @pytest.mark.alone
 @pytest.mark.long

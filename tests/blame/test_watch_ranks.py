@@ -31,6 +31,7 @@ def verdict_of(tmp_path, mistake):
 MISTAKES = {
     "skip": (3, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
     "swap": (2, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
+    "message": (3, "order", ["not sent what rank 4 waits for in recv number 1", "2 of dp"]),
     "shape": (6, "shape", ["(12,) float32", "(8,) float32", "number 2 of dp (ranks 0, 2, 4, 6)"]),
     "dtype": (5, "dtype", ["(8,) int32", "(8,) float32", "number 2 of dp (ranks 1, 3, 5, 7)"]),
     "loop": (5, "absent", ["all_reduce number 3 of tp (ranks 4..5)", "in endless_loop"]),
@@ -56,8 +57,9 @@ def test_mistakes(tmp_path, mistake):
 
 
 # A job without a mistake: nobody is blamed, and the files know it.
-def test_nobody(tmp_path):
-    verdict = verdict_of(tmp_path, "none")
+@pytest.mark.parametrize("program", ["none", "pipe"])
+def test_nobody(tmp_path, program):
+    verdict = verdict_of(tmp_path, program)
     assert (verdict.culprits, verdict.outcome) == ((), "clear")
     assert len(verdict.evidence.ranks) == 8
     record = json.loads((tmp_path / "kept" / "hypercomm_watch_5.json").read_text())

@@ -42,6 +42,12 @@ def programs(mistake):
         found[6][5] = ("broadcast", 12, "float32")
     elif mistake == "dtype":
         found[5][5] = ("dp", 8, "int32")
+    elif mistake in {"pipe", "message"}:  # each sends to the next what it has received
+        for rank, steps in found.items():
+            received = [("recv", 3, "float32")] * (rank > 0)
+            is_wrong = mistake == "message" and rank == 3
+            sent = [("send", 3, "float32")] * (rank < RANKS - 1 and not is_wrong)
+            steps[4:4] = [*received, *sent]
     elif mistake in {"loop", "raise", "leave", "die"}:
         found[5][4:] = [(mistake, 0, "")]
     elif mistake == "late":  # 1 waits for 0 in tp, those of its dp for 1, all others for them
@@ -62,6 +68,9 @@ def standstill(mistake):
         if here == len(steps) or steps[here][1] == 0:
             return False
         dims = steps[here - 1][0]
+        if here and dims in {"send", "recv"}:
+            other, answer = (rank + 1, "recv") if dims == "send" else (rank - 1, "send")
+            return count(other, answer) >= count(rank, dims)
         return here == 0 or all(count(m, dims) >= count(rank, dims) for m in members(dims, rank))
 
     while free := [rank for rank in program if may_go_on(rank)]:
@@ -103,7 +112,7 @@ def job(folder, kept, mistake):
     expected = standstill(mistake)
     if mistake == "die":
         del expected[5]
-    if rank == 0:
+    if rank == 0:  # it tells the others by what it has kept
         threading.Thread(target=keep, args=(folder, kept, expected), daemon=True).start()
     threading.Thread(target=end, args=(kept,), daemon=True).start()
     grid = HyperCommGrid(SIZES)
@@ -143,6 +152,10 @@ def step(dims, group, count, dtype, watch):
         os.kill(os.getpid(), signal.SIGKILL)
     elif dims == "broadcast":
         dist.broadcast(torch.ones(count), src=dist.get_rank() % 2, group=group)
+    elif dims == "send":
+        dist.send(torch.ones(count), dist.get_rank() + 1)
+    elif dims == "recv":
+        dist.recv(torch.ones(count), dist.get_rank() - 1)
     else:
         dist.all_reduce(torch.ones(count, dtype=getattr(torch, dtype)), group=group)
 
