@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hypercomm import HyperCommGrid, NotInitializedError, WatchError
+from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
+from hypercomm.blame.verdict import blame
 from hypercomm.testing import fake_world
 
 
@@ -119,6 +120,16 @@ def test_bad_folders(grid, tmp_path):
             grid.watch(1, tmp_path)
         assert not watch.is_over
     assert methods() == before
+
+
+# The files of two jobs in one folder: refused, with a file of each.
+def test_two_jobs(tmp_path):
+    for rank in (1, 2):
+        with fake_world(4, rank=rank), HyperCommGrid("tp=2,dp=2") as grid:
+            grid.watch(60, tmp_path).stop()
+    words = "hypercomm_watch_1.json and hypercomm_watch_2.json are of two jobs; keep the dumps of"
+    with pytest.raises(DumpError, match=words):
+        blame(tmp_path)
 
 
 def test_without_a_job(tmp_path):

@@ -42,7 +42,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SLOW = {"raise", "leave", "pipe"}
+"""Programs that others are much like."""
+
+
+def each(names):
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("mistake", each(MISTAKES))
 def test_mistakes(tmp_path, mistake):
     culprit, kind, words = MISTAKES[mistake]
     verdict = verdict_of(tmp_path, mistake)
@@ -57,7 +65,7 @@ def test_mistakes(tmp_path, mistake):
 
 
 # A job without a mistake: nobody is blamed, and the files know it.
-@pytest.mark.parametrize("program", ["none", "pipe"])
+@pytest.mark.parametrize("program", each(["none", "pipe"]))
 def test_nobody(tmp_path, program):
     verdict = verdict_of(tmp_path, program)
     assert (verdict.culprits, verdict.outcome) == ((), "clear")
