@@ -29,6 +29,7 @@ import mappings
 import megatron_state
 import real_ranks
 import staleness
+import states
 from chart import draw
 from measure import Table, as_text
 
@@ -65,6 +66,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
         "getters": lambda: megatron_state.getters(runs),
         "calls": calls.creation,
         "mapping": lambda: mappings.mapping(runs, 16_384),
+        "states": lambda: states.states(runs, 1000),
     }
 
 
@@ -87,6 +89,7 @@ def quick() -> Tables:
         "getters": lambda: megatron_state.getters(1),
         "calls": calls.creation,
         "mapping": lambda: mappings.mapping(1, 1024),
+        "states": lambda: states.states(1, 64),
     }
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ _HOMES = {
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
     "transfer": "hypercomm.transfers.transfer",
+    "transfer_state": "hypercomm.transfers.state",
 }
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "megatron_requests",
     "run_ranks",
     "transfer",
+    "transfer_state",
 ]
 __all__ += errors.__all__
 

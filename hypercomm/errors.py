@@ -38,6 +38,7 @@ __all__ = [
     "RankOutsideError",
     "SimulationError",
     "StateError",
+    "StateTransferError",
     "TorchVersionError",
     "UnknownDimError",
     "UnknownFieldError",
@@ -155,6 +156,18 @@ class ConnectTimeout(GroupCreationTimeout):
 
 class OutcomeUnknownError(CreationError):
     """The job's store was lost while ranks decided: nobody can tell how; restart the job."""
+
+
+class StateTransferError(HyperCommError, RuntimeError):
+    """A model's parameters did not all arrive: see why, and go on from the bucket named.
+
+    Attributes:
+        bucket: The first bucket that did not arrive; all before it have.
+    """
+
+    def __init__(self, message: str, *, bucket: int = 0) -> None:
+        super().__init__(message)
+        self.bucket = bucket
 
 
 class NotPicklableError(HyperCommError, TypeError):

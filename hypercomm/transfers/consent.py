@@ -44,13 +44,22 @@ _MOST_ASKED = 8
 """Missing ranks of one place that are looked for at most."""
 
 
-def consent(mapping: RankMapping, tensor: str, refusal: str = "") -> BaseException | None:
+def consent(
+    mapping: RankMapping,
+    tensor: str,
+    refusal: str = "",
+    *,
+    entries: Sequence[str] = (),
+    damage: str = "",
+) -> BaseException | None:
     """Wait until all ranks of a transfer have come, and mean the same one.
 
     Args:
         mapping: What the transfer follows.
         tensor: What it moves, as all must say alike.
         refusal: Why this rank refuses to: the others hear it, and nobody is waited for.
+        entries: What more all must say alike, each a sentence's end; the first difference is told.
+        damage: What went wrong after bytes were moved: the others hear it in these words.
 
     Returns:
         What has interrupted this rank, though all go on: to be raised after the transfer.
@@ -70,9 +79,14 @@ def consent(mapping: RankMapping, tensor: str, refusal: str = "") -> BaseExcepti
     job, ranks = current(), _ranks(mapping)
     if not job.has_store or len(ranks) == 1:
         return None
-    meant = f"{tensor} by {mapping}", _details(mapping), json.dumps(ranks)
+    meant = (f"{tensor} by {mapping}", _details(mapping), json.dumps(ranks), *entries)
     party, limit_s = _Party(job, ranks, Said(job.rank, this_host(), meant)), limit_of(None)
-    meeting = party.refuse(refusal) if refusal else party.meet(limit_s)
+    if refusal:
+        damage = (
+            f"rank {job.rank} (host {party.said.host}) refused its arguments, and nothing was "
+            f"sent: {refusal}"
+        )
+    meeting = party.fail(damage) if damage else party.meet(limit_s)
     return hold_for_all(meeting, limit_s, "a verified transfer")
 
 
@@ -135,10 +149,9 @@ class _Party:
                 raise LayoutError((yield from self._lateness(end.ranks, waited_s)))
             raise LayoutError(end.words) from left
 
-    def refuse(self, refusal: str) -> Meeting[None]:
+    def fail(self, words: str) -> Meeting[None]:
         """Let the next place fail, for all ranks."""
-        rank, host = self.said.rank, self.said.host
-        words = f"rank {rank} (host {host}) refused its arguments, and nothing was sent: {refusal}"
+        rank = self.said.rank
         while True:
             place = f"{self._road}/{self._next_number()}"
             end = yield from decide(place, End("failed", words=words))
@@ -201,7 +214,7 @@ class _Party:
         if register.first is None:
             return None
         try:
-            meant, _, ranks = register.first.entries
+            meant, _, ranks, *_ = register.first.entries
             return _Stop(rank, place, meant, tuple(json.loads(ranks)), register.end)
         except (ValueError, TypeError) as error:
             raise foreign(place, text) from error

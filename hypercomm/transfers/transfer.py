@@ -7,25 +7,29 @@ once, so no order of the ranks can let two wait for each other.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import starmap
-from operator import attrgetter
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankMapping
 from hypercomm.layout.mapping.cuts import resolve_axes
-from hypercomm.layout.numbering.axes import Axis, are_nested
 from hypercomm.layout.reading.checks import world_too_small
 from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
 from hypercomm.transfers.consent import consent
+from hypercomm.transfers.tensors import (
+    as_tensor,
+    check_buffer,
+    check_device,
+    mark_written,
+    may_share,
+    post,
+)
 
 Pieces = dict[int, Tensor]
 """Views of parts of a tensor, by the rank at the other end: a pair of ranks has one message."""
@@ -147,8 +151,8 @@ def transfer(
         _exchange(moves, job.rank)
         if moves.group is not None and moves.received is not None:
             _broadcast(moves.received.detach(), duty.siblings[0], moves.group)
-    if moves.received is not None and not moves.received.is_inference():
-        increment_version(moves.received)  # what is received is no operation that autograd sees
+    if moves.received is not None:
+        mark_written(moves.received)
     if interrupt is not None:
         raise interrupt  # only now: the others had this rank's consent
     return moves.received
@@ -192,7 +196,7 @@ def _check(
     """Check the arguments of this rank, and say what it does with them."""
     is_source, is_target = duty.is_source, bool(duty.siblings)
     group = _check_group(groups, duty, leaders=mapping.leaders)
-    given = _as_tensor(tensor, "tensor")
+    given = as_tensor(tensor, "tensor")
     if not is_source or not is_target:
         if out is not None:
             raise LayoutError(
@@ -203,10 +207,10 @@ def _check(
     else:
         sent, received = given, _buffer(mapping, given, out)
     for moving in (None, group):
-        _check_device(given, moving)
+        check_device(given, moving)
     receives, sends = {}, {}
     if received is not None:
-        _check_buffer(received, "tensor" if out is None else "out")
+        check_buffer(received, "tensor" if out is None else "out")
         buffer = received.detach()
         for peer, part in _route_in(mapping, duty.rank, tuple(received.shape)):
             receives[peer] = buffer[part]
@@ -225,85 +229,21 @@ def _words(mapping: RankMapping, part: Tensor, *, is_source: bool) -> str:
     return f"{tuple(lengths)} of {part.dtype}"
 
 
-def _as_tensor(value: object, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise LayoutError(f"{what} must be a torch.Tensor, got {shown(value)}")
-    if value.layout is not torch.strided or value.device.type == "meta":
-        raise LayoutError(
-            f"{what} must be a dense tensor with data, got {value.layout} on {value.device}"
-        )
-    if value.is_quantized or value.is_nested:
-        kind = "quantized" if value.is_quantized else "nested"
-        raise LayoutError(f"{what} must be a plain tensor, got a {kind} one")
-    return value
-
-
-def _check_buffer(buffer: Tensor, what: str) -> None:
-    """Check that what receives may be written to, and has each element in memory once."""
-    steps = sorted(
-        starmap(Axis, zip(buffer.shape, buffer.stride(), strict=True)), key=attrgetter("stride")
-    )
-    if buffer.numel() and not are_nested(steps):
-        raise LayoutError(
-            f"{what} must have each element at an address of its own, but shape "
-            f"{tuple(buffer.shape)} has strides {buffer.stride()}; give a contiguous one"
-        )
-    if buffer.grad_fn is not None:
-        raise LayoutError(
-            f"{what} was computed from what requires a gradient, and may not be overwritten; give "
-            f"another buffer, as torch.empty_like(...) makes"
-        )
-
-
-def _check_device(tensor: Tensor, group: ProcessGroup | None) -> None:
-    """Check that a group has a backend for where a tensor is."""
-    found = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
-    devices = [entry.partition(":")[0] for entry in found.split(",")]
-    if tensor.device.type not in devices:
-        raise LayoutError(
-            f"tensor is on {tensor.device}, but the process group that moves it has backends for "
-            f"{', '.join(devices)}"
-        )
-
-
 def _buffer(mapping: RankMapping, tensor: Tensor, out: object) -> Tensor:
     """What receives on a rank that also sends."""
     shape = mapping.received_shape(tensor.shape)
     if out is None:
         return tensor.new_empty(shape)
-    buffer = _as_tensor(out, "out")
+    buffer = as_tensor(out, "out")
     found = (tuple(buffer.shape), buffer.dtype, buffer.device)
     if found != (shape, tensor.dtype, tensor.device):
         raise LayoutError(
             f"out must have shape {shape}, {tensor.dtype} and device {tensor.device}, as follows "
             f"from tensor; it has {found[0]}, {found[1]} and {found[2]}"
         )
-    if _may_share(tensor, buffer):
+    if may_share(tensor, buffer):
         raise LayoutError("out must share no element with tensor, which is still being sent")
     return buffer
-
-
-def _may_share(one: Tensor, other: Tensor) -> bool:
-    """Whether elements of both may be at one address; False for apart ones, columns and rows."""
-    if not one.numel() or not other.numel():
-        return False
-    pitches = {stride * each.element_size() for each in (one, other) for stride in each.stride()}
-    return all(_meet(one, other, pitch) for pitch in {0, *pitches})
-
-
-def _meet(one: Tensor, other: Tensor, pitch: int) -> bool:
-    """Whether the bytes of both meet in rows of this pitch laid above each other; 0: one row."""
-    extents = []
-    for each in (one, other):
-        size = each.element_size()
-        steps = zip(each.shape, each.stride(), strict=True)
-        across = [(n - 1) * step * size for n, step in steps if not pitch or step * size % pitch]
-        extents.append(sum(across) + size)
-    ahead, behind = other.data_ptr() - one.data_ptr(), one.data_ptr() - other.data_ptr()
-    if pitch:
-        ahead, behind = ahead % pitch, behind % pitch
-        return ahead < extents[0] or behind < extents[1]
-    return ahead < extents[0] and behind < extents[1]
 
 
 def _check_group(groups: object, duty: _Duty, *, leaders: bool) -> ProcessGroup | None:
@@ -339,18 +279,20 @@ def _check_group(groups: object, duty: _Duty, *, leaders: bool) -> ProcessGroup 
 def _exchange(moves: _Moves, rank: int) -> None:
     """Receive and send all at once, and keep what this rank sends to itself."""
     copies: list[tuple[Tensor, Tensor]] = []
-    ops: list[dist.P2POp] = []
+    receives: list[tuple[int, Tensor]] = []
     for source, piece in sorted(moves.receives.items()):
         if source == rank:
             piece.copy_(moves.sends[rank])
         elif piece.numel():
             flat = _plain(piece)
             copies += [(piece, flat)] * (flat is not piece)
-            ops.append(dist.P2POp(dist.irecv, flat, source))
-    for target, piece in sorted(moves.sends.items()):
-        if target != rank and piece.numel():
-            ops.append(dist.P2POp(dist.isend, piece.contiguous(), target))
-    for work in dist.batch_isend_irecv(ops) if ops else ():
+            receives.append((source, flat))
+    sends = [
+        (target, piece.contiguous())
+        for target, piece in sorted(moves.sends.items())
+        if target != rank and piece.numel()
+    ]
+    for work in post(receives, sends):
         work.wait()
     for piece, flat in copies:
         piece.copy_(flat)
