@@ -187,7 +187,7 @@ def _parameters(
             what = "state" if source else "into"
             raise type(error)(f"{what}[{name!r}]: {error}") from error
         for cut, axis in zip(mapping.cuts, axes, strict=True):
-            lengths[axis] *= cut.source if source else cut.target
+            lengths[axis] *= cut.sources if source else cut.targets
         parameters[name] = Parameter(
             name, tuple(lengths), str(tensor.dtype), tensor.element_size(), mapping
         )

@@ -31,8 +31,8 @@ from hypercomm.transfers.tensors import (
     post,
 )
 
-Pieces = dict[int, Tensor]
-"""Views of parts of a tensor, by the rank at the other end: a pair of ranks has one message."""
+Pieces = list[tuple[int, Tensor]]
+"""Views of parts of a tensor, each with the rank at the other end, in one order on both."""
 
 Route = tuple[tuple[int, tuple[slice, ...]], ...]
 """The rank at the other end of each message, and where it lies in this rank's tensor."""
@@ -208,16 +208,17 @@ def _check(
         sent, received = given, _buffer(mapping, given, out)
     for moving in (None, group):
         check_device(given, moving)
-    receives, sends = {}, {}
+    receives: Pieces = []
+    sends: Pieces = []
     if received is not None:
         check_buffer(received, "tensor" if out is None else "out")
         buffer = received.detach()
         for peer, part in _route_in(mapping, duty.rank, tuple(received.shape)):
-            receives[peer] = buffer[part]
+            receives.append((peer, buffer[part]))
     if sent is not None:
         plain = sent.detach().resolve_conj().resolve_neg()
         for peer, part in _route_out(mapping, duty.rank, tuple(sent.shape)):
-            sends[peer] = plain[part]
+            sends.append((peer, plain[part]))
     return _Moves(_words(mapping, given, is_source=is_source), received, receives, sends, group)
 
 
@@ -225,7 +226,7 @@ def _words(mapping: RankMapping, part: Tensor, *, is_source: bool) -> str:
     """Say what is moved as a whole, of which a rank has a part: all ranks say it alike."""
     lengths = list(part.shape)
     for cut, axis in zip(mapping.cuts, resolve_axes(mapping.cuts, part.ndim), strict=True):
-        lengths[axis] *= cut.source if is_source else cut.target
+        lengths[axis] *= cut.sources if is_source else cut.targets
     return f"{tuple(lengths)} of {part.dtype}"
 
 
@@ -279,17 +280,18 @@ def _check_group(groups: object, duty: _Duty, *, leaders: bool) -> ProcessGroup 
 def _exchange(moves: _Moves, rank: int) -> None:
     """Receive and send all at once, and keep what this rank sends to itself."""
     copies: list[tuple[Tensor, Tensor]] = []
-    receives: list[tuple[int, Tensor]] = []
-    for source, piece in sorted(moves.receives.items()):
+    receives: Pieces = []
+    kept = (piece for target, piece in moves.sends if target == rank)
+    for source, piece in moves.receives:
         if source == rank:
-            piece.copy_(moves.sends[rank])
+            piece.copy_(next(kept))
         elif piece.numel():
             flat = _plain(piece)
             copies += [(piece, flat)] * (flat is not piece)
             receives.append((source, flat))
     sends = [
         (target, piece.contiguous())
-        for target, piece in sorted(moves.sends.items())
+        for target, piece in moves.sends
         if target != rank and piece.numel()
     ]
     for work in post(receives, sends):

@@ -487,3 +487,30 @@ def one_does_not_come():
     else:
         first = timed(lone(0), both, given)
     return first, timed(lone(0), both, given)[0]
+
+
+def causal():
+    """Whether a sequence in causal order arrives, in order and in another's, and comes back."""
+    rank, seen = dist.get_rank(), []
+    whole = torch.arange(2 * 24 * 3).reshape(2, 24, 3)
+
+    def zigzag(size, at):
+        chunks = whole.chunk(2 * size, 1)
+        return torch.cat([chunks[at], chunks[2 * size - 1 - at]], 1)
+
+    def move(mapping, mine, wanted):
+        got = transfer(mapping, mine if mine is not None else torch.full_like(wanted, -1))
+        seen.append(wanted is None or torch.equal(got, wanted))
+
+    here, there = RankLayout.parse("cp=2"), RankLayout([3], ["cp"], 1)
+    for target, cut in ((there, 1), (there.rename(cp="sp"), 1)):
+        is_causal = target is there
+        shards = {"cp": "zigzag"} if is_causal else {"cp": "zigzag", "sp": cut}
+        mapping = RankMapping(here, target, None, shards=shards)
+        mine = zigzag(2, rank) if rank < 2 else None
+        wanted = None
+        if rank >= 1:
+            wanted = zigzag(3, rank - 1) if is_causal else whole.chunk(3, 1)[rank - 1]
+        move(mapping, mine, wanted)
+        move(mapping.inverse(), wanted, mine)
+    return seen

@@ -326,3 +326,8 @@ def test_to_itself():
         got = transfer(mapping, tensor)
     assert got.tolist() == [0, 1, 2]
     assert got.data_ptr() != tensor.data_ptr()
+
+
+# A sequence in causal order arrives in causal order over other ranks, and in contiguous blocks.
+def test_causal_order():
+    assert run_ranks(mapping_ranks.causal, 4) == [[True] * 4] * 4

@@ -54,7 +54,7 @@ class Parameter:
         """Return the shape of the part that each rank of one end has."""
         lengths, cuts = list(self.shape), self.mapping.cuts
         for cut, axis in zip(cuts, resolve_axes(cuts, len(lengths)), strict=True):
-            lengths[axis] //= cut.source if source else cut.target
+            lengths[axis] //= cut.sources if source else cut.targets
         return tuple(lengths)
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ def _grain(parameters: Sequence[Parameter], bucket_bytes: int) -> int:
     total, senders = 0, 1
     for parameter in parameters:
         mapping = parameter.mapping
-        parts = math.prod(cut.target for cut in mapping.cuts)
+        parts = math.prod(cut.targets for cut in mapping.cuts)
         total += parameter.nbytes * len(mapping.target_ranks) // parts
         senders = len(mapping.source_ranks)
     even = max(total // (senders * _TURNS), _LEAST_GRAIN)

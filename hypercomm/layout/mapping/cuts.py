@@ -25,10 +25,14 @@ class Cut:
     Both are counted in units, the largest pieces of the axis that no border of a shard cuts:
     there are as many as the least common multiple of both numbers of shards.
 
+    Where a dim cuts in zigzag, a rank holds several chunks of the axis, and they count as shards.
+
     Attributes:
         axis: The tensor axis; -1 is the last.
         source: The number of shards on the source.
         target: The number of shards on the target.
+        source_held: How many of them each rank of the source holds.
+        target_held: How many of them each rank of the target holds.
 
     Example:
         >>> cut = Cut(axis=0, source=2, target=3)
@@ -41,6 +45,18 @@ class Cut:
     axis: int
     source: int
     target: int
+    source_held: int = attrs.field(default=1, repr=False)
+    target_held: int = attrs.field(default=1, repr=False)
+
+    @property
+    def sources(self) -> int:
+        """By how much the axis is shorter on a rank of the source than as a whole."""
+        return self.source // self.source_held
+
+    @property
+    def targets(self) -> int:
+        """By how much the axis is shorter on a rank of the target than as a whole."""
+        return self.target // self.target_held
 
     @property
     def units(self) -> int:
@@ -60,11 +76,14 @@ class Cut:
         """Return the source's shards that overlap a shard of the target."""
         return range(*overlapping(shard, self.target, self.source))
 
-    def part(self, source: int, target: int) -> Part:
-        """Return what a shard of the source and one of the target have in common."""
+    def part(self, source: int, target: int, slots: tuple[int, int] = (0, 0)) -> Part:
+        """Return what a shard of the source and one of the target have in common.
+
+        `slots` says behind how many others of its rank each of both lies.
+        """
         wide, narrow = self.units // self.source, self.units // self.target
         start = max(source * wide, target * narrow)
-        return Part(self, start, min((source + 1) * wide, (target + 1) * narrow))
+        return Part(self, start, min((source + 1) * wide, (target + 1) * narrow), slots)
 
     def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Enumerate all overlapping shards of source and target, as two arrays of one length.
@@ -104,25 +123,30 @@ class Part:
     cut: Cut
     start: int
     stop: int
+    slots: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
 
-    def slice_of(self, length: int, shards: int) -> slice:
-        """Return where the part lies in its shard, where the axis is cut into `shards`.
+    def slice_of(self, length: int, shards: int, slot: int = 0, held: int = 1) -> slice:
+        """Return where the part lies on a rank, where the axis is cut into `shards`.
 
         Args:
-            length: Elements of the axis in one shard.
+            length: Elements of the axis on one rank.
             shards: `cut.source`, `cut.target`, or 1 for the whole axis.
+            slot: Behind how many other shards of the rank its shard lies.
+            held: How many shards the rank has.
 
         Raises:
             LayoutError: The length is no multiple of the units that a shard has.
         """
         units = self.cut.units // shards
-        if length % units:
+        if length % (units * held):
+            is_zigzag = max(self.cut.source_held, self.cut.target_held) > 1
             raise LayoutError(
                 f"tensor axis {self.cut.axis} has length {length}, and must be a multiple of "
-                f"{units}, as {self.cut.source} shards become {self.cut.target}; the nearest "
-                f"lengths that work are {nearest_multiples(length, units)}"
+                f"{units * held}, as {self.cut.source} {'chunks' if is_zigzag else 'shards'} "
+                f"become {self.cut.target}; the nearest lengths that work are "
+                f"{nearest_multiples(length, units * held)}"
             )
-        step, first = length // units, self.start % units
+        step, first = length // (units * held), slot * units + self.start % units
         return slice(first * step, (first + self.stop - self.start) * step)
 
 
@@ -163,22 +187,26 @@ class Message:
             LayoutError: A length is not a multiple of the units of its axis, or an axis that is
                 cut is not there.
         """
-        return self._slices(shape, [1] * len(self.parts))
+        return self._slices(shape, [(1, 0, 1)] * len(self.parts))
 
     def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return where it lies in the sender's tensor, of this shape; as `global_slices`."""
-        return self._slices(shape, [part.cut.source for part in self.parts])
+        held = [(one.cut.source, one.slots[0], one.cut.source_held) for one in self.parts]
+        return self._slices(shape, held)
 
     def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return where it lies in the receiver's tensor, of this shape; as `global_slices`."""
-        return self._slices(shape, [part.cut.target for part in self.parts])
+        held = [(one.cut.target, one.slots[1], one.cut.target_held) for one in self.parts]
+        return self._slices(shape, held)
 
-    def _slices(self, shape: Sequence[int], shards: Sequence[int]) -> tuple[slice, ...]:
+    def _slices(
+        self, shape: Sequence[int], places: Sequence[tuple[int, int, int]]
+    ) -> tuple[slice, ...]:
         lengths = as_lengths(shape)
         slices = [slice(None)] * len(lengths)
         axes = resolve_axes((part.cut for part in self.parts), len(lengths))
-        for part, axis, count in zip(self.parts, axes, shards, strict=True):
-            slices[axis] = part.slice_of(lengths[axis], count)
+        for part, axis, place in zip(self.parts, axes, places, strict=True):
+            slices[axis] = part.slice_of(lengths[axis], *place)
         return tuple(slices)
 
 

@@ -29,31 +29,64 @@ def as_dim(value: object, what: str) -> str:
     return str(value)
 
 
-def as_shards(value: object) -> tuple[tuple[str, int], ...]:
+ZIGZAG = "zigzag"
+
+Axis = int | tuple[str, int]
+"""A tensor axis that is cut in contiguous blocks, or ("zigzag", axis)."""
+
+Shards = tuple[tuple[str, Axis], ...]
+"""Which dim cuts which axis."""
+
+
+def as_shards(value: object, sequence: int) -> Shards:
     """Read which dim cuts which tensor axis, from a mapping or from pairs.
+
+    Args:
+        value: What is read; "zigzag" alone is of the axis of the sequence.
+        sequence: That axis.
 
     Raises:
         LayoutError: It is neither, a dim is no string, or an axis no int.
 
     Example:
-        >>> as_shards({"cp": 1, "tp": -1})
-        (('cp', 1), ('tp', -1))
+        >>> as_shards({"cp": "zigzag", "tp": -1}, sequence=1)
+        (('cp', ('zigzag', 1)), ('tp', -1))
     """
     pairs = as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards")
-    shards: list[tuple[str, int]] = []
+    shards: list[tuple[str, Axis]] = []
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LayoutError(
                 f"shards must map dims to tensor axes, as in {{'cp': 1}}, got {shown(value)}"
             )
         dim = as_dim(pair[0], "every dim in shards")
-        shards.append((dim, as_int(pair[1], f"the axis of dim {dim!r} in shards")))
+        shards.append((dim, _as_axis(pair[1], sequence, f"the axis of dim {dim!r} in shards")))
     return tuple(shards)
 
 
-def dims_of_axes(
-    along: str | None, batch_axis: int, shards: tuple[tuple[str, int], ...]
-) -> dict[int, tuple[str, ...]]:
+def _as_axis(value: object, sequence: int, what: str) -> Axis:
+    if isinstance(value, str):
+        if value != ZIGZAG:
+            raise LayoutError(
+                f"{what} must be an int, {ZIGZAG!r} or ({ZIGZAG!r}, axis), got {shown(value)}"
+            )
+        return ZIGZAG, sequence
+    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == ZIGZAG:
+        return ZIGZAG, as_int(value[1], what)
+    return as_int(value, what)
+
+
+def zigzag_dims(shards: Shards) -> tuple[str, ...]:
+    """Return the dims that cut in zigzag.
+
+    Example:
+        >>> zigzag_dims((("cp", ("zigzag", 1)), ("tp", -1)))
+        ('cp',)
+    """
+    return tuple(dim for dim, axis in shards if isinstance(axis, tuple))
+
+
+def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
     """Tell which dims cut each tensor axis, outermost first; the batch's axis first.
 
     Example:
@@ -62,7 +95,8 @@ def dims_of_axes(
     """
     axes: dict[int, tuple[str, ...]] = {}
     batch = [] if along is None else [(along, batch_axis)]
-    for dim, axis in (*batch, *shards):
+    plain = [(dim, axis[1] if isinstance(axis, tuple) else axis) for dim, axis in shards]
+    for dim, axis in (*batch, *plain):
         axes[axis] = (*axes.get(axis, ()), dim)
     return axes
 
@@ -83,7 +117,8 @@ def check_roles(
     source: RankLayout,
     target: RankLayout,
     along: str | None,
-    shards: tuple[tuple[str, int], ...],
+    batch_axis: int,
+    shards: Shards,
     pipeline: str | None,
 ) -> None:
     """Check that each dim has one role, and that no typing mistake makes a dim of size 1.
@@ -96,8 +131,14 @@ def check_roles(
 
     Example:
         >>> layout = RankLayout.parse("tp=2,dp=2")
-        >>> check_roles(layout, layout, "dp", (("tp", -1),), "pp")
+        >>> check_roles(layout, layout, "dp", 0, (("tp", -1),), "pp")
     """
+    for dim in zigzag_dims(shards):
+        if along is not None and dict(shards)[dim] == (ZIGZAG, batch_axis):
+            raise LayoutError(
+                f"dim {dim!r} in shards cuts axis {batch_axis} in zigzag, which is the batch's; "
+                f"give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
+            )
     named = [("along", along), *(("shards", dim) for dim, _ in shards), ("pipeline", pipeline)]
     known = {*source.dim_names, *target.dim_names, *_MAY_LACK}
     roles = roles_of((role, dim) for role, dim in named if dim is not None)

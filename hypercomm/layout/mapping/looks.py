@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.mapping.cuts import Cut
-from hypercomm.layout.mapping.dim_roles import dims_of_axes, replicating
+from hypercomm.layout.mapping.dim_roles import Shards, dims_of_axes, replicating, zigzag_dims
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.reading.tables import MOST_ROWS, as_frame, as_html
@@ -52,7 +52,7 @@ class MappingLooks:
     target: RankLayout
     along: str | None
     batch_axis: int
-    shards: tuple[tuple[str, int], ...]
+    shards: Shards
     pipeline: str | None
     leaders: bool
     backward: bool
@@ -118,7 +118,8 @@ class MappingLooks:
             before, after = self._sizes(self.along)
             words[0] += f" {before} -> {after} along {self.along}"
         words += [
-            f"{cut.source} -> {cut.target} on axis {cut.axis}"
+            f"{cut.sources} -> {cut.targets} on axis {cut.axis}"
+            + " in zigzag" * any(dim in zigzag_dims(self.shards) for dim in axes[cut.axis])
             for cut in self.cuts
             if axes[cut.axis] != (self.along,)
         ]

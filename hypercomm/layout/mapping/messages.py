@@ -1,17 +1,18 @@
 """Messages: what goes from one sharding of a tensor to another, for one rank or as a table.
 
 A cell of the source overlaps some cells of the target, and each replica of those wants the part in
-common. These are the cell's consumers: n of them, the target's replicas varying fastest, then the
-last axis that is cut. A consumer that has the cell itself is served by itself; else consumer k is
-served by replica k * R // n of the R that the cell has. Among leaders, R is 1 and so are the
-target's replicas.
+common. (A rank has one cell, or several where a dim cuts in zigzag, and a message for each box that
+two cells have in common.) These are the cell's consumers: n of them, the target's replicas varying
+fastest, then the last axis that is cut. A consumer that has the cell itself is served by itself;
+else consumer k is served by replica k * R // n of the R that the cell has. Among leaders, R is 1
+and so are the target's replicas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from itertools import product
-from operator import attrgetter
 
 import attrs
 import numpy as np
@@ -53,19 +54,24 @@ class Messages:
 
     def sent_by(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank sends, by target; () where it sends nothing."""
-        here, (senders, receivers) = self.before.shard_of(rank), self._replicas
-        if here is None or here.replica >= senders:
-            return ()
+        senders, receivers = self._replicas
+        messages: list[Message] = []
+        for here in self.before.shards_of(rank):
+            if here.replica < senders:
+                messages += self._sent_from(here, rank, senders, receivers)
+        return tuple(sorted(messages, key=_by_target))
+
+    def _sent_from(self, here: Shard, rank: int, senders: int, receivers: int) -> Iterator[Message]:
+        """Return what a rank sends of one of its cells."""
         choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here.cell, strict=True)]
         consumers = math.prod(map(len, choices)) * receivers
         first, last = (
             -(-replica * consumers // senders) for replica in (here.replica, here.replica + 1)
         )
         _refuse_too_many(last - first)
-        messages = []
-        own = _shard_of(self.after, rank, receivers)
-        if own and all(shard in some for shard, some in zip(own.cell, choices, strict=True)):
-            messages.append(self._message(here, own))
+        for own in _shards_of(self.after, rank, receivers):
+            if all(shard in some for shard, some in zip(own.cell, choices, strict=True)):
+                yield self._message(here, own)
         for turn in range(first, last):
             rest, replica = divmod(turn, receivers)
             reversed_cell = []
@@ -73,23 +79,29 @@ class Messages:
                 rest, position = divmod(rest, len(shards))
                 reversed_cell.append(shards[position])
             there = Shard(tuple(reversed_cell[::-1]), replica)
-            theirs = _shard_of(self.before, self.after.rank_at(*there), senders)
-            if theirs is None or theirs.cell != here.cell:  # else it serves itself
-                messages.append(self._message(here, there))
-        return tuple(sorted(messages, key=attrgetter("target")))
+            theirs = _shards_of(self.before, self.after.rank_at(*there), senders)
+            if all(shard.cell != here.cell for shard in theirs):  # else it serves itself
+                yield self._message(here, there)
 
     def received_by(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank receives, by source; () where it receives nothing."""
-        there, (senders, receivers) = self.after.shard_of(rank), self._replicas
-        if there is None or there.replica >= receivers:
-            return ()
-        own = _shard_of(self.before, rank, senders)
+        senders, receivers = self._replicas
+        own = {shard.cell: shard for shard in _shards_of(self.before, rank, senders)}
+        messages: list[Message] = []
+        for there in self.after.shards_of(rank):
+            if there.replica < receivers:
+                messages += self._received_at(there, own, senders, receivers)
+        return tuple(sorted(messages, key=_by_source))
+
+    def _received_at(
+        self, there: Shard, own: Mapping[tuple[int, ...], Shard], senders: int, receivers: int
+    ) -> Iterator[Message]:
+        """Return what a rank receives of one cell, given what it has itself."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there.cell, strict=True)]
         _refuse_too_many(math.prod(map(len, choices)))
-        messages = []
         for cell in product(*choices):
-            if own is not None and own.cell == cell:
-                messages.append(self._message(own, there))
+            if cell in own:
+                yield self._message(own[cell], there)
                 continue
             position, cells = 0, 1
             for cut, source, target in zip(self.cuts, cell, there.cell, strict=True):
@@ -98,8 +110,7 @@ class Messages:
                 cells *= len(shards)
             turn = position * receivers + there.replica
             sender = turn * senders // (cells * receivers)
-            messages.append(self._message(Shard(cell, sender), there))
-        return tuple(sorted(messages, key=attrgetter("source")))
+            yield self._message(Shard(cell, sender), there)
 
     def table(self) -> NDArray[np.void]:
         """List all messages, by source and then by target; a row is one of `RankMapping.table`."""
@@ -126,12 +137,14 @@ class Messages:
         rows = np.empty(boxes * receivers, dtype=[*columns, *bound_columns])
         held = self.before.to_array()[:, :senders]
         wanted = self.after.to_array()[:, :receivers]
-        serves_itself = _rows_of(wanted, held)[there] == here[:, None]
         targets = wanted[there]
+        serves_itself = _are_in(targets, here[:, None], held)
         rows["source"] = np.where(serves_itself, targets, held[here[:, None], sender]).ravel()
         rows["target"] = targets.ravel()
         rows["start"], rows["stop"] = bounds.repeat(receivers, axis=1)
-        ordered: NDArray[np.void] = rows[np.lexsort((rows["target"], rows["source"]))]
+        starts = [rows["start"][:, axis] for axis in reversed(range(len(pairs)))]
+        order = np.lexsort((*starts, rows["target"], rows["source"]))
+        ordered: NDArray[np.void] = rows[order]
         return ordered
 
     @property
@@ -140,23 +153,33 @@ class Messages:
         return (1, 1) if self.leaders else (self.before.replicas, self.after.replicas)
 
     def _message(self, here: Shard, there: Shard) -> Message:
-        shards = zip(self.cuts, here.cell, there.cell, strict=True)
-        parts = tuple(cut.part(source, target) for cut, source, target in shards)
+        slots = zip(self.before.slots_of(here.cell), self.after.slots_of(there.cell), strict=True)
+        shards = zip(self.cuts, here.cell, there.cell, slots, strict=True)
+        parts = tuple(cut.part(source, target, both) for cut, source, target, both in shards)
         return Message(self.before.rank_at(*here), self.after.rank_at(*there), parts)
 
 
-def _shard_of(sharding: Sharding, rank: int, replicas: int) -> Shard | None:
+def _shards_of(sharding: Sharding, rank: int, replicas: int) -> list[Shard]:
     """What any rank holds, if it is one of the first replicas of it, which take part."""
-    shard = sharding.shard_of(rank) if rank in sharding.layout else None
-    return shard if shard and shard.replica < replicas else None
+    found = sharding.shards_of(rank) if rank in sharding.layout else ()
+    return [shard for shard in found if shard.replica < replicas]
 
 
-def _rows_of(ranks: NDArray[np.int64], held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row of `held` that each rank is in; -1 where it is in none."""
-    order = np.argsort(held, axis=None)
-    ascending = held.ravel()[order]
-    at = np.minimum(np.searchsorted(ascending, ranks), held.size - 1)
-    return np.where(ascending[at] == ranks, order[at] // held.shape[1], -1)
+def _by_target(message: Message) -> tuple[int, list[int]]:
+    return message.target, [part.start for part in message.parts]
+
+
+def _by_source(message: Message) -> tuple[int, list[int]]:
+    return message.source, [part.start for part in message.parts]
+
+
+def _are_in(
+    ranks: NDArray[np.int64], rows: NDArray[np.int64], held: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Whether each rank is in its row of `held`; a rank may be in several."""
+    world = 1 + max(int(ranks.max(initial=0)), int(held.max(initial=0)))
+    keys = np.arange(len(held))[:, None] * world + held
+    return np.isin(rows * world + ranks, keys)
 
 
 def _refuse_too_many(messages: int) -> None:

@@ -21,6 +21,7 @@ from hypercomm.layout.mapping.dim_roles import (
     as_shards,
     check_roles,
     dims_of_axes,
+    zigzag_dims,
 )
 from hypercomm.layout.mapping.looks import AnyLayout, MappingLooks, as_layout
 from hypercomm.layout.mapping.messages import Messages
@@ -29,6 +30,9 @@ from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import as_few, as_flag, as_int
 from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.reading.signatures import with_own_names
+
+Given = int | str | tuple[str, int]
+"""A tensor axis, "zigzag", or ("zigzag", axis)."""
 
 
 @with_own_names
@@ -55,8 +59,9 @@ class RankMapping(MappingLooks):
         shards: Further dims that cut the tensor, and the axis of each, in contiguous blocks. Dims
             may cut the same axis: `along` is outermost, then they are in the order given. Any size
             may become any other. Default: where there is a batch, "cp" cuts the sequence: axis 1,
-            or 0 if the batch is 1. (Megatron's causal order, chunks i and 2 * cp - 1 - i on rank i
-            of cp, is not contiguous: reorder the sequence before and after, or leave cp out.)
+            or 0 if the batch is 1. {"cp": "zigzag"} is that axis in Megatron's causal order, chunks
+            i and 2 * cp - 1 - i on rank i of cp, {"cp": ("zigzag", 2)} another one. Where one end
+            alone has it so, rename the dim at the other: {"cp": "zigzag", "sp": 1}.
         pipeline: The dim of the pipeline. None, or one that a layout lacks: all ranks take part.
         leaders: Whether of the ranks that have the same the first sends alone, and of those that
             want the same the first alone receives; the others get it from that one.
@@ -98,7 +103,7 @@ class RankMapping(MappingLooks):
         along: str | None = "dp",
         *,
         batch_axis: int = 0,
-        shards: Mapping[str, int] | Iterable[tuple[str, int]] | None = None,
+        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
         pipeline: str | None = "pp",
         leaders: bool = False,
         backward: bool = False,
@@ -107,13 +112,14 @@ class RankMapping(MappingLooks):
         along = None if along is None else as_dim(along, "along")
         pipeline = None if pipeline is None else as_dim(pipeline, "pipeline")
         batch_axis = as_int(batch_axis, "batch_axis")
+        sequence = 0 if batch_axis == 1 else 1
         if shards is None:
             dims = {*source.dim_names, *target.dim_names} - {along, pipeline}
-            shards = {"cp": 0 if batch_axis == 1 else 1} if along and "cp" in dims else {}
-        pairs = as_shards(shards)
+            shards = {"cp": sequence} if along and "cp" in dims else {}
+        pairs = as_shards(shards, sequence)
         flags = as_flag(leaders, "leaders"), as_flag(backward, "backward")
         self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, *flags)
-        check_roles(source, target, along, pairs, pipeline)
+        check_roles(source, target, along, batch_axis, pairs, pipeline)
         object.__setattr__(self, "_messages", self._work_out())
 
     @property
@@ -212,11 +218,11 @@ class RankMapping(MappingLooks):
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank sends to, ascending; arguments and errors as for `sends`."""
-        return tuple(message.target for message in self.sends(rank))
+        return tuple(dict.fromkeys(message.target for message in self.sends(rank)))
 
     def sources_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank receives from, ascending; else as for `receives`."""
-        return tuple(message.source for message in self.receives(rank))
+        return tuple(dict.fromkeys(message.source for message in self.receives(rank)))
 
     def shares(self, rank: int) -> dict[int, tuple[Fraction, Fraction]]:
         """Return which share of the whole batch, from where to where, a rank sends to whom.
@@ -262,18 +268,26 @@ class RankMapping(MappingLooks):
         if len(ranks) != 2:
             raise LayoutError(f"pair must be (source rank, target rank), got {shown(pair)}")
         source, target = ranks
-        sent = {message.source: message for message in self.receives(target)}
+        sent: dict[int, list[Message]] = {}
+        for message in self.receives(target):
+            sent.setdefault(message.source, []).append(message)
         if self._messages.before.shard_of(source) is None or source not in sent:
             senders = shown(tuple(sent))
             raise LayoutError(
                 f"rank {source} sends nothing to rank {target}, which receives from {senders}"
             )
-        if isinstance(pair, Message) and pair != sent[source]:
+        found = sent[source]
+        if isinstance(pair, Message) and pair not in found:
             raise LayoutError(
                 f"{shown(pair)} is not of this mapping, in which rank {source} sends rank {target} "
-                f"{shown(sent[source])}"
+                f"{', '.join(map(shown, found))}"
             )
-        return sent[source].global_slices(shape)
+        if not isinstance(pair, Message) and len(found) > 1:
+            raise LayoutError(
+                f"rank {source} sends rank {target} {len(found)} messages, as a dim cuts in "
+                f"zigzag; give one of them"
+            )
+        return (pair if isinstance(pair, Message) else found[0]).global_slices(shape)
 
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target's ranks that want the same elements as `rank`, itself included.
@@ -331,8 +345,9 @@ class RankMapping(MappingLooks):
         """
         lengths = list(as_lengths(shape))
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
-            cut.part(0, 0).slice_of(lengths[axis], cut.source)  # refuses what cannot be cut
-            lengths[axis] = lengths[axis] * cut.source // cut.target
+            whole = cut.part(0, 0)
+            whole.slice_of(lengths[axis], cut.source, held=cut.source_held)  # refuses odd lengths
+            lengths[axis] = lengths[axis] * cut.sources // cut.targets
         return tuple(lengths)
 
     # ---- inside -------------------------------------------------------------------------------
@@ -341,11 +356,12 @@ class RankMapping(MappingLooks):
         """Tell, once, how both layouts hold the tensor; an axis that neither cuts is left alone."""
         axes = dims_of_axes(self.along, self.batch_axis, self.shards).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
+        zigzag = zigzag_dims(self.shards)
         before, after = (
-            Sharding(layout, tuple(cuts.values()), self._stage(layout, last=is_last))
+            Sharding(layout, tuple(cuts.values()), self._stage(layout, last=is_last), zigzag)
             for layout, is_last in ((self.source, not self.backward), (self.target, self.backward))
         )
-        numbers = zip(cuts, before.shards, after.shards, strict=True)
+        numbers = zip(cuts, before.shards, after.shards, before.held, after.held, strict=True)
         return Messages(before, after, tuple(starmap(Cut, numbers)), self.leaders)
 
     def _sizes(self, dim: str) -> tuple[int, int]:
