@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hypercomm import GridSet, HyperCommGrid, RankMapping, run_ranks, transfer
+from hypercomm import GridSet, HyperCommGrid, RankMapping, run_ranks, transfer_state
 
 STEPS, STAGES = 3, 2
 SHAPES = {"up": (32, 16), "down": (16, 32)}
@@ -37,22 +37,22 @@ def train_and_generate() -> float:
     difference = 0.0
     with GridSet.colocated(trainer=f"tp=2,fsdp=2,pp={STAGES}", rollout="tp=4,dp=2") as grids:
         trainer, rollout, whole = grids["trainer"], grids["rollout"], model()
-        cuts = {(stage, name): {"tp": AXES[name], "fsdp": 0} for stage, name in whole}
-        mine = {
-            key: part(whole[key], trainer, cuts[key])
-            for key in whole
-            if key[0] == trainer["pp"].rank
-        }
-        for _, key in product(range(STEPS), whole):
-            source = trainer.layout.select(pp=key[0])  # of the ranks that have the weight
-            mapping = RankMapping(source, rollout.layout, along=None, shards=cuts[key])
-            wanted = part(whole[key].mul_(0.9), rollout, cuts[key])  # a step of one process
-            got = torch.empty_like(wanted)
-            if key in mine:
-                transfer(mapping, mine[key].mul_(0.9), out=got)
-            else:
-                transfer(mapping, got)
-            difference = max(difference, (got - wanted).abs().max().item())
+        cuts = {name: {"tp": AXES[name], "fsdp": 0} for name in SHAPES}
+        own = trainer["pp"].rank
+        mine = {name: part(whole[own, name], trainer, cuts[name]) for name in SHAPES}
+        for _, stage in product(range(STEPS), range(STAGES)):
+            source = trainer.layout.select(pp=stage)  # of the ranks that have these weights
+            mapping = RankMapping(source, rollout.layout, along=None)
+            wanted = {
+                name: part(whole[stage, name].mul_(0.9), rollout, cuts[name]) for name in cuts
+            }
+            got = {name: torch.empty_like(weight) for name, weight in wanted.items()}
+            if stage == own:
+                for weight in mine.values():
+                    weight.mul_(0.9)  # a step
+            transfer_state(mapping, mine, into=got, shards=cuts)
+            for name, weight in got.items():
+                difference = max(difference, (weight - wanted[name]).abs().max().item())
     return difference
 
 

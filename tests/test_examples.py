@@ -27,6 +27,7 @@ TOLERANCES = {
     "mixture_of_experts": 1e-5,
     "ported_megatron": 1e-5,
     "property_test": 1e-4,
+    "reinforcement_actors": 0,
     "reinforcement_weights": 0,
     "ring_attention": 1e-4,
     "three_d_training": 1e-5,
