@@ -29,6 +29,7 @@ from hypercomm import (
     join,
     testing,
     transfer,
+    transfer_state,
 )
 from hypercomm.compat.deepspeed import Mpu, topology_axes
 from hypercomm.compat.ezpz import tp as ezpz
@@ -419,6 +420,8 @@ def own_targets():
     yield from methods_of(RankMapping, "RankMapping", EMPTY, tuple(MAPPINGS))
     yield Target("transfer", ("world", "nothing"), lambda _: transfer, inspect.signature(transfer))
     yield Target("join", ("nothing", "world"), lambda _: join, inspect.signature(join))
+    signature = inspect.signature(transfer_state)
+    yield Target("transfer_state", ("world", "nothing"), lambda _: transfer_state, signature)
     for target in functions_of(stages, EMPTY):
         if target.find(None).__module__ == stages.__name__:
             yield target
