@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.groups.rank_groups import RankGroups
+from hypercomm.layout.losses import Lost
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD
 from hypercomm.layout.reading.shown import aligned, shown
@@ -153,6 +154,17 @@ class LayoutDifference:
     def ranks_new(self) -> int:
         """The number of ranks that only the layout after has."""
         return self.after.size - self.ranks_shared
+
+    @property
+    def lost(self) -> Lost:
+        """What is lost with the ranks that only the layout before has.
+
+        Example:
+            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])
+            >>> difference(*layouts).lost.shards("tp", "dp")
+            ({'tp': 1, 'dp': 1},)
+        """
+        return Lost(self.before, self.after)
 
     @property
     def summary(self) -> str:
