@@ -611,6 +611,55 @@ GRID_CALLS = [
         "dims must be a sequence, got 7",
     ),
     (
+        in_a_world(lambda grid: grid.reshape("tp=2,dp=3", ranks=range(7))),
+        ValueError,
+        errors.WorldSizeError,
+        "tp=2 * dp=3 = 6 ranks, but ranks has 7 ranks; change a size, or leave one open with -1",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape("dp=-1", ranks=[0, 1, 1])),
+        ValueError,
+        errors.LayoutError,
+        "ranks must hold one rank at least, and each once, got (0, 1, 1)",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape("dp=-1", ranks=[0, 8])),
+        ValueError,
+        errors.LayoutError,
+        "ranks must be in range(8), got 8",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape("dp=-1", ranks=[0, "5"])),
+        ValueError,
+        errors.LayoutError,
+        "every rank in ranks must be an int, got '5'",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape("dp=-1", ranks={1})),
+        ValueError,
+        errors.LayoutError,
+        "ranks must be a sequence, and a set has no order: {1}",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape(RankLayout([2], ["dp"]), ranks=[0, 2])),
+        ValueError,
+        errors.WorldSizeError,
+        "target and ranks must name the same ranks, but ranks 1..2 are in one of them only: dp=2 "
+        "has ranks 0..1, and ranks is (0, 2); give the sizes as text, as in 'dp=2'",
+    ),
+    (
+        in_a_world(lambda grid: grid.reshape("tp=8", timeout=3)),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be a datetime.timedelta, got 3; write timedelta(seconds=...)",
+    ),
+    (
+        in_a_world(lambda grid: grid.survivors(None)),
+        ValueError,
+        errors.GroupOptionsError,
+        "timeout must be a datetime.timedelta, got None; write timedelta(seconds=...)",
+    ),
+    (
         in_a_world(after_destroy),
         RuntimeError,
         errors.GridDestroyedError,

@@ -89,6 +89,7 @@ GOOD = {
     "HyperCommGrid.register_view.dim_names": lambda: ["ep", "dp"],
     "HyperCommGrid.register_view.shared_dims": lambda: ["dp"],
     "HyperCommGrid.reshape.target": lambda: "tp=4,dp=2",
+    "HyperCommGrid.reshape.ranks": lambda: [7, 1, 2, 3, 4, 5, 6, 0],
     "HyperCommGrid.reshape.views": lambda: {"expert": "ep=2,expt_dp=4"},
     "HyperCommGrid.view.name": lambda: "expert",
     "HyperCommGrid.get_pg.view": lambda: None,

@@ -259,22 +259,34 @@ def _sizes_and_names(
     return list(as_few(sizes, "shape")), as_names(dim_names)
 
 
-def as_target(target: str | RankLayout, layout: RankLayout) -> RankLayout:
-    """Read what a grid is reshaped to: a layout of the same ranks, or its sizes as text."""
+def as_target(
+    target: str | RankLayout, layout: RankLayout, ranks: tuple[int, ...] | None = None
+) -> RankLayout:
+    """Read what a grid is reshaped to: a layout of its ranks, or of those given, or its sizes."""
     if isinstance(target, str):
+        if ranks is not None:
+            room = f"ranks has {len(ranks)} ranks"
+            closed = close_sizes(parse_sizes(target), len(ranks), room)
+            return RankLayout(tuple(closed.values()), tuple(closed), ranks=ranks)
         sized = RankLayout.parse(target, world_size=layout.size)
         return layout.renumber(sized.shape, sized.dim_names)
     if not isinstance(target, RankLayout):
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"
         )
-    others = sorted({*target.ranks} ^ {*layout.ranks})
+    others = sorted({*target.ranks} ^ {*(layout.ranks if ranks is None else ranks)})
+    if others and ranks is not None:
+        raise WorldSizeError(
+            f"target and ranks must name the same ranks, but ranks {format_ranks(others)} are in "
+            f"one of them only: {target} has ranks {format_ranks(sorted(target.ranks))}, and ranks "
+            f"is {shown(ranks)}; give the sizes as text, as in {str(target)!r}"
+        )
     if others:
         raise WorldSizeError(
             f"a grid keeps its ranks when it is reshaped, but ranks {format_ranks(others)} are not "
             f"in both: {target} has {target.size} ranks from {target.rank_offset} to "
             f"{target.last_rank}, {layout} has {layout.size} from {layout.rank_offset} to "
-            f"{layout.last_rank}; build a new grid for others"
+            f"{layout.last_rank}; give ranks= for others"
         )
     return target
 

@@ -26,21 +26,21 @@ from hypercomm.grid.arguments import (
     check_world,
 )
 from hypercomm.grid.looks import GridLooks
-from hypercomm.grid.questions import GridState
+from hypercomm.grid.questions import GridState, owner_of
 from hypercomm.grid.view import GridView
 from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.notation import parse_sizes
 from hypercomm.layout.reading.signatures import with_own_names
 from hypercomm.layout.views import Views
-from hypercomm.process_groups import world
-from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.steps import Steps
+from hypercomm.process_groups import reshaping, world
+from hypercomm.process_groups.agreement.steps import limit_of
 from hypercomm.process_groups.creation.creation import abort, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import Pool
-from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, refusing, reshape
+from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, refusing, steps_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,7 +199,7 @@ class HyperCommGrid(GridLooks):
         check_world(layout, total, options.cover)
         lender = None if share_with is None else share_with._state
         pool = Pool(None if lender is None else lender.owner.pool)
-        owner = _owner_of(layout, options, pool)
+        owner = owner_of(layout, options, pool)
         job = current_or_none()
         known = job if job is not None and job.size == total else None
         self._state = GridState(Views(layout), owner, options, total, lender, job=known)
@@ -255,7 +255,12 @@ class HyperCommGrid(GridLooks):
     # ---- another shape ------------------------------------------------------------------------
 
     def reshape(
-        self, target: str | RankLayout, *, views: Mapping[str, str] | None = None
+        self,
+        target: str | RankLayout,
+        *,
+        views: Mapping[str, str] | None = None,
+        ranks: Iterable[int] | None = None,
+        timeout: timedelta | None = None,
     ) -> Reshaped:
         """Give the grid's ranks another layout, in a live job; keys that exist get new groups.
 
@@ -265,20 +270,28 @@ class HyperCommGrid(GridLooks):
         created, and the rest destroyed, in this order, so that whatever fails leaves the grid as
         it was. Keys over dims that are no more are destroyed.
 
+        With `ranks` the grid goes on with these ranks of WORLD: those that are left of a job that
+        has lost some, or more that came. They alone must call this, and wait for each other; a
+        spare rank may, and is then outside the grid. No group is kept, as a loss may have broken
+        it, and the old ones are ended without waiting. The ranks meet in the job's store: where
+        the process that serves it is lost, rank 0 as a rule, the job must be restarted.
+
         Args:
             target: Sizes as text, as in "tp=4,dp=2", one of them perhaps open; or a layout of the
                 same ranks.
             views: New sizes as text, by name, of the views that change.
+            ranks: Those that the grid goes on with, in the order of the target's numbering.
+            timeout: How long to wait for the others; default: the timeout of WORLD.
 
         Returns:
             What was kept, created and destroyed on this rank; `print` shows it.
 
         Raises:
-            WorldSizeError: The target has other ranks than the grid.
-            LayoutError: The target cannot be read, or a view does not fit it.
+            WorldSizeError: The target has other ranks than the grid, or than `ranks`.
+            LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownViewError: `views` names a view that there is not.
             PlanMismatchError: Another rank reshapes to something else, or failed: all raise.
-            GroupCreationTimeout: A rank did not call this in time; names it.
+            GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
             CreationError: Groups are planned that were not created, one could not be, or another
                 thread reshapes the grid.
             GridMismatchError, GridDestroyedError, ForkedError: As for `create_pg`.
@@ -297,19 +310,25 @@ class HyperCommGrid(GridLooks):
         """
         owner, state = self._owner, self._state
         owner.check_alive()
-        with alone(owner):
-            with refusing(owner):
-                layout = as_target(target, self.layout)
+        check_timeout(timeout)
+        is_live = ranks is not None and current_or_none() is not None
+        total = world.world_size(None if is_live else state.world_size)
+        left = None if ranks is None else as_ranks(ranks, "ranks", total)
+        with alone(owner), steps_of(owner, left) as steps:
+            with refusing(steps):
+                layout = as_target(target, self.layout, left)
                 refactored = state.views.refactored(layout, as_texts(views, "views"))
                 check_settled(owner)
 
             def make(shape: str) -> GroupOwner:
-                return _owner_of(layout, state.options, owner.pool, owner, shape=shape)
+                pool = owner.pool if left is None else Pool()
+                return owner_of(layout, state.options, pool, steps, shape=shape)
 
-            fresh, result, pending = reshape(owner, make, refactored)
+            limit_s = limit_of(timeout)
+            fresh, result, pending = reshaping.reshape(owner, make, refactored, steps, limit_s)
             with self._changing():
-                state.views, state.owner = refactored, fresh
-        owner.end(destroy)
+                state.views, state.owner, state.world_size = refactored, fresh, total
+        owner.end(destroy if left is None else abort)
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)
@@ -374,16 +393,3 @@ class HyperCommGrid(GridLooks):
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
-
-
-def _owner_of(
-    layout: RankLayout,
-    options: GridOptions,
-    pool: Pool,
-    before: GroupOwner | None = None,
-    shape: str = "",
-) -> GroupOwner:
-    """Make the owner of a grid's groups, at first or after the owner of another shape."""
-    agreement, is_verified = Agreement(layout, options.name, options.backend), options.verify
-    steps = Steps(agreement, are_all=is_verified) if before is None else before.steps
-    return GroupOwner(layout, options.creation, pool, steps, is_verified=is_verified, shape=shape)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NoReturn, SupportsIndex
 
 from hypercomm.errors import HyperCommError, NotPicklableError
-from hypercomm.grid.shortcuts import GridShortcuts
+from hypercomm.grid.live import GridLive
 from hypercomm.layout.reading.notation import format_coords
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
 
 
-class GridLooks(GridShortcuts):
+class GridLooks(GridLive):
     """How a grid, or a view of one, looks: `repr` is one line, `print` shows all that it has."""
 
     def __repr__(self) -> str:

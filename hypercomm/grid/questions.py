@@ -14,8 +14,11 @@ from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import as_rank
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import world
+from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.agreement.steps import Steps
 from hypercomm.process_groups.job import Job
 from hypercomm.process_groups.owner import GroupOwner
+from hypercomm.process_groups.planned import Pool
 
 
 @attrs.define(eq=False)
@@ -54,6 +57,21 @@ class GridState:
                 ResourceWarning,
                 stacklevel=2,
             )
+
+
+def owner_of(
+    layout: RankLayout,
+    options: GridOptions,
+    pool: Pool,
+    steps: Steps | None = None,
+    shape: str = "",
+) -> GroupOwner:
+    """Make the owner of a grid's groups, at first or, with the steps of its ranks, of a shape."""
+    if steps is None:
+        agreement = Agreement(layout, options.name, options.backend)
+        steps = Steps(agreement, are_all=options.verify)
+    creation, is_verified = options.creation, options.verify
+    return GroupOwner(layout, creation, pool, steps, is_verified=is_verified, shape=shape)
 
 
 class GridQuestions:

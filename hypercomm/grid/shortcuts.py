@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.connections.connecting import PIPELINES, connect, read_pipelines
-from hypercomm.connections.connections import Connections
-from hypercomm.connections.items import Plans, in_order
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.grid.dims import GridDims
 from hypercomm.grid.interface import GridInterface
@@ -22,13 +17,10 @@ from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import as_int
 from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups import world
-from hypercomm.process_groups.batches import only_call
 from hypercomm.process_groups.spec import GroupKey
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset, DistributedSampler
-
-    from hypercomm.watch import Watch
 
 
 class GridShortcuts(GridInterface):
@@ -153,54 +145,6 @@ class GridShortcuts(GridInterface):
         """
         return _Coords(self)
 
-    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
-        """Write down where this rank is when nothing has moved for a while, for `hypercomm blame`.
-
-        Call it on every rank, between the same collectives, after the groups are created or
-        before. From then on every call that a ProcessGroup of this process gets from Python, of
-        any grid, is noted (4 to 7 microseconds each), and the last 100 of each group are kept.
-        A thread writes them with the stacks of all threads to `hypercomm_watch_RANK.json` when no
-        call has started or ended for so long; when things move again, the file goes. Leaving the
-        `with` block writes, too, with the exception if there is one.
-
-        Not seen: what C++ calls by itself (DistributedDataParallel's buckets), functional
-        collectives (DTensor, compiled code). Not for the capture of CUDA graphs.
-
-        Args:
-            seconds: Take less than the groups' timeout: a minute or two.
-            folder: Made if it is not there; best on a disk that the hosts share.
-
-        Returns:
-            What is left with `with`, or ended with `stop()`.
-
-        Raises:
-            WatchError: The seconds or the folder cannot be used, or this process has a watch.
-            NotInitializedError: torch.distributed is not initialised.
-
-        Example:
-            >>> import json, tempfile
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
-            ...     with tempfile.TemporaryDirectory() as folder:
-            ...         with grid.watch(60, folder) as watch:
-            ...             dist.barrier(group=grid.create_pg("dp"))
-            ...         record = json.loads(watch.file.read_text())
-            >>> group = record["groups"][0]
-            >>> record["rank"], record["why"], group["title"], group["ranks"]
-            (5, 'left the watch', 'dp', [1, 3, 5, 7])
-            >>> [(call["op"], call["number"]) for call in group["calls"]]
-            [('barrier', 1)]
-        """
-        from hypercomm.watch import Watch
-
-        views = self._state.views
-        layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
-        owner = self._owner
-        return Watch(
-            seconds, folder, layouts, lambda: {k: one.group for k, one in owner.created.items()}
-        )
-
     def print_once(self, *values: object, **keywords: Any) -> None:
         """Print as `print` does, on the first rank of the grid alone."""
         if world.rank() == self.layout.ranks[0]:
@@ -217,79 +161,6 @@ class GridShortcuts(GridInterface):
             RankOutsideError: The calling rank is not in the grid.
         """
         self[dims or self.layout.dim_names].barrier()
-
-    def connect(
-        self,
-        *,
-        pipelines: str | Iterable[str] = PIPELINES,
-        timeout: timedelta | None = None,
-        progress: bool | None = None,
-    ) -> Connections:
-        """Connect all process groups that exist, before the first step needs them.
-
-        NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective:
-        late in a run, and where a rank is missing, without a word. Every rank of the grid must call
-        this, as long as nothing is under way in the groups; those outside need not. The ranks
-        first meet, and compare which groups they have, in whatever order each has created them.
-        Then the members of each group all-reduce one element, and neighbours in a pipeline send
-        each other one, also from the last stage to the first. Keys that share a group count once;
-        groups that are only planned are left out.
-
-        After the meeting has timed out nothing has been communicated, and all may call this again.
-        After a timeout in a group that group is broken, as torch cannot take a collective back:
-        `destroy_pg` it, and create it again, once its members can; all others work. A gloo group
-        that was connecting lazily may hold up its own end until its own timeout.
-
-        Args:
-            pipelines: Dims whose neighbours are connected, in the groups over each of them alone;
-                "pp" where there is no such dim is left out, () stands for none.
-            timeout: For the whole call; default: the timeout of WORLD.
-            progress: Whether the first rank shows a progress bar, for which rich is needed;
-                default: where it is installed, and a terminal looks on.
-
-        Returns:
-            For each group that the calling rank is in, and each edge, how long it took, and the
-            device memory it took; zeros where there is nobody to connect to: in a group of one
-            rank and in a fake world. `print` shows a table.
-
-        Raises:
-            PlanMismatchError: Ranks have different groups; nobody has communicated.
-            ConnectTimeout: Ranks did not call this, or did not go on; names them and their groups.
-            OutcomeUnknownError: The job's store is gone.
-            CreationError: Another thread makes such a call, a collective failed, or what came back
-                is wrong.
-            UnknownDimError, LayoutError, GroupOptionsError, MissingPackageError: An argument is
-                wrong; nobody was asked.
-            GridDestroyedError: The grid was destroyed.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,pp=4", lazy_init=False) as grid:
-            ...     _ = grid.create_pgs(["tp", "pp"])
-            ...     for row in grid.connect():
-            ...         print(row.title, row.ranks, row.seconds)
-            tp (4, 5) 0.0
-            pp (1, 3, 5, 7) 0.0
-            pp edge (5, 7) 0.0
-            pp edge (3, 5) 0.0
-        """
-        self._owner.check_alive()  # before any argument
-        wanted = read_pipelines(pipelines, self._connectable_dims())
-        with only_call(self._owner):
-            return connect(self._owner.steps, self._connectable, wanted, timeout, progress)
-
-    def _connectable_dims(self) -> list[str]:
-        """Return the dims of the grid, and of its views."""
-        views = (self._state.views[name].layout for name in self._state.views)
-        return [dim for layout in (self.layout, *views) for dim in layout.dim_names]
-
-    def _connectable(self, prefix: str = "") -> Plans:
-        """Return what `connect` connects, with what the titles begin with."""
-        self._owner.check_alive()
-        with self._owner.pool.lock:
-            self._owner.check_steady()
-            return in_order(self._plans.values(), prefix)
 
     def seed(self, base: int, *dims: Dims) -> int:
         """Return a seed that differs along some dims, and agrees along all others.

@@ -100,13 +100,12 @@ class GridSet(ConnectedGrids):
     ) -> None:
         world_size = _world_size(world_size)
         layouts = layouts_of(grids, world_size)
-        placement = Placement(layouts, world_size)
-        placement.require(requires)
+        Placement(layouts, world_size).require(requires)
         check_name(name)
         common: GridArguments = {"backend": backend, "creation": creation, "share": share}
         common |= {"lazy_init": lazy_init, "verify": verify}
         every = arguments_of(grids, common, overrides)
-        self._placement = placement
+        self._world_size = world_size
         self._label = f"set {name}" if name else f"set of {', '.join(grids)}"
         self._steps: dict[tuple[int, ...], Steps] = {}
         self._grids: dict[str, HyperCommGrid] = {}
@@ -227,7 +226,13 @@ class GridSet(ConnectedGrids):
     @property
     def world_size(self) -> int:
         """The number of ranks of the job."""
-        return self._placement.world_size
+        return self._world_size
+
+    @property
+    def _placement(self) -> Placement:
+        """How the grids lie now: each may have been reshaped to other ranks."""
+        layouts = {name: grid.layout for name, grid in self._grids.items()}
+        return Placement(layouts, self._world_size)
 
     @property
     def placement(self) -> Kind:

@@ -34,6 +34,7 @@ from hypercomm.process_groups.job import Job, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.planned import PlannedGroup, Pool, PooledGroup
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.survival.heirs import Successions
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class GroupOwner:
         calls: Held by the thread that makes a step.
         is_verified: As given.
         shape: What its groups are named by, after a reshape.
+        successions: What its ranks may go on as, without those that are lost.
         is_reshaping: Whether nothing may be planned or destroyed, as a reshape would lose it.
     """
 
@@ -85,6 +87,7 @@ class GroupOwner:
         self.steps = steps
         self.agreement = steps.agreement
         self.is_verified = is_verified
+        self.successions = Successions(steps.agreement, are_all=is_verified)
         self.shape = shape
         self.calls = threading.Lock()
         self._tries: Counter[GroupKey] = Counter()

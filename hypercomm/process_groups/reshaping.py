@@ -15,8 +15,9 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.losses import Lost
 from hypercomm.layout.views import Views
-from hypercomm.process_groups.agreement.steps import Step, limit_of
+from hypercomm.process_groups.agreement.steps import Step, Steps
 from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
 from hypercomm.process_groups.batches import Batch
 from hypercomm.process_groups.creation.creation import BATCH_PATIENCE_S, destroy
@@ -57,10 +58,15 @@ class Reshaped:
     def __str__(self) -> str:
         kept = [str(new) if _same(new, old) else f"{new} (was {old})" for new, old in self.kept]
         lines = [("kept", kept), ("created", self.created), ("destroyed", self.destroyed)]
-        return "\n".join(
-            [f"{self.before} -> {self.after}"]
-            + [f"  {what}: {', '.join(map(str, keys)) or 'none'}" for what, keys in lines]
-        )
+        told = [f"{self.before} -> {self.after}"]
+        told += [f"  {what}: {', '.join(map(str, keys)) or 'none'}" for what, keys in lines]
+        lost = self.lost
+        return "\n".join([*told, f"  lost: {lost.words}"] if lost.ranks else told)
+
+    @property
+    def lost(self) -> Lost:
+        """What is lost with the ranks that the grid goes on without."""
+        return Lost(self.before, self.after)
 
 
 @attrs.define
@@ -82,7 +88,8 @@ class _Draft:
         """Plan in a fresh owner what an old one has; asks nobody."""
         job = current_or_none()
         groups = [fresh.draft(spec, job) for spec in specs]
-        return cls(fresh, groups, _take_over(old, fresh, groups))
+        kept = _take_over(old, fresh, groups) if fresh.steps is old.steps else []
+        return cls(fresh, groups, kept)
 
     def missing(self) -> Batch:
         """Return what does not survive, and is to be created."""
@@ -95,7 +102,11 @@ class _Draft:
 
 
 def reshape(
-    old: GroupOwner, make: Callable[[str], GroupOwner], views: Views
+    old: GroupOwner,
+    make: Callable[[str], GroupOwner],
+    views: Views,
+    steps: Steps,
+    limit_s: float,
 ) -> tuple[GroupOwner, Reshaped, BaseException | None]:
     """Create what an owner has in a fresh one, for other views, and keep the groups that serve.
 
@@ -104,6 +115,9 @@ def reshape(
         make: Makes a fresh owner, whose groups are named by the word given; one that fails is
             released.
         views: Those that the fresh one is for.
+        steps: Those of the ranks that reshape. Where they are others than the old one's, no group
+            is kept: one of a rank that is lost may have broken it.
+        limit_s: Seconds within which all must be done.
 
     Returns:
         The fresh owner, what it has, and what has interrupted this rank though all have reshaped.
@@ -113,16 +127,19 @@ def reshape(
         GroupCreationTimeout: A rank did not call this in time; names it.
         CreationError: A group could not be created, on this rank or another.
     """
-    deadline = time.monotonic() + limit_of(None)
+    deadline = time.monotonic() + limit_s
     drafts: list[tuple[_Draft, Batch]] = []
-    with refusing(old):
+    with refusing(steps):
         specs = list(_specs(old, views))
         plan = _Draft.of(old, make(""), specs)
+        if steps is not old.steps:
+            steps.agreement.layout = plan.owner.layout  # in whose terms ranks are named
+            _check_alone(plan)
         named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
         entries = [f"reshape to {plan.owner.layout.to_json()}", *named, *plan.in_words()]
         plan.owner.release()
-    met = all_or_none(old.steps, entries, limit_of(None), _CALL, *NOTHING)
-    with refusing(old):
+    met = all_or_none(steps, entries, limit_s, _CALL, *NOTHING)
+    with refusing(steps):
         met.get()
 
     def work(step: Step) -> None:
@@ -140,7 +157,7 @@ def reshape(
                 logger.warning("taking back what a reshape has created: %s", error)
 
     left_s = max(0.0, deadline - time.monotonic())
-    done = all_or_none(old.steps, ["reshape() goes on"], left_s, _CALL, work, take_back)
+    done = all_or_none(steps, ["reshape() goes on"], left_s, _CALL, work, take_back)
     draft, batch = drafts.pop()
     new = [spec.key for spec in batch.specs]
     fresh, kept = draft.owner, dict(draft.kept)
@@ -174,6 +191,45 @@ def alone(owner: GroupOwner) -> Iterator[None]:
         owner.is_reshaping = False
 
 
+@contextlib.contextmanager
+def steps_of(owner: GroupOwner, ranks: Sequence[int] | None) -> Iterator[Steps]:
+    """Give, for the length of a `with` block, the steps of those that reshape.
+
+    They are an owner's own, or, where ranks are given, those of the ranks that are left, or that
+    came: the store says that this rank goes on with them, unless that fails.
+    """
+    if ranks is None:
+        yield owner.steps
+        return
+    heirs, steps = owner.successions.of(ranks)
+    heirs.publish(steps.next_register())
+    try:
+        yield steps
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            heirs.take_back()
+        raise
+
+
+def _check_alone(plan: _Draft) -> None:
+    """Refuse groups that ranks of the world would have to create which are not asked.
+
+    Raises:
+        CreationError: Names one.
+    """
+    job, layout = current_or_none(), plan.owner.layout
+    if job is None or layout.size == job.size:
+        return
+    for draft in plan.groups:
+        if draft.choice.strategy != "local":
+            raise CreationError(
+                f"the process groups over {draft.key} would be created with "
+                f"creation={draft.choice.strategy!r}, which every rank of the world must call, and "
+                f"{job.size - layout.size} of its {job.size} ranks are not among ranks; "
+                f"creation='local' creates groups without them"
+            )
+
+
 def check_settled(owner: GroupOwner) -> None:
     """Refuse a reshape while something is planned that was not created.
 
@@ -189,13 +245,13 @@ def check_settled(owner: GroupOwner) -> None:
 
 
 @contextlib.contextmanager
-def refusing(old: GroupOwner) -> Iterator[None]:
+def refusing(steps: Steps) -> Iterator[None]:
     """Let the ranks that wait hear at once if this one fails before it meets them."""
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            old.steps.refuse(error, _CALL)
+            steps.refuse(error, _CALL)
         raise
 
 

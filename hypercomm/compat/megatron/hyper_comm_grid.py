@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -186,7 +187,12 @@ class HyperCommGrid(grid.HyperCommGrid):
         return super().get_pg(dims, name=name, view=view)
 
     def reshape(
-        self, target: str | RankLayout, *, views: Mapping[str, str] | None = None
+        self,
+        target: str | RankLayout,
+        *,
+        views: Mapping[str, str] | None = None,
+        ranks: Iterable[int] | None = None,
+        timeout: timedelta | None = None,
     ) -> Reshaped:
         """Give the grid's ranks another layout, as `hypercomm.HyperCommGrid` does.
 
@@ -198,7 +204,7 @@ class HyperCommGrid(grid.HyperCommGrid):
                 f"the groups {list(self._others)} were set from outside, and a reshape cannot tell "
                 f"what becomes of them; set _pgs without them first"
             )
-        return super().reshape(target, views=views)
+        return super().reshape(target, views=views, ranks=ranks, timeout=timeout)
 
     def abort(self) -> None:
         """End the groups that the grid created, at once, and forget those that were set."""

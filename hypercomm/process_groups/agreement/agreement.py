@@ -17,6 +17,7 @@ from hypercomm.process_groups.agreement.differences import seen_here
 from hypercomm.process_groups.agreement.driver import hold
 from hypercomm.process_groups.agreement.meeting import (
     End,
+    Meeting,
     Said,
     end_of,
 )
@@ -158,6 +159,10 @@ class Agreement:
         answer(remove, _LEAVING_S, is_needed=False)
 
     # ---- others ---------------------------------------------------------------------------------
+
+    def elsewhere(self, joined: Joined, register: str) -> Meeting[End | None]:  # noqa: ARG002
+        """Look, from a place where this rank waits, whether ranks differ about the grid."""
+        return end_of(joined.slot)
 
     def compares(self) -> bool:
         """Tell whether this rank has others to compare with: it is in the grid, and not alone."""

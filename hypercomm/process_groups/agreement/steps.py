@@ -202,6 +202,10 @@ class Steps:
         self.agreement.registers |= {key, step.register}
         return hold(compare(key, said, differ, step.register))
 
+    def next_register(self) -> str:
+        """Where the next step is decided; "" where there is nobody to decide with."""
+        return self._register(self._number)
+
     def _register(self, number: int) -> str:
         """Where a step is decided."""
         return _place(self.agreement.join(), number) if self.agreement.compares() else ""
@@ -228,7 +232,7 @@ class Steps:
 
     def refuse(self, error: BaseException, call: str) -> None:
         """Let the step that is next fail on all ranks: this one cannot make it."""
-        register = self._register(self._number)
+        register = self.next_register()
         if register:
             self.agreement.registers.add(register)
             self.abandon(Step(self, self._number, 0, "", register), error, call)
@@ -283,10 +287,11 @@ class Steps:
             self.obey(step.number)
             return None
         job, layout = current(), self.agreement.layout
-        begin = time.monotonic()
-        slot = self.agreement.join().slot
+        begin, joined = time.monotonic(), self.agreement.join()
         meeting = arrive(
-            *(step.register, job.rank, layout.ranks, deadline), lambda: end_of(slot), self._missing
+            *(step.register, job.rank, layout.ranks, deadline),
+            lambda: self.agreement.elsewhere(joined, step.register),
+            self._missing,
         )
         end, pending = hold_for_all(meeting, deadline - begin, f"{call} of the grid {layout}")
         self.obey(step.number)

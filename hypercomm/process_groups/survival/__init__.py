@@ -1,0 +1,1 @@
+"""The ranks that are left of a job, or that came, and what they go on with."""

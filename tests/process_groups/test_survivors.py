@@ -1,0 +1,165 @@
+"""A grid goes on with the ranks that are left, or with more that came."""
+
+import json
+import signal
+
+import pytest
+from ranks import survivor_ranks
+from ranks.mortal_ranks import exit_codes
+
+
+def run_scene(folder, scene, size, *args, victims=(), timeout_s=5):
+    """Run a scene on the ranks of a job; what each survivor tells."""
+    others = size - len(victims)
+    where = (str(folder), size, timeout_s, scene)
+    codes = exit_codes(survivor_ranks.take_part, size, *where, *args, others, seconds=30)
+    assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(size)]
+    return {
+        rank: json.loads((folder / f"{rank}.json").read_text())
+        for rank in {*range(size)} - {*victims}
+    }
+
+
+def sum_of(ranks):
+    """What a group sums up to, and its members in their order."""
+    return [sum(10**rank for rank in ranks), list(ranks)]
+
+
+def groups_in(ranks, tp, rank):
+    """The groups over tp and dp that a rank is in, where tp counts fastest in a list of ranks."""
+    at = ranks.index(rank)
+    first = at - at % tp
+    return {"tp": sum_of(ranks[first : first + tp]), "dp": sum_of(ranks[at % tp :: tp])}
+
+
+# One of four dies: the others find out, hear who it was, and communicate over new groups; a second
+# dies, and the last two go on in an order of their own.
+@pytest.mark.long
+def test_one_after_the_other(tmp_path):
+    losses = [([3], [0, 1, 2], "tp=1,dp=3"), ([1], [2, 0], "tp=2,dp=1")]
+    got = run_scene(tmp_path, "lose", 4, losses, victims=[1, 3])
+    for rank, (first, second) in got.items():
+        for told, left, ranks, tp in (
+            (first, [0, 1, 2], [0, 1, 2], 1),
+            (second, [0, 2], [2, 0], 2),
+        ):
+            failed, waited, found, said, figures, is_in, is_clean = told
+            assert failed.startswith(("RuntimeError: ", "DistBackendError: "))
+            assert waited < 12
+            assert found == left
+            assert figures.pop("tp+dp") == sum_of(ranks)
+            assert figures == groups_in(ranks, tp, rank)
+            assert is_in
+            assert is_clean
+            assert "\n  kept: none\n  created: tp, dp, tp+dp\n  destroyed: tp, dp, tp+dp" in said
+        assert first[3].endswith("\n  lost: 3: tp=1,dp=1")
+
+
+# Two of eight die, and six go on as they were but for the partner of one, which is spare.
+@pytest.mark.long
+def test_two_at_once(tmp_path):
+    ranks = [0, 1, 4, 5, 6, 7]
+    losses = [([2, 3], ranks, "tp=2,dp=3")]
+    got = run_scene(tmp_path, "lose", 8, losses, victims=[2, 3])
+    for rank, (told,) in got.items():
+        _, _, left, _, figures, _, is_clean = told
+        assert left == ranks
+        assert figures.pop("tp+dp") == sum_of(ranks)
+        assert figures == groups_in(ranks, 2, rank)
+        assert is_clean
+
+
+# Of eight, one dies; its partner calls the same and is outside, without groups.
+@pytest.mark.long
+def test_a_spare_rank(tmp_path):
+    ranks = [0, 1, 2, 3, 6, 7]
+    got = run_scene(tmp_path, "lose", 8, [([5], ranks, "tp=2,dp=3")], victims=[5])
+    for rank, (told,) in got.items():
+        _, _, left, said, figures, is_in, is_clean = told
+        assert left == [0, 1, 2, 3, 4, 6, 7]
+        assert is_in == (rank != 4)
+        assert is_clean
+        whole = figures.pop("tp+dp")
+        if rank == 4:
+            assert (whole, figures) == (None, {"tp": None, "dp": None})
+        else:
+            assert whole == sum_of(ranks)
+            assert figures == groups_in(ranks, 2, rank)
+        assert said.endswith("\n  lost: 4..5: dp=2")
+
+
+# One module of a set loses a rank: it goes on without, the other as it is, and both create jointly.
+@pytest.mark.long
+def test_a_set(tmp_path):
+    got = run_scene(tmp_path, "lose_of_a_set", 8, victims=[6])
+    for rank, (left, said, encoder, llm, placement, spare, text) in got.items():
+        assert left == (None if rank < 4 else [4, 5, 7])
+        assert said.startswith("tp=2,dp=2 -> tp=1,dp=3\n")
+        ours, theirs = (groups_in([0, 1, 2, 3], 2, rank), None) if rank < 4 else (None, None)
+        if rank > 3:
+            theirs = groups_in([4, 5, 7], 1, rank)
+        for figures, wanted in ((encoder, ours), (llm, theirs)):
+            if wanted is None:
+                assert set(figures.values()) == {None}
+            else:
+                twin = next(value for key, value in figures.items() if "twin" in key)
+                assert twin == wanted["dp"]
+                assert {key: figures[key] for key in wanted} == wanted
+        assert (placement, spare) == ("disjoint", [6])
+        assert "tp=1,dp=3" in text
+
+
+# Ranks that were outside come: they call the same. They may go again, in any order.
+def test_ranks_that_come(tmp_path):
+    got = run_scene(tmp_path, "grow", 8)
+    none = {"tp": None, "dp": None}
+    for rank, (told, is_clean) in got.items():
+        four = groups_in([0, 1, 2, 3], 2, rank) if rank < 4 else none
+        two = groups_in([7, 1], 2, rank) if rank in (7, 1) else none
+        last = groups_in([0, 1, 6, 7], 4, rank)["tp"] if rank in (0, 1, 6, 7) else None
+        assert told == [four, groups_in(list(range(8)), 2, rank), two, {"tp": last}]
+        assert is_clean
+
+
+# A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
+# without it they go on.
+@pytest.mark.long
+def test_a_dead_rank_in_the_list(tmp_path):
+    got = run_scene(tmp_path, "name_the_dead", 4, victims=[2])
+    for rank, ((said, missing, waited), kept, figures) in got.items():
+        assert "for rank 2 (tp=0, dp=2; host" in said
+        assert missing == [2]
+        assert waited < 2 + 2
+        assert kept == ["tp=2,dp=2", ["dp", "tp"]]
+        assert figures == groups_in([0, 1, 3], 1, rank)
+
+
+# Ranks that go on with different ranks all hear so, whoever comes late; nothing has changed, and
+# the next call works.
+@pytest.mark.parametrize("late", [-1, 0, 3])
+@pytest.mark.parametrize("others", [[3], [2, 3]])
+def test_lists_that_differ(tmp_path, late, others):
+    lists = [[1, 2, 3] if rank in others else [0, 1, 2, 3] for rank in range(4)]
+    got = run_scene(tmp_path, "disagree", 4, lists, late)
+    for rank, (said, waited, same, works, again, figures) in got.items():
+        assert said.startswith("PlanMismatchError: ranks: "), said
+        assert "0..3 " in said
+        assert "1..3 " in said
+        assert "every rank must give reshape() the same ranks" in said
+        assert waited < 5
+        assert same
+        assert works == sum_of(range(rank % 2, 4, 2))[0]
+        if rank < 3:
+            assert again.startswith("tp=2,dp=2 -> tp=1,dp=3\n")
+            assert figures == groups_in([0, 1, 2], 1, rank)
+
+
+# The same ranks in another order, or as something else: told as for every reshape.
+def test_another_order(tmp_path):
+    got = run_scene(tmp_path, "other_targets", 4)
+    for rank, (said, waited, figures) in got.items():
+        assert figures == groups_in([0, 1, 2, 3], 2, rank)
+        if rank < 3:
+            assert said.startswith("PlanMismatchError: ranks differ in what they create"), said
+            assert "[0,2,1]" in said.replace(" ", "")
+            assert waited < 5
