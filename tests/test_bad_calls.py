@@ -644,8 +644,10 @@ GRID_CALLS = [
         in_a_world(lambda grid: grid.reshape(RankLayout([2], ["dp"]), ranks=[0, 2])),
         ValueError,
         errors.WorldSizeError,
-        "target and ranks must name the same ranks, but ranks 1..2 are in one of them only: dp=2 "
-        "has ranks 0..1, and ranks is (0, 2); give the sizes as text, as in 'dp=2'",
+        (
+            "target and ranks must name the same ranks, but ranks 1..2 are in one of them only: "
+            "dp=2 has ranks 0..1, and ranks is (0, 2); give the sizes as text, as in 'dp=2'"
+        ),
     ),
     (
         in_a_world(lambda grid: grid.reshape("tp=8", timeout=3)),

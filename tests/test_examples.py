@@ -30,6 +30,7 @@ TOLERANCES = {
     "reinforcement_actors": 0,
     "reinforcement_weights": 0,
     "ring_attention": 1e-4,
+    "survivors": 1e-12,
     "three_d_training": 1e-5,
 }
 SHORT = {
@@ -107,6 +108,8 @@ def test_example(name, tmp_path):
     if name == "elastic_restart":
         assert "rank 2 failed: killed by signal 9 (SIGKILL)\n" in done.stdout
         assert "tp=1,dp=3, from step 3 on: " in done.stdout
+    if name == "survivors":
+        assert "tp=2,dp=3, without ranks 4..5: dp=2; spare: ranks [4]\n" in done.stdout
     if name == "property_test":
         assert figures.pop("the bug shrinks to") == "tp=2,dp=1"
         assert figures.pop("the bug shrinks to a batch of") == "1"
