@@ -8,11 +8,11 @@ from ranks import survivor_ranks
 from ranks.mortal_ranks import exit_codes
 
 
-def run_scene(folder, scene, size, *args, victims=(), timeout_s=5):
+def run_scene(folder, scene, size, *args, victims=(), timeout_s=30):
     """Run a scene on the ranks of a job; what each survivor tells."""
     others = size - len(victims)
     where = (str(folder), size, timeout_s, scene)
-    codes = exit_codes(survivor_ranks.take_part, size, *where, *args, others, seconds=30)
+    codes = exit_codes(survivor_ranks.take_part, size, *where, *args, others, seconds=90)
     assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(size)]
     return {
         rank: json.loads((folder / f"{rank}.json").read_text())
