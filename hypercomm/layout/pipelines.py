@@ -210,7 +210,7 @@ def _depth_of(layout: RankLayout, dim: str) -> int:
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"a module has a RankLayout, got {shown(layout)}")
     if not isinstance(dim, str):
-        raise UnknownDimError(f"a pipeline is along one dim, a string, got {shown(dim)}")
+        raise UnknownDimError(f"unknown dim {shown(dim)}; a pipeline is along one, a string")
     return layout.size_of(dim, default=1)
 
 

@@ -133,7 +133,7 @@ def a_trial_that_fails():
     if dist.get_rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     try:
-        grid.create_pg("dp", timeout=timedelta(seconds=1))
+        grid.create_pg("dp", timeout=timedelta(seconds=3))
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}"
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
