@@ -59,7 +59,7 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
             if step % SAVED_EVERY == 0:
                 save(grid, Path(folder, f"{step}"), weights, (step, losses))
         except RuntimeError:  # a collective has failed
-            left = grid.survivors(2 * timeout)
+            left = grid.survivors(3 * timeout)
             columns = grid.layout.groups("tp")
             ranks = [rank for group in columns if {*group} <= {*left} for rank in group]
             told = grid.reshape("tp=2,dp=-1", ranks=ranks)
@@ -100,7 +100,7 @@ if __name__ == "__main__":
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
         args = (store.port, several, results)
-        ranks = [context.Process(target=be_rank, args=(rank, *args)) for rank in range(8)]
+        ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(8)]
         for process in ranks:
             process.start()
         ended = {rank: rest for rank, *rest in (results.get(timeout=200) for _ in range(7))}

@@ -62,6 +62,8 @@ MISSING = {
     ),
     "three_d_training": NO_FSDP2,
 }
+LOSES_RANKS = {"elastic_restart", "survivors"}
+"""Those in which a rank that does not come in time is lost."""
 ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
 
 
@@ -81,9 +83,12 @@ def test_short(name):
     [
         pytest.param(
             name,
-            marks=pytest.mark.skipif(
-                MISSING.get(name, (False, ""))[0], reason=MISSING.get(name, (False, "-"))[1]
-            ),
+            marks=[
+                pytest.mark.skipif(
+                    MISSING.get(name, (False, ""))[0], reason=MISSING.get(name, (False, "-"))[1]
+                ),
+                *([pytest.mark.alone] if name in LOSES_RANKS else []),
+            ],
         )
         for name in TOLERANCES
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import elastic_training
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.alone]
 
 LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 PROGRAM = elastic_training.__file__
@@ -126,7 +126,7 @@ def test_an_agent_that_dies(agents):
     )
     agents.kill(dying)
     (agents.folder / "enough").touch()
-    agents.wait_for_end(staying, 45)
+    agents.wait_for_end(staying, 120)
     after = agents.seen(1)
     assert_fits(after, 2, 1)
     assert {each["agent"] for each in after.values()} == {staying.pid}
@@ -136,7 +136,7 @@ def test_an_agent_that_dies(agents):
 def test_a_rank_that_dies(agents):
     (agents.folder / "enough").touch()
     options = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
-    agents.wait_for_end(agents.start(*options, victim=3), 45)
+    agents.wait_for_end(agents.start(*options, victim=3), 120)
     first, second = agents.seen(0), agents.seen(1)
     assert (first[3]["layout"], first[3]["sums"]) == ("tp=2,dp=2", sums(3, 2, 2))
     assert_fits(second, 2, 2)
