@@ -218,7 +218,7 @@ def _refuse_shared(
         for other in by_memory.get(buffer.untyped_storage().data_ptr(), ()):
             if not may_share(sent[other], buffer):
                 continue
-            if other == name and _stays(sent[name], buffer, found[name], rank):
+            if found[other] == found[name] and _stays(sent[other], buffer, found[name], rank):
                 continue
             raise LayoutError(
                 f"into[{name!r}] shares memory with state[{other!r}], which is still being sent; "

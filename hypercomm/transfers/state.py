@@ -84,7 +84,7 @@ def transfer_state(
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit, or ranks differ or are missing; nothing was sent.
         StateTransferError: Communication failed, or what arrived is not what was sent; `bucket`
-            says from which bucket to go on, the smallest of all ranks.
+            says from which bucket to go on: all ranks from the smallest that one of them says.
         OutcomeUnknownError: The job's store is gone; restart the job.
         GroupOptionsError: `verify` is none of True, False and None.
 
@@ -102,24 +102,26 @@ def transfer_state(
         >>> theirs["w"].tolist()
         [0, 1, 2]
     """
-    job, is_verified = current(), as_verified(verify)
+    job = current()
     is_source, is_target = _ends(mapping, job.rank, job.size)
     if not is_source and not is_target:
         return None
     try:
+        is_verified = as_verified(verify)
         limit = _bucket_bytes(bucket_bytes)
         manifest = read_manifest(
             mapping, job.rank, state, into, shards, is_source=is_source, is_target=is_target
         )
         plan = _plan(manifest.parameters, limit, job.rank)
         start = _start(start, plan.buckets)
-    except LayoutError as error:
-        consent(mapping, "", refusal=str(error))
+        mover = _Mover(manifest, plan, job.rank, is_verified=is_verified)
+    except Exception as error:  # also of a dict that loads, and of memory that is not there
+        consent(mapping, "", refusal=str(error) or type(error).__name__)
         raise
     how = f"buckets of {limit} bytes from number {start} on, verify={is_verified}"
     interrupt = consent(mapping, "a state", entries=[*manifest.entries(), how])
     with torch.no_grad():
-        damage = _Mover(manifest, plan, job.rank, is_verified=is_verified).move(start)
+        damage = mover.move(start)
     for tensor in manifest.received.values():
         mark_written(tensor)
     if is_verified:
@@ -347,7 +349,7 @@ class _Mover:
                 f"parameter {name!r} did not arrive as it was sent: of {segment.nbytes} bytes from "
                 f"rank {segment.source} to rank {segment.target}, in bucket {segment.bucket} of "
                 f"{self.plan.buckets}, the checksum is {found:#x}, and was {expected:#x}; go on "
-                f"with start={segment.bucket}"
+                f"with start={segment.bucket}, or with the smallest number that a rank says"
             )
             self.damage = _Damage(words, segment.bucket)
 
@@ -389,6 +391,6 @@ def _report(mapping: RankMapping, damage: _Damage | None) -> None:
     try:
         consent(mapping, "the end of a state")
     except LayoutError as error:
-        said = re.search(r"start=(\d+)$", str(error))
+        said = re.search(r"start=(\d+), or with", str(error))
         bucket = int(said[1]) if said else 0
         raise StateTransferError(str(error), bucket=bucket) from error
