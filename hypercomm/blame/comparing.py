@@ -77,7 +77,14 @@ def _messages(group: GroupId, members: list[RankRecord]) -> list[Difference]:
             sender = sent.get(route)
             if kind != "recv" or sender is None or not (sender.is_whole and receiver.is_whole):
                 continue
-            pairs = zip(sender.messages[group][f"send {route}"], calls, strict=False)
+            if "recv anybody" in receiver.messages[group]:
+                continue
+            got = {call.number: call for call in calls}
+            pairs = [
+                (one, got[one.number])
+                for one in sender.messages[group][f"send {route}"]
+                if one.number in got
+            ]
             for one, other in pairs:
                 if one.signature() != other.signature() and sender is not receiver:
                     here = {sender.rank: one, receiver.rank: other}

@@ -121,11 +121,11 @@ def _file(
         state = FINISHED  # gloo's stay "scheduled"
     call = Call(
         op=_OPS.get(op, op),
-        number=entry["collective_seq_id"],
-        order=entry["record_id"],
+        number=int(entry["collective_seq_id"]),
+        order=int(entry["record_id"]),
         state=state,
-        shapes=tuple(map(tuple, entry["input_sizes"])),
-        dtypes=tuple(entry["input_dtypes"]),
+        shapes=tuple(tuple(map(int, sizes)) for sizes in entry["input_sizes"]),
+        dtypes=tuple(map(str, entry["input_dtypes"])),
         where=_place(entry.get("frames", ())),
     )
     if not entry.get("is_p2p", False):

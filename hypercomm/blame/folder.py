@@ -27,6 +27,7 @@ _MOST_NAMED = 3
 _BROKEN = (
     *(EOFError, OSError, pickle.UnpicklingError, UnicodeDecodeError, json.JSONDecodeError),
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, MemoryError),
+    OverflowError,
 )
 """What reading a file that is no whole dump raises."""
 
@@ -80,6 +81,10 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         for source in ("watch", "flight recorder")
     }
     ranks, source = _merged(by_source["watch"], by_source["flight recorder"], notes)
+    for rank, other in by_source["flight recorder"].items():
+        if rank not in ranks:
+            why = f"{other.file} is of torch's flight recorder, and the watch's are judged"
+            unreadable.setdefault(rank, why)
     for records in by_source.values():
         _check_one_job(list(records.values()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in ranks}

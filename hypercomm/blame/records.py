@@ -21,7 +21,7 @@ WORLD = "WORLD"
 Sizes = tuple[tuple[int, ...], ...]
 
 _ONE_SHAPE = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"}
-_ONE_SHAPE |= {"reduce_scatter_tensor", "all_gather", "reduce_scatter", "send", "recv"}
+_ONE_SHAPE |= {"reduce_scatter_tensor", "send", "recv"}
 """What moves as much on every rank, by its first tensors; others may be uneven."""
 
 

@@ -271,7 +271,10 @@ def _absent(
     inside = [
         wait
         for wait in waits
-        if wait.rank == rank and not wait.absent and wait.call.state != "queued"
+        if wait.rank == rank
+        and not wait.absent
+        and wait.call.state != "queued"
+        and (wait.call.peer is None or _is_in(evidence, wait))
     ]
     return Finding(
         kind="stuck" if inside else kind,
@@ -294,3 +297,9 @@ def _stuck(evidence: Evidence, stuck: Sequence[Wait]) -> Finding:
         waiting=(),
         says=says_stuck(evidence, stuck),
     )
+
+
+def _is_in(evidence: Evidence, wait: Wait) -> bool:
+    """Whether a rank is at a message's call: gloo says of none that it ended before a wait()."""
+    place = evidence.ranks[wait.rank].place
+    return not place or wait.call.where in place

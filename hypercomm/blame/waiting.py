@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from hypercomm.blame.records import WORLD, Call, Evidence, GroupId, RankRecord
+from hypercomm.blame.watched import KEPT
 
 
 @attrs.frozen(eq=False)
@@ -87,8 +88,17 @@ def _message_waits(evidence: Evidence, group: GroupId, members: list[RankRecord]
                 continue
             answer = "send" if kind == "recv" else "recv"
             there = other.messages.get(group, {}).get(f"{answer} {route}", []) if other else []
-            absent = () if len(there) >= call.number else (call.peer,)
+            if not there and other is not None and _may_have_lost(other, group):
+                continue
+            absent = () if there and there[-1].number >= call.number else (call.peer,)
             yield Wait(member.rank, group, call, absent)
+
+
+def _may_have_lost(record: RankRecord, group: GroupId) -> bool:
+    """Whether messages of a group may be gone from its ring, or came from anybody."""
+    channels = record.messages.get(group, {})
+    held = len(record.calls.get(group, ())) + sum(map(len, channels.values()))
+    return "recv anybody" in channels or (record.source == "watch" and held >= KEPT)
 
 
 def _queued(evidence: Evidence, wait: Wait) -> Wait:

@@ -15,6 +15,9 @@ MARK = "hypercomm_watch"
 FORM = 1
 """The form that is written now."""
 
+KEPT = 100
+"""The most calls of one group that are written, the last ones."""
+
 
 def read(found: Mapping[str, Any], file: str) -> RankRecord:
     """Read what one rank's watch wrote.
@@ -49,7 +52,9 @@ def read(found: Mapping[str, Any], file: str) -> RankRecord:
         record.names[group] = str(entry["title"])
         for fields in entry["calls"]:
             call = _call(fields)
-            if call.peer is None:
+            if call.op == "recv_anysource":  # numbered by itself, and of no sender
+                record.messages.setdefault(group, {}).setdefault("recv anybody", []).append(call)
+            elif call.peer is None:
                 record.calls.setdefault(group, []).append(call)
             else:
                 channels = record.messages.setdefault(group, {})

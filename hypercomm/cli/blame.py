@@ -54,7 +54,7 @@ def _show(verdict: Verdict) -> None:
         rows.add_row(
             escape(evidence.title(group)),
             format_ranks(group.ranks),
-            f"{wait.call.op} {wait.call.number}",
+            escape(f"{wait.call.op} {wait.call.number}"),
             format_ranks(sorted(verdict.waiting_in(wait))),
             format_ranks(wait.absent) or "-",
         )

@@ -9,6 +9,7 @@ itself: the buckets of DistributedDataParallel, and functional collectives (DTen
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -28,10 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import hypercomm
+from hypercomm.blame.watched import KEPT
 from hypercomm.process_groups import c10d
-
-KEPT = 100
-"""Calls of each group that are kept, at most."""
 
 _MOST_PENDING = 1000
 """Calls whose end is looked for; of a message that nobody waits for, gloo never says it."""
@@ -113,6 +112,12 @@ class GroupCalls:
         self.counts: dict[str, int] = {}
         self.entries: deque[Entry] = deque(maxlen=KEPT)
 
+    def copy(self) -> GroupCalls:
+        """Return what stays as it is while others are added."""
+        made = copy.copy(self)
+        made.entries = self.entries.copy()
+        return made
+
 
 def _text_of(group: ProcessGroup, attribute: str) -> str:
     try:
@@ -127,6 +132,7 @@ class Recorder:
     Attributes:
         groups: What was called, by group.
         moves: How many calls have started or ended.
+        lock: Held by who changes them, or reads them all.
     """
 
     def __init__(self) -> None:
@@ -134,7 +140,7 @@ class Recorder:
         self.moves = 0
         self._order = itertools.count(1)
         self._pending: deque[Entry] = deque(maxlen=_MOST_PENDING)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._originals: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -157,7 +163,7 @@ class Recorder:
 
     def look(self) -> None:
         """See which calls have ended."""
-        with self._lock:
+        with self.lock:
             self._look(len(self._pending))
 
     def fail(self, error: BaseException) -> None:
@@ -197,7 +203,7 @@ class Recorder:
                 entry.state = "finished"
                 self.moves += 1
             else:
-                with self._lock:
+                with self.lock:
                     entry.work = work
                     self._pending.append(entry)
             return work
@@ -217,7 +223,7 @@ class Recorder:
             entry.channel = f"{ends[0]}->{ends[1]}" + (f" tag {args[2]}" if args[2] else "")
         elif op == "recv_anysource":
             entry.channel = "anybody"
-        with self._lock:
+        with self.lock:
             self._look(2)  # so that ended calls hold no tensors for long
             calls = self.groups.get(group)
             if calls is None:

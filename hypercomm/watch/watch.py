@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -31,6 +32,8 @@ from hypercomm.process_groups import c10d, job
 from hypercomm.process_groups.c10d.store import answer
 from hypercomm.process_groups.spec import GroupKey
 from hypercomm.watch.recorder import LIBRARIES, MOST_WORDS, Entry, GroupCalls, Recorder
+
+logger = logging.getLogger(__name__)
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _LONGEST_S = 1e6
@@ -128,8 +131,7 @@ class Watch:
             if _current is self:
                 _current = None
         self._thread.join()
-        with contextlib.suppress(OSError):  # the program goes on without it
-            self._write(why)
+        self._try_to_write(why)
 
     def _run(self) -> None:
         poll = min(max(self.seconds / 4, _SHORTEST_POLL_S), _LONGEST_POLL_S)
@@ -140,12 +142,19 @@ class Watch:
             if self._recorder.moves != seen:
                 seen, since = self._recorder.moves, now
                 if is_written:  # what it says is no longer so
-                    self.file.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        self.file.unlink(missing_ok=True)
                     is_written = False
             elif not is_written and now - since >= self.seconds:
-                with contextlib.suppress(OSError):
-                    self._write(f"has not moved for {self.seconds:g} s")
+                self._try_to_write(f"has not moved for {self.seconds:g} s")
                 is_written = True
+
+    def _try_to_write(self, why: str) -> None:
+        """Write the record; the program goes on where that cannot be."""
+        try:
+            self._write(why)
+        except Exception as error:  # noqa: BLE001 - another thread may change what is read
+            logger.warning("the watch cannot write %s: %s", self.file, error)
 
     def _write(self, why: str) -> None:
         self._recorder.look()
@@ -158,9 +167,12 @@ class Watch:
     def _record(self, why: str) -> dict[str, Any]:
         stacks = _stacks()
         keys = {group: key for key, group in self._pgs().items() if group is not None}
-        groups = list(self._recorder.groups.items())
+        with self._recorder.lock:  # another thread may call meanwhile
+            groups = [(group, calls.copy()) for group, calls in self._recorder.groups.items()]
         used = {group for group, _ in groups}
-        groups += [(group, GroupCalls(group)) for group in keys if group not in used]
+        for group in keys.keys() - used:
+            with contextlib.suppress(KeyError, ValueError, RuntimeError):  # destroyed by its user
+                groups.append((group, GroupCalls(group)))
         return {
             MARK: FORM,
             "job": self._job,

@@ -138,3 +138,12 @@ def test_without_a_job(tmp_path):
     with pytest.raises(NotInitializedError):
         grid.watch(1, tmp_path)
     grid.destroy()
+
+
+# A group that its user has destroyed is left out; the program hears nothing of it.
+def test_a_destroyed_group(grid, tmp_path):
+    tp, dp = grid.create_pgs(["tp", "dp"])
+    with grid.watch(60, tmp_path) as watch:
+        dist.all_reduce(torch.ones(1), group=tp)
+        dist.destroy_process_group(dp)
+    assert [group["title"] for group in json.loads(watch.file.read_text())["groups"]] == ["tp"]

@@ -75,3 +75,20 @@ def test_nobody(tmp_path, program):
     assert tp["ranks"] == [4, 5]
     assert [call["state"] for call in tp["calls"]] == ["finished"] * 4
     assert (record["rank"], record["world_size"]) == (5, 8)
+
+
+# Of messages only the last are kept, and some may come from anybody: nobody is blamed for that.
+def test_many_messages(tmp_path):
+    run_ranks(blame_ranks.messages, 2, args=(str(tmp_path),), timeout=60)
+    verdict = blame(tmp_path)
+    assert (verdict.culprits, verdict.outcome) == ((), "clear"), str(verdict)
+
+
+# A message that was posted, and that nobody waits for so far, excuses nobody.
+def test_posted_early(tmp_path):
+    args = str(tmp_path / "records"), str(tmp_path / "kept")
+    with contextlib.suppress(RankFailedError):
+        run_ranks(blame_ranks.posted_early, 2, args=args, timeout=60)
+    verdict = blame(tmp_path / "kept")
+    assert (verdict.culprits, verdict.outcome) == ((1,), "blamed"), str(verdict)
+    assert "in endless_loop" in str(verdict)

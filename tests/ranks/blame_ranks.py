@@ -164,3 +164,35 @@ def endless_loop():
     """Where a rank stays."""
     while True:
         sum(range(1000))
+
+
+def messages(folder):
+    """Send more messages of turning shapes than are kept, some of them to whoever asks; all end."""
+    rank = dist.get_rank()
+    grid = HyperCommGrid([2], ["dp"])
+    with grid.watch(60, folder):
+        dist.barrier()
+        for number in range(130):
+            value = torch.ones(1 + number % 3)
+            dist.send(value, 1) if rank == 0 else dist.recv(value, 0)
+        dist.barrier()
+        for _ in range(3):
+            dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1))
+    grid.destroy()
+
+
+def posted_early(folder, kept):
+    """Rank 1 has posted what has come, and loops before it waits for it; rank 0 is further on."""
+    rank = dist.get_rank()
+    grid = HyperCommGrid([2], ["dp"])
+    if rank == 0:  # barrier, isend, all_reduce; barrier, irecv
+        threading.Thread(target=keep, args=(folder, kept, {0: 3, 1: 2}), daemon=True).start()
+    threading.Thread(target=end, args=(kept,), daemon=True).start()
+    with grid.watch(0.3, folder):
+        dist.barrier()
+        if rank == 0:
+            dist.isend(torch.ones(1), 1)
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.irecv(torch.ones(1), 0)
+            endless_loop()
