@@ -223,8 +223,11 @@ class GridShortcuts(GridInterface):
         given = [name for name in ("num_replicas", "rank") if name in keywords]
         if given:
             raise LayoutError(f"{given[0]}={shown(keywords[given[0]])} is what dims say; leave it")
-        if not hasattr(dataset, "__len__"):
-            raise LayoutError(f"dataset must have a length to be shared out, got {shown(dataset)}")
+        try:
+            len(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            found = f"dataset must have a length to be shared out, got {shown(dataset)}"
+            raise LayoutError(found) from None
         here = self[dims]
         return DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, **keywords)  # type: ignore[arg-type]
 
