@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 import os
+import random
 import signal
 import warnings
 from datetime import timedelta
@@ -14,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import torch.distributed as dist
-from hypothesis import strategies as st
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.ezpz import tp as ezpz
@@ -191,18 +191,67 @@ _NEAR = [
     *(("max_ctas", 8), ("max_ctas",), ("bogus", 1)),
 ]
 
-_NESTED = st.recursive(
-    st.sampled_from([None, 0, 1, -1, 2**70, 2.5, "", "tp", "xx", b"tp"])
-    | st.text(max_size=3)
-    | st.integers(-100, 100),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.sampled_from(["tp", "xx", 0, None]), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-_TEXTS = st.text(alphabet="tpcd=-+, 0123\né", max_size=12)
+_LEAVES = [None, 0, 1, -1, 2**70, 2.5, "", "tp", "xx", b"tp"]
+_KEYS = ["tp", "xx", 0, None]
+_LETTERS = "tpcd=-+, 0123\né"
+_ODD_LETTERS = "tpx0 \t\x00\x7f\x85é\u07c0\u2177\u200b\ufeff\ud800\U0001f600\U0010ffff"
+_KEYWORDS = ["tp", "cp", "dp", "pp", "xx", "", "a b", "tp=2", "é", "a", "b", "self"]
+_FAMILIES = ["scalar", "near", "made", "int", "text", "nested"]
+
+
+class Draws(random.Random):
+    """Draws that are the same wherever the tests run: they depend on a name, and on nothing else.
+
+    Hypothesis has other ones where the library is installed than in a checkout, and after other
+    modules were loaded, as it takes numbers and words out of the sources it finds.
+    """
+
+    def __init__(self, name):
+        super().__init__(name)
+        self._left = {}
+
+    def new(self, key, values):
+        """Draw a value that has not come for this key, until all have."""
+        left = self._left.setdefault(key, [])
+        if not left:
+            left += self.sample(values, len(values))
+        return left.pop()
+
+    def some(self, draw):
+        """Draw at most three."""
+        return [draw() for _ in range(self.randint(0, 3))]
+
+    def text(self, letters, longest):
+        return "".join(self.choices(letters, k=self.randint(0, longest)))
+
+    def nested(self, depth=2):
+        """Draw a list, a pair or a dict of such, or a plain value."""
+        kind = self.choice(["leaf", "text", "int", "list", "pair", "dict"][: 6 if depth else 3])
+        if kind == "leaf":
+            return self.choice(_LEAVES)
+        if kind == "text":
+            return self.text(_ODD_LETTERS, 3)
+        if kind == "int":
+            return self.randint(-100, 100)
+        if kind == "list":
+            return self.some(lambda: self.nested(depth - 1))
+        if kind == "pair":
+            return self.nested(depth - 1), self.nested(depth - 1)
+        keys = self.sample(_KEYS, self.randint(0, 2))
+        return {key: self.nested(depth - 1) for key in keys}
+
+    def junk(self, key=None):
+        """Draw a value that hardly any argument can have, though one may."""
+        family = self.choice(_FAMILIES)
+        if family == "scalar":
+            return _copied(self.new((family, key), _SCALARS))
+        if family == "near":
+            return _copied(self.new((family, key), _NEAR))
+        if family == "made":
+            return self.new((family, key), _MADE)()
+        if family == "int":
+            return self.randint(-100, 100)
+        return self.text(_LETTERS, 12) if family == "text" else self.nested()
 
 
 def has_truth(value):
@@ -217,18 +266,6 @@ def is_own_function(value):
 
 def _copied(value):
     return value.copy() if type(value) in {list, dict, set} else value
-
-
-JUNK = st.one_of(
-    st.sampled_from(_SCALARS).map(_copied),
-    st.sampled_from(_NEAR).map(_copied),
-    st.sampled_from(_MADE).map(lambda make: make()),
-    st.integers(-100, 100) | _TEXTS | _NESTED,
-)
-"""A value that hardly any argument can have, though one may."""
-
-KEYWORDS = st.sampled_from(["tp", "cp", "dp", "pp", "xx", "", "a b", "tp=2", "é", "a", "b", "self"])
-"""Names for `**arguments`."""
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -248,16 +285,26 @@ class Call:
         return f"{self.name}({', '.join(words)})"
 
 
-def junk_for(parameter):
-    """Draw what is hardly right for a parameter, of what can be asked to be refused."""
-    if parameter.name in {"function", "derive", "get_embedding_ranks", "on_message"}:
-        return JUNK.filter(is_own_function)
-    if parameter.name == "get_position_embedding_ranks":
-        return JUNK.filter(is_own_function)
-    return JUNK.filter(has_truth) if "bool" in str(parameter.annotation) else JUNK
+FUNCTIONS = ("function", "derive", "get_embedding_ranks", "on_message")
+FUNCTIONS += ("get_position_embedding_ranks",)
+"""Parameters that take a function, which is called."""
 
 
-def draw_call(data, name, signature, good):
+def can_be_refused(parameter, value):
+    """Tell whether a value is one that a parameter can be asked to refuse."""
+    if parameter.name in FUNCTIONS:
+        return is_own_function(value)
+    return has_truth(value) if "bool" in str(parameter.annotation) else True
+
+
+def draw_junk(draws, parameter):
+    while True:
+        value = draws.junk(parameter.name)
+        if can_be_refused(parameter, value):
+            return value
+
+
+def draw_call(draws, name, signature, good):
     """Draw arguments that fit a signature, one or two of them bad.
 
     `good` is asked for an argument that works by the name of the parameter, and returns None where
@@ -268,34 +315,45 @@ def draw_call(data, name, signature, good):
     if not parameters:
         return Call(name, args, kwargs)
     names = [parameter.name for parameter in parameters]
-    bad = {data.draw(st.sampled_from(names)), data.draw(st.sampled_from(names))}
-    drop = data.draw(st.booleans())
+    bad = {draws.new("bad", names), draws.choice(names)}
+    drop = draws.random() < 0.5
     has_variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     for parameter in parameters:
         make = good(parameter.name)
         if parameter.kind is parameter.VAR_POSITIONAL:
-            some = st.lists(JUNK | st.sampled_from(["tp", "cp", "dp"]), max_size=3)
-            args += data.draw(some) if parameter.name in bad or make is None else make()
+            is_drawn = parameter.name in bad or make is None
+            args += draws.some(lambda: draw_element(draws)) if is_drawn else make()
             continue
         if parameter.kind is parameter.VAR_KEYWORD:
-            free = KEYWORDS.filter(lambda keyword: keyword not in names)
-            value = JUNK | st.sampled_from([0, 1, 2, -1, "x"])
-            some = st.dictionaries(free, value, max_size=3)
             kwargs |= make() if make is not None else {}
-            kwargs |= data.draw(some) if parameter.name in bad or make is None else {}
+            if parameter.name in bad or make is None:
+                free = [keyword for keyword in _KEYWORDS if keyword not in names]
+                drawn = draws.some(lambda: (draws.choice(free), draw_field(draws)))  # noqa: B023
+                kwargs |= dict(drawn)
             continue
         required = parameter.default is parameter.empty
         if parameter.name not in bad and not required and (drop or make is None):
             if parameter.kind is parameter.POSITIONAL_ONLY or has_variadic:
                 args += [parameter.default] if parameter.kind is not parameter.KEYWORD_ONLY else []
             continue
-        value = data.draw(junk_for(parameter)) if parameter.name in bad or make is None else make()
+        is_drawn = parameter.name in bad or make is None
+        value = draw_junk(draws, parameter) if is_drawn else make()
         early = has_variadic and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if early or parameter.kind is parameter.POSITIONAL_ONLY:
             args.append(value)
         else:
             kwargs[parameter.name] = value
     return Call(name, args, kwargs)
+
+
+def draw_element(draws):
+    """Draw one of `*arguments`."""
+    return draws.choice(["tp", "cp", "dp"]) if draws.random() < 0.3 else draws.junk("*")
+
+
+def draw_field(draws):
+    """Draw one of `**arguments`."""
+    return draws.choice([0, 1, 2, -1, "x"]) if draws.random() < 0.3 else draws.junk("**")
 
 
 @contextlib.contextmanager
