@@ -228,6 +228,9 @@ class GridShortcuts(GridInterface):
         except TypeError:
             found = f"dataset must have a length to be shared out, got {shown(dataset)}"
             raise LayoutError(found) from None
+        except OverflowError:
+            found = f"dataset must have a length that len() can tell, got {shown(dataset)}"
+            raise LayoutError(found) from None
         here = self[dims]
         return DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, **keywords)  # type: ignore[arg-type]
 

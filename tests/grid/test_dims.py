@@ -99,6 +99,11 @@ def test_layouts_have_dims():
         (lambda grid: grid.get_local_rank(True), LayoutError, "mesh_dim must be an int, got True"),
         (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
         (lambda grid: grid.sampler([1], "dp", rank=0), LayoutError, "rank=0 is what dims say"),
+        (
+            lambda grid: grid.sampler(range(2**70), "dp"),
+            LayoutError,
+            r"a length that len\(\) can tell",
+        ),
     ],
 )
 def test_what_is_refused(ask, error, words, monkeypatch):
