@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_programs import Program, Step, accused, all_or_none, drawn, programs, run, violations
@@ -224,7 +225,7 @@ def test_simulate_says_the_same(odd, deed):
 
 
 many = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -293,7 +294,7 @@ def test_many_programs(first):
 
 # One program under many schedules, all or none.
 @pytest.mark.long
-@pytest.mark.parametrize("count", [500, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_one_program_under_many_schedules(count):
     usual = Program(3, (Step("set"), Step("verify", 1)), verify=True)
     for seed in range(count):
