@@ -46,7 +46,7 @@ def test_check():
 @pytest.mark.long
 def test_check_under_torchrun():
     done = subprocess.run(
-        ["torchrun", "--nproc-per-node", "4", "-m", "hypercomm", "check", "tp=2,dp=-1", "--json"],
+        ["torchrun", "--nproc-per-node", "2", "-m", "hypercomm", "check", "dp=-1", "--json"],
         capture_output=True,
         check=False,
         text=True,
@@ -55,8 +55,8 @@ def test_check_under_torchrun():
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert (answer["layout"], answer["ok"]) == ("tp=2,dp=2", True)
-    assert [row["dims"] for row in answer["groups"]] == [["tp"], ["dp"], ["tp", "dp"]]
+    assert (answer["layout"], answer["ok"]) == ("dp=2", True)
+    assert [row["dims"] for row in answer["groups"]] == [["dp"]]
 
 
 # A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates.

@@ -248,8 +248,8 @@ def free_port():
 
 
 # Ranks of mpirun and of srun join their job; rank 0 shows the result, the others are silent.
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.slow), "srun"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_joining(launcher):
     port = str(free_port())
     if launcher == "mpirun":
