@@ -184,27 +184,28 @@ def test_two_mistakes(tmp_path):
     assert {(f.kind, f.culprits) for f in verdict.findings} == {("dtype", (1,)), ("absent", (2,))}
 
 
-# 1,024 ranks of tp=8,dp=128, of which one is missing in the last of 100 calls: under 5 seconds.
-@pytest.mark.alone
+# 1,024 ranks of tp=8,dp=128, of which one is missing in the last of 100 calls: under 5 seconds on a
+# quiet machine, four times that of the processor here.
 @pytest.mark.long
-def test_many_ranks(tmp_path):
-    dumps = job(8, 128)
+@pytest.mark.parametrize("size", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_many_ranks(tmp_path, size):
+    dumps, missing = job(8, size // 8), size * 3 // 4 + 9
     for rank in dumps.ranks:
         own = f"tp{rank // 8}"
         for number in range(96):
             dumps.call(rank, own if number % 2 else "WORLD")
-        if rank // 8 != 777 // 8:
+        if rank // 8 != missing // 8:
             dumps.call(rank, own)
             dumps.call(rank, "WORLD", state="runs")
-        elif rank != 777:
+        elif rank != missing:
             dumps.call(rank, own, state="runs")
     dumps.write(tmp_path)
-    begin = time.perf_counter()
-    verdict = blame(tmp_path, "tp=8,dp=128")
-    seconds = time.perf_counter() - begin
-    assert verdict.culprits == (777,)
-    assert len(verdict.findings[0].waiting) == 1023
-    print(f"1,024 dumps of {len(dumps.entries[0])} calls: {seconds:.1f} s")
+    begin = time.process_time()
+    verdict = blame(tmp_path, f"tp=8,dp={size // 8}")
+    seconds = time.process_time() - begin
+    assert verdict.culprits == (missing,)
+    assert len(verdict.findings[0].waiting) == size - 1
+    print(f"{size:,} dumps of {len(dumps.entries[0])} calls: {seconds:.1f} s")
     assert seconds < 20
 
 

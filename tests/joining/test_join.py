@@ -403,7 +403,7 @@ def test_the_current_device(four_gpus, monkeypatch):
 
 # What join() adds to torch's own initialisation, of four gloo ranks, in turns with it.
 @pytest.mark.alone
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_it_costs():
     found = run_ranks(join_ranks.costs, 4, args=(free_port(), 6), timeout=120)
     by_hand, ours = (

@@ -239,10 +239,8 @@ def test_bad_calls(call, error, message):
 
 # The fork server has torch loaded: ranks that do nothing are done in a fraction of the time that
 # loading torch in each of them takes. The bound is the issue's, on 2 cores, with a cold server.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("nprocs", "seconds"), [(8, 8), pytest.param(16, 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("nprocs", "seconds"), [(8, 8), (16, 12)])
 @pytest.mark.alone
 def test_start_is_fast(tmp_path, nprocs, seconds):
     script = tmp_path / "script.py"

@@ -587,8 +587,8 @@ LARGE = [
 
 
 # The table of 16,384 by 16,384 ranks takes under two seconds, and one rank under a millisecond,
-# on a quiet machine: three times that here, at best of some runs.
-@pytest.mark.alone
+# on a quiet machine: three times that here, at best of some runs. Others may run meanwhile: what
+# they take of the clock is not counted.
 @pytest.mark.parametrize(("source", "target"), LARGE)
 def test_large_worlds(source, target):
     before, after = RankLayout.parse(source), RankLayout.parse(target, rank_offset=16_384)
@@ -596,12 +596,12 @@ def test_large_worlds(source, target):
     def best(question, runs):
         times = []
         for _ in range(runs):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             question()
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
         return min(times)
 
-    assert best(lambda: RankMapping(before, after).table(), 3) < 3 * 2.0
+    assert best(lambda: RankMapping(before, after).table(), 2) < 3 * 2.0
     assert best(lambda: RankMapping(before, after).sends(before.last_rank), 20) < 3e-3
     assert best(lambda: RankMapping(before, after).receives(16_384 + 77), 20) < 3e-3
 
