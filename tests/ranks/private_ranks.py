@@ -14,6 +14,9 @@ from hypercomm.process_groups.job import current
 from ranks.common import registered, sum_over
 from ranks.version_ranks import Heard
 
+HOWS = ("missing", "other", "raising")
+"""How a name is broken."""
+
 
 class OfTheTestError(Exception):
     """What a broken name raises."""
@@ -118,14 +121,13 @@ def use(path):
     return sums
 
 
-def without_each():
-    """Break each name in each way, then all of them; what was received, logged and left over."""
+def without_each(hows):
+    """Break each name in some ways, all of them in each; what was received, logged and left."""
     heard, found, before = Heard(), {}, registered()
     due = [name.path for name in PRIVATE_NAMES if name.is_due()]
     cases = [("nothing", "nothing", {})]
-    for how in ("missing", "other", "raising"):
-        cases += [(path, how, {path: how}) for path in due]
-        cases.append(("all", how, dict.fromkeys(due, how)))
+    cases += [(path, how, {path: how}) for how in hows for path in due]
+    cases += [("all", how, dict.fromkeys(due, how)) for how in HOWS]
     for path, how, broken in cases:
         heard.lines.clear()
         begin_anew(broken)
