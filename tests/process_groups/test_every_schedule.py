@@ -8,8 +8,9 @@ looked at once; where there are millions, a drawn part of them is.
 
 import math
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
+from typing import NamedTuple
 
 import attrs
 import pytest
@@ -113,9 +114,8 @@ def frames(run):
 # ---- all that may happen ----------------------------------------------------------------------
 
 
-@attrs.frozen
-class State:
-    """Where all are.
+class State(NamedTuple):
+    """Where all are; a tuple, as there are hundreds of thousands.
 
     Attributes:
         ranks: The node of each rank; None: it has died.
@@ -195,10 +195,10 @@ class Search:
             return
         for at, asked in enumerate(state.sent):
             rest = state.sent[:at] + state.sent[at + 1 :]
-            yield self.done(attrs.evolve(state, sent=rest), self.known[asked])[0]
+            yield self.done(state._replace(sent=rest), self.known[asked])[0]
         if state.clock < self.deadline + (len(self.deeds) > arrival.FAN_OUT):
             awake = (True,) * len(self.deeds)
-            yield attrs.evolve(state, clock=state.clock + 1, awake=awake)
+            yield state._replace(clock=state.clock + 1, awake=awake)
         for rest in one_less(state, "slots"):
             yield self.done(rest, Publish({SLOT: meeting.Register(end=ELSEWHERE).text()}))[0]
 
@@ -206,10 +206,10 @@ class Search:
         """Give what may befall a rank."""
         asked = state.ranks[rank].asks
         for rest in one_less(state, "kills"):
-            yield attrs.evolve(rest, ranks=put(state.ranks, rank, None))
+            yield rest._replace(ranks=put(state.ranks, rank, None))
         for rest in one_less(state, "interrupts"):
             for sent in (state.sent, *self.still_sent(state, asked)):
-                yield self.told(attrs.evolve(rest, sent=sent), rank, INTERRUPT)
+                yield self.told(rest._replace(sent=sent), rank, INTERRUPT)
         if not isinstance(asked, (Now, Sleep)):
             for rest in one_less(state, "breaks"):  # before it was heard, or after
                 yield self.told(rest, rank, BREAK)
@@ -225,7 +225,7 @@ class Search:
         """A rank's operation is done, and it hears the answer."""
         after, answer = self.done(state, state.ranks[rank].asks)
         if isinstance(state.ranks[rank].asks, Sleep):
-            after = attrs.evolve(after, awake=put(after.awake, rank, False))
+            after = after._replace(awake=put(after.awake, rank, False))
         return self.told(after, rank, answer)
 
     def told(self, state, rank, answer):
@@ -233,9 +233,9 @@ class Search:
         node = self.graphs[rank].after(state.ranks[rank], answer)
         while self.is_coarse and isinstance(node.asks, Now):
             node = self.graphs[rank].after(node, float(state.clock))
-        after = attrs.evolve(state, ranks=put(state.ranks, rank, node))
+        after = state._replace(ranks=put(state.ranks, rank, node))
         if node.asks is None:
-            after = attrs.evolve(after, awake=put(after.awake, rank, False))
+            after = after._replace(awake=put(after.awake, rank, False))
             self.check_left(after, rank)
         return after
 
@@ -267,7 +267,7 @@ class Search:
         )
         self.check_once(state, after)
         awake = tuple(node is not None and node.asks is not None for node in state.ranks)
-        return attrs.evolve(state, held=after, came=came, awake=awake), answer
+        return state._replace(held=after, came=came, awake=awake), answer
 
     # ---- what must hold ---------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ def one_less(state, fault):
     """The state in which a fault may happen once less, if it still may."""
     at = FAULTS.index(fault)
     if state.left[at]:
-        yield attrs.evolve(state, left=put(state.left, at, state.left[at] - 1))
+        yield state._replace(left=put(state.left, at, state.left[at] - 1))
 
 
 def put(values, at, value):
@@ -336,8 +336,13 @@ def put(values, at, value):
 def end_in(held):
     for key, text in held:
         if key == PLACE:
-            return meeting.read_register(key, text).end
+            return end_said(text)
     return None
+
+
+@lru_cache(1000)
+def end_said(text):
+    return meeting.read_register(PLACE, text).end
 
 
 # ---- the searches -----------------------------------------------------------------------------
