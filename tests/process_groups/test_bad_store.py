@@ -63,6 +63,18 @@ BAD = {
     "more fields": lambda _: b'{"first": null, "end": {"kind": "agreed", "since": "9.9"}}',
 }
 
+LARGE = {"10 MB", "10 MB of JSON", "endless words"}
+"""What takes long: by default one key holds it, and another one whose value counts for nothing."""
+CASES = [
+    pytest.param(
+        kind,
+        value,
+        marks=[pytest.mark.slow] if value in LARGE and kind not in {"step", "here"} else [],
+    )
+    for kind in KEYS
+    for value in BAD
+]
+
 
 def with_bad(monkeypatch, part, bad):
     """Let one key hold something else, as soon as it is written."""
@@ -93,8 +105,7 @@ def check_named(run):
 # Whatever a key comes to hold, each call ends in time with an error of ours or rightly; a key that
 # all read is named, and each rank fails.
 @pytest.mark.long
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize(("kind", "value"), CASES)
 def test_bad_values(monkeypatch, kind, value):
     written = with_bad(monkeypatch, KEYS[kind], BAD[value])
     run = simulate_job(program, 4, timeout=timedelta(seconds=T))

@@ -98,7 +98,7 @@ def check_missing(ranks, missing, limit_s):
     return sorted(rank.asked.questions for rank in ranks.values())
 
 
-QUICK = {("nobody", 600.0), ("any sixteen", 600.0)}
+QUICK = {("any sixteen", 600.0)}
 
 
 # However many do not come to verify(), and whichever, a rank asks at most 40 questions. One rank

@@ -6,11 +6,11 @@ Where the torch at hand does not show a change itself, a stand-in has its new an
 import itertools
 import json
 import signal
-import subprocess
 import sys
 from datetime import timedelta
 
 import bound_world
+import fresh_programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -259,15 +259,19 @@ def test_a_torch_that_is_too_old(older):
         f"torch {older} is installed, and hypercomm needs 2.6 or newer: pip install 'torch>=2.6'; "
         f"hypercomm.layout, and hypercomm.RankLayout, need none"
     )
-    begin = f"import torch; torch.__version__ = {older!r}\n"
+    # The library is loaded anew: its first import looks at the version.
+    begin = (
+        f"import sys, torch; torch.__version__ = {older!r}\n"
+        f"for name in [*sys.modules]:\n"
+        f"    if name.partition('.')[0] == 'hypercomm':\n"
+        f"        del sys.modules[name]\n"
+    )
     use = "from hypercomm import RankLayout; RankLayout.parse('tp=2'); print('planned')\n"
     for then, told in (
         ("import hypercomm.grid", f"hypercomm.errors.TorchVersionError: {said}"),
         ("from hypercomm.cli import main; raise SystemExit(main(['doctor']))", said),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", begin + use + then], capture_output=True, text=True, check=False
-        )
+        done = fresh_programs.run(begin + use + then)
         assert done.stdout.startswith("planned\n")
         assert done.returncode in {1, 2}
         assert told in " ".join((done.stderr + done.stdout).split())
