@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, combinations
@@ -149,6 +150,8 @@ class Lost:
     @property
     def words(self) -> str:
         """The ranks that are lost, and the least of what is lost with them: "3: tp=1,dp=1"."""
+        if not self.ranks:
+            return "none"
         ranks = format_ranks(self.ranks)
         return f"{ranks}: {_some(self.least)}" if len(self._long()) <= MOST_DIMS else ranks
 
@@ -157,17 +160,24 @@ class Lost:
 
     def __str__(self) -> str:
         rows = [("sharded over", "shards", "lost")]
-        if len(self._long()) <= MOST_DIMS:
-            for dims, gone in self._every():
-                lost = list(self._coords(dims, gone.reshape(self._shape(dims))))
-                told = f"{len(lost):,}: {_some(lost)}" if lost else "none"
-                rows.append(("+".join(dims), f"{gone.size:,}", told))
-        return "\n".join([*aligned(rows), self.summary])
+        long = self._long()
+        most = len(long) if len(long) <= MOST_DIMS else 1
+        for dims in _combinations(long, most):
+            lost = self.shards(*dims)
+            told = f"{len(lost):,}: {_some(lost)}" if lost else "none"
+            shards = math.prod(self.before.size_of(dim) for dim in dims)
+            rows.append(("+".join(dims), f"{shards:,}", told))
+        more = (
+            f"{len(long)} dims are too many to list together; ask shards() over those that matter"
+        )
+        return "\n".join([*aligned(rows), *([more] if most < len(long) else []), self.summary])
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _long(self) -> _Dims:
-        return tuple(dim for dim in self.before.dim_names if self.before.size_of(dim) > 1)
+        """The dims larger than 1; of a layout of one rank its first dim."""
+        names = self.before.dim_names
+        return tuple(dim for dim in names if self.before.size_of(dim) > 1) or names[:1]
 
     def _shape(self, dims: _Dims) -> tuple[int, ...]:
         return tuple(self.before.size_of(dim) for dim in reversed(dims))
@@ -181,8 +191,7 @@ class Lost:
                 f"{MOST_DIMS} are looked at: ask for shards() over those that matter"
             )
         left = self._left.reshape(self._shape(long))
-        counts = range(1, len(long) + 1)
-        for dims in chain.from_iterable(combinations(long, count) for count in counts):
+        for dims in _combinations(long, len(long)):
             others = tuple(-1 - axis for axis, name in enumerate(long) if name not in dims)
             yield dims, ~np.asarray(left.any(axis=others, keepdims=True))
 
@@ -190,6 +199,11 @@ class Lost:
         """The coordinates of what is marked in an array over some dims, the last one first."""
         for index in np.argwhere(gone).tolist():
             yield dict(zip(dims, reversed(index), strict=True))
+
+
+def _combinations(dims: _Dims, most: int) -> Iterator[_Dims]:
+    """All combinations of at least one and at most so many dims, few first."""
+    return chain.from_iterable(combinations(dims, count) for count in range(1, most + 1))
 
 
 def _some(shards: Sequence[Mapping[str, int]]) -> str:

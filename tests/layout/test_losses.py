@@ -77,6 +77,19 @@ def test_by_hand():
     ]
     assert repr(lost) == "<Lost: tp=2,dp=4: 1 of 8 ranks is lost, 5: tp=1,dp=2>"
     assert Lost(layout, layout).summary == "tp=2,dp=4: no rank is lost"
+    assert Lost(layout, layout).words == "none"
+
+
+# A layout of one rank has one shard, and loses it with the rank.
+def test_one_rank():
+    layout = RankLayout.parse("tp=1,dp=1")
+    lost = Lost(layout, RankLayout([1], ["dp"], ranks=[3]))
+    assert lost.least == ({"tp": 0},)
+    assert str(lost).splitlines() == [
+        "sharded over  shards  lost",
+        "tp            1       1: tp=0",
+        "tp=1,dp=1: 1 of 1 ranks is lost, 0: tp=0",
+    ]
 
 
 # A million ranks that lose a host of eight: a second at most, and no list of all of them.
@@ -96,6 +109,10 @@ def test_many_dims():
     assert lost.words == "2..8191"
     assert str(lost).endswith(": 8,190 of 8,192 ranks are lost, 2..8191")
     assert lost.shards("d12") == ({"d12": 1},)
+    table = str(lost).splitlines()
+    assert table[:2] == ["sharded over  shards  lost", "d0            2       none"]
+    assert table[2:14] == [f"{f'd{at}':14}2       1: d{at}=1" for at in range(1, 13)]
+    assert table[14].startswith("13 dims are too many to list together; ask shards() over")
     with pytest.raises(LayoutError, match="before has 13 dims larger than 1"):
         lost.least  # noqa: B018 - it is asked for
 
