@@ -192,9 +192,15 @@ def _parts(group: ProcessGroup) -> list[tuple[str, torch.device]]:
         return [(next(iter(backends)), _device(c10d.device_type(group)))]
     found: dict[str, str] = {}
     for device, backend in pairs:
-        if device == "cpu" or (device == "cuda" and torch.cuda.is_available()):
+        if not is_live() or device == "cpu" or _is_here(device):
             found.setdefault(backend, device)
     return [(backend, _device(device)) for backend, device in found.items()]
+
+
+def _is_here(kind: str) -> bool:
+    """Tell whether this host has a device of a kind; not of one that torch has no module for."""
+    module: Any = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
 
 
 def _device(kind: str) -> torch.device:

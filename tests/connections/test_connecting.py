@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import connect_ranks
 from ranks.mortal_ranks import exit_codes
@@ -23,6 +24,7 @@ from hypercomm import (
     run_ranks,
 )
 from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm.connections import items
 from hypercomm.connections.connections import Connection, Connections
 from hypercomm.connections.items import _edges
 from hypercomm.connections.progress import Show, showing
@@ -234,6 +236,44 @@ def test_outside_and_without_groups():
         assert len(grid.connect()) == 0
         grid.create_pg("tp")
         assert len(grid.connect()) == 0
+
+
+class Devices:
+    """What torch has for a kind of device."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def is_available(self):
+        return self.count > 0
+
+    def current_device(self):
+        return self.count - 1
+
+
+# Each backend of a group is connected on a device that is here, of whatever kind; in a world that
+# is not live on whichever it is for.
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ("cpu:gloo,xpu:xccl", [("gloo", "cpu"), ("xccl", "xpu:1")]),
+        ("cpu:gloo,cuda:nccl,xpu:xccl", [("gloo", "cpu"), ("xccl", "xpu:1")]),
+        ("cuda:nccl,xpu:xccl", [("xccl", "xpu:1")]),
+        ("cpu:gloo,cuda:gloo", [("gloo", "cpu")]),
+        ("cpu:gloo,hpu:hccl", [("gloo", "cpu")]),
+    ],
+)
+@pytest.mark.parametrize("is_real", [True, False])
+def test_parts(config, wanted, is_real, monkeypatch):
+    monkeypatch.setattr(torch, "xpu", Devices(2))
+    monkeypatch.setattr(torch, "cuda", Devices(0))
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    monkeypatch.setattr(items, "is_live", lambda: is_real)
+    found = [(backend, str(device)) for backend, device in items._parts(None)]
+    if is_real:
+        assert found == wanted
+    else:
+        assert {one for one, _ in found} == {each.split(":")[1] for each in config.split(",")}
 
 
 # Every neighbour both ways; two ranks have one edge, and one rank none.
