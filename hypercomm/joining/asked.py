@@ -21,6 +21,11 @@ _THE_CALL = Launcher("the call", "rank=", ("size=",), advice="give join() addres
 _NOBODY = Launcher("nobody", "rank=", ("size=",))
 
 
+def _without_spaces(given: Any) -> Any:
+    """Leave out the spaces around a name; what is no name is refused later, as it is."""
+    return (given.strip() or given) if isinstance(given, str) else given
+
+
 @attrs.frozen
 class Asked:
     """The arguments of a call; None where nothing was given."""
@@ -31,7 +36,7 @@ class Asked:
     rank: int | None
     size: int | None
     local_rank: int | None
-    address: str | None
+    address: str | None = attrs.field(converter=_without_spaces)
     port: int | None
     environment: Mapping[str, str] | None
     need_launcher: bool
@@ -85,7 +90,24 @@ class Asked:
             LaunchError: There is none, and it is needed, or it contradicts itself.
         """
         if self.rank is not None and self.size is not None:
-            return self._given(self.rank, self.size)
+            job = self._given(self.rank, self.size)
+        else:
+            job = self._found()
+        if job.local_rank is None and job.size == 1:
+            return attrs.evolve(job, local_rank=0, local_size=1)
+        if (
+            self.local_rank is not None
+            and job.local_size is not None
+            and self.local_rank >= job.local_size
+        ):
+            raise LaunchError(
+                f"local_rank={self.local_rank} and {job.local_size} ranks on this host, as with "
+                f"{job.told()}, contradict each other; device= gives a rank another device"
+            )
+        return job
+
+    def _found(self) -> FoundJob:
+        """Return the job that a launcher tells of; a world of one where there is none."""
         environment = self.variables()
         found = find_job(environment)
         if found is None and self.need_launcher:
@@ -94,7 +116,7 @@ class Asked:
             check_alone(held_in(environment))
             self._check_alone_here()
             said = "no launcher's variable"
-            return FoundJob(_NOBODY, 0, 1, self._local(0), 1, self.address, self.port, said)
+            return FoundJob(_NOBODY, 0, 1, self.local_rank, None, said=said)
         return attrs.evolve(
             found,
             local_rank=self._local(found.local_rank),

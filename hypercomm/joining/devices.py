@@ -70,7 +70,7 @@ def device_of_rank(kind: str, local_rank: int | None, local_size: int | None) ->
             f"each rank needs a device of its own, and nothing tells which of the {count} of this "
             f"host this rank is to have; set LOCAL_RANK, or give join() local_rank= or device="
         )
-    ranks = local_size or (local_rank or 0) + 1
+    ranks = max(local_size or 0, (local_rank or 0) + 1)
     if count != 1 and ranks > count:  # one may be all that this rank is shown
         raise LaunchError(
             f"{ranks} ranks on this host need a device each, and it shows {count} of {kind!r}; "
@@ -113,10 +113,8 @@ def _as_device(
     """Read a device; of a kind alone it is the one of this rank."""
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise LaunchError(f"device must be one such as 'cuda:0' or 'cpu', got {shown(device)}")
-    accelerators = [kind for kind in _default_backends() if kind not in {"cpu", "mps"}]
     try:
-        read = torch.device(accelerators[0], device) if isinstance(device, int) else None
-        read = torch.device(device) if read is None else read
+        read = torch.device(*((_numbered(), device) if isinstance(device, int) else (device,)))
     except (RuntimeError, TypeError, ValueError) as error:
         raise LaunchError(
             f"device must be one such as 'cuda:0' or 'cpu', got {shown(device)}"
@@ -127,6 +125,11 @@ def _as_device(
         raise LaunchError(
             f"device {shown(device)}: torch has no backend for {read.type!r}; use one of "
             f"{sorted(_default_backends())}"
+        )
+    if read.type not in c10d.parts_of(_backend_for(read.type)):
+        raise LaunchError(
+            f"device {shown(device)}: torch.distributed moves no tensors that are on "
+            f"{read.type!r}; use 'cpu', and copy what is sent"
         )
     count = _count(read.type)
     if count == 0 or (read.index is not None and read.index >= count):
@@ -141,6 +144,12 @@ def _as_device(
 def _default_backends() -> dict[str, str]:
     """Return the backend that torch has for each kind of device."""
     return dict(dist.Backend.default_device_backend_map)
+
+
+def _numbered() -> str:
+    """Return the kind of device that a number alone means: the one that there is, else CUDA's."""
+    kind = _accelerator()
+    return "cuda" if kind == "cpu" else kind
 
 
 def _accelerator() -> str:

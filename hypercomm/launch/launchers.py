@@ -298,9 +298,14 @@ def _claim(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     if rank >= ranks:
         raise LaunchError(f"{said} contradict each other: the last rank would be {ranks - 1}")
     local_rank, local_size = (
-        None if name is None or name not in held else number(name, held)
-        for name in (launcher.local_rank, launcher.local_size)
+        None if name is None or name not in held else number(name, held, smallest)
+        for name, smallest in ((launcher.local_rank, 0), (launcher.local_size, 1))
     )
+    if local_rank is not None and local_size is not None and local_rank >= local_size:
+        raise LaunchError(
+            f"{launcher.local_rank}={local_rank} and {launcher.local_size}={local_size} contradict "
+            f"each other: the last rank of the host would be {local_size - 1}"
+        )
     return FoundJob(launcher, rank, ranks, local_rank, local_size, said=said)
 
 

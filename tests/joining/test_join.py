@@ -52,11 +52,32 @@ def test_a_world_of_one():
         assert job.launcher == "the call"
 
 
+# Alone on a host with several devices a rank has the first one, unless it says otherwise.
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "local"),
+    [
+        ({}, (0, 1)),
+        ({"rank": 0, "size": 1}, (0, 1)),
+        ({"environment": {"RANK": "0", "WORLD_SIZE": "1"}}, (0, 1)),
+        ({"rank": 0, "size": 1, "local_rank": 3}, (3, None)),
+        ({"local_rank": 3}, (3, None)),
+    ],
+)
+def test_a_world_of_one_beside_devices(arguments, local, monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    job = join(**arguments)
+    assert (job.local_rank, job.local_size) == local
+    assert (job.backend, job.device) == ("cpu:gloo,cuda:nccl", torch.device("cuda", local[0]))
+
+
 # A launcher's world of one needs no network, either; with an address it has one.
 def test_one_rank_of_a_launcher():
     with join(environment={"RANK": "0", "WORLD_SIZE": "1"}) as job:
         assert (job.launcher, job.address) == ("the environment", None)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with join(rank=0, size=1, address=" 127.0.0.1\n", port=free_port()) as job:
+        assert job.address == "127.0.0.1"
     with join(environment={"RANK": "0", "WORLD_SIZE": "1", **place}) as job:
         assert job.address == "127.0.0.1"
         assert str(job).endswith(
@@ -379,11 +400,43 @@ def test_devices(arguments, expected):
                 "'gloo', or fewer ranks"
             ),
         ),
+        (
+            (None, None, 5, 2),  # the launcher counts otherwise: this is the sixth here
+            (
+                "6 ranks on this host need a device each, and it shows 4 of 'cuda'; use backend "
+                "'gloo', or fewer ranks"
+            ),
+        ),
     ],
 )
 def test_devices_that_are_not_there(arguments, sentence):
     with pytest.raises(LaunchError, match=f"^{re.escape(sentence)}$"):
         devices.choose(*arguments)
+
+
+# A number alone is one of the devices that the host has, whichever kind torch names first.
+def test_a_number_of_another_kind(monkeypatch):
+    none, two = FakeDevices(0), FakeDevices(2)
+    kinds = {"xpu": two}
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: kinds.get(kind, none))
+    monkeypatch.setattr("hypercomm.process_groups.c10d.why_unavailable", lambda _: None)
+    assert devices.choose(None, 1, 0, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))
+    assert devices.choose(None, "xpu", 1, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))
+    assert devices.choose(None, None, 1, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))
+    with pytest.raises(LaunchError, match=r"^device 2 does not exist: torch sees 2 of them on"):
+        devices.choose(None, 2, 0, 2)
+    kinds.clear()
+    with pytest.raises(LaunchError, match=r"^device 1 does not exist: torch sees none on"):
+        devices.choose(None, 1, 0, 2)
+
+
+# torch names a backend for Apple's GPUs that takes none of their tensors.
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("device", ["mps", "mps:0", torch.device("mps")])
+def test_a_device_without_a_backend(device):
+    words = "torch.distributed moves no tensors that are on 'mps'|torch has no backend for 'mps'"
+    with pytest.raises(LaunchError, match=words):
+        devices.choose(None, device, 0, 1)
 
 
 # The device is made the current one, WORLD is bound to it, and a failure undoes that.

@@ -150,6 +150,14 @@ def test_no_job(environment):
         (by_hand(0, 0), "WORLD_SIZE must be an integer of at least 1, got '0'"),
         (by_hand("9" * 5000, 4), "RANK must be an integer of at least 0, got '999"),
         (by_hand(0, 4, "gpu0"), "LOCAL_RANK must be an integer of at least 0, got 'gpu0'"),
+        (
+            by_hand(0, 4, 4) | {"LOCAL_WORLD_SIZE": "4"},
+            "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4 contradict each other: the last rank of the host",
+        ),
+        (
+            by_hand(0, 4) | {"LOCAL_WORLD_SIZE": "0"},
+            "LOCAL_WORLD_SIZE must be an integer of at least 1, got '0'",
+        ),
         (by_hand(0, 4) | {"MASTER_PORT": "0"}, "MASTER_PORT must be an integer of 1 to 65535"),
         (by_hand(0, 4) | {"MASTER_PORT": "70000"}, "of 1 to 65535, got '70000'"),
     ],
