@@ -39,6 +39,7 @@ __all__ = [
     "SimulationError",
     "StateError",
     "StateTransferError",
+    "TopologyError",
     "TorchVersionError",
     "UnknownDimError",
     "UnknownFieldError",
@@ -62,6 +63,10 @@ class LayoutError(HyperCommError, ValueError):
 
 class NotationError(LayoutError):
     """A text form ("tp=2,dp=4") cannot be read: mend the text."""
+
+
+class TopologyError(LayoutError):
+    """What says where ranks are cannot be read, or contradicts itself: mend file or call."""
 
 
 class UnknownDimError(LayoutError, KeyError):

@@ -34,6 +34,7 @@ FLOORS = [
     ("hypercomm.layout.reading",),
     ("hypercomm.layout.numbering",),
     ("hypercomm.layout.groups",),
+    ("hypercomm.topology",),
     ("hypercomm.layout.rank_layout",),
     ("hypercomm.layout",),
     ("hypercomm.launch",),
@@ -62,7 +63,11 @@ FLOORS = [
 ]
 TORCH_FREE = [
     "hypercomm",
-    *(name for name in MODULES if name.startswith(("hypercomm.layout", "hypercomm.blame"))),
+    *(
+        name
+        for name in MODULES
+        if name.startswith(("hypercomm.layout", "hypercomm.topology", "hypercomm.blame"))
+    ),
 ]
 LONGEST = 400
 """Lines of a file, but for lists of names: `LISTS`."""

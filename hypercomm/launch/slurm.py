@@ -5,10 +5,10 @@ Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from hypercomm.launch.variables import number, port_of
+from hypercomm.topology.node_lists import first_of, tasks_of
 
 NAMES = (
     *("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_NODEID", "SLURM_DISTRIBUTION"),
@@ -30,16 +30,6 @@ def is_step(held: Mapping[str, str]) -> bool:
     """
     step = held.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _LAST_STEP
-
-
-def first_host(hosts: str) -> str:
-    """Return the first host of a node list as SLURM writes it, where rank 0 of a step runs.
-
-    >>> first_host("gpu[03-04,9],login"), first_host("rack2node7,rack3"), first_host("a[1-2]b[5,7]")
-    ('gpu03', 'rack2node7', 'a1b5')
-    """
-    outside = re.match(r"(?:\[[^\]]*\]|[^,\[])*", hosts.strip())
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", outside.group() if outside else "")
 
 
 def port_of_step(job: int, step: int) -> int:
@@ -64,13 +54,10 @@ def tasks_on(node: int, tasks: str) -> int | None:
         >>> tasks_on(0, "4(x2),3"), tasks_on(1, "4(x2),3"), tasks_on(2, "4(x2),3")
         (4, 4, 3)
     """
-    for part in tasks.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
-        if found is None:
-            return None
-        node -= int(found[2] or 1)
+    for count, hosts in tasks_of(tasks) or ():
+        node -= hosts
         if node < 0:
-            return int(found[1]) or None
+            return count or None
     return None
 
 
@@ -93,7 +80,7 @@ def address(held: Mapping[str, str]) -> str | None:
         return None
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = next((held[name] for name in lists if name in held), None)
-    return None if hosts is None else first_host(hosts) or None
+    return None if hosts is None else first_of(hosts) or None
 
 
 def port(held: Mapping[str, str]) -> int | None:

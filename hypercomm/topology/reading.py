@@ -1,0 +1,269 @@
+"""Reading a topology of whatever says where ranks are: one reader for each kind, in one table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.layout.reading.checks import as_world_size, positive
+from hypercomm.layout.reading.shown import shown, some_of
+from hypercomm.topology.blocks import is_blocks, read_blocks
+from hypercomm.topology.found import Found, check_complete, text_of
+from hypercomm.topology.hostfiles import read_hostfile
+from hypercomm.topology.labels import read_labels
+from hypercomm.topology.levels import Level, Topology
+from hypercomm.topology.node_lists import expand_hosts
+from hypercomm.topology.switches import looks_like_switches, read_slurm_yaml, read_switches
+
+Source = int | str | os.PathLike[str] | Mapping[str, Any]
+On = Source | Topology | Sequence[Source]
+"""What says where ranks are."""
+
+ORDER = ("host", "sub-domain", "domain", "", "leaf", "spine", "core")
+"""Levels from the innermost; "" are those of other names."""
+
+LIVE = "live"
+"""What stands for the job that runs."""
+
+_KINDS = (
+    "GPUs for each host (8, '8,72', 'host=8,domain=72'), a hostfile, a node list such as "
+    "'node[01-09]', SLURM's topology.conf or topology.yaml, or labels or switches by host as JSON "
+    "or YAML"
+)
+
+
+def _read_json(text: str, source: str) -> Found:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+        if twice:
+            raise TopologyError(f"{source} names {twice[0]!r} twice; name each host once")
+        return dict(pairs)
+
+    try:
+        content = json.loads(text, object_pairs_hook=once)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TopologyError(f"{source} is no JSON: {error}") from error
+    return _read_content(content, source)
+
+
+def _read_yaml(text: str, source: str) -> Found:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{source} needs pyyaml: pip install 'hypercomm[topology]', or write it as JSON"
+        ) from error
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise TopologyError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+    return _read_content(content, source)
+
+
+def _read_content(content: object, source: str) -> Found:
+    """Read what a file of JSON or YAML holds."""
+    if isinstance(content, list) and content:
+        return read_slurm_yaml(content, source)
+    if isinstance(content, Mapping) and content:
+        return read_labels(content, source)
+    raise TopologyError(
+        f"{source} holds {shown(content)}; it must map hosts to switches or labels, or list "
+        f"SLURM's topologies"
+    )
+
+
+READERS: tuple[tuple[str, Callable[[str, str], bool], Callable[[str, str], Found]], ...] = (
+    ("JSON", lambda suffix, text: suffix == ".json" or text.lstrip()[:1] == "{", _read_json),
+    ("YAML", lambda suffix, _: suffix in {".yaml", ".yml"}, _read_yaml),
+    ("topology.conf", lambda _, text: looks_like_switches(text), read_switches),
+    ("hostfile", lambda _, __: True, read_hostfile),
+)
+"""The kinds of files: the first one whose test a file's suffix and text pass reads it."""
+
+
+def read_topology(
+    on: On, world_size: int | None = None, *, gpus_per_host: int | None = None
+) -> Topology:
+    """Read where the ranks of a world are.
+
+    Ranks fill the hosts in the order in which these are named, as launchers do.
+
+    Args:
+        on: GPUs for each host, 8; those of each level too, "8,72" or "host=8,domain=72"; a path of
+            a hostfile, of SLURM's topology.conf or topology.yaml, or of switches or Topograph's
+            labels by host as JSON or YAML; a node list as SLURM writes it; a mapping of hosts to
+            switches or labels; or several of these: the first one names the hosts in order, the
+            others say more of them. A `Topology` is taken as it is.
+        world_size: The number of ranks; default: as many as there are GPUs.
+        gpus_per_host: The GPUs of hosts of which nothing tells. Default: the ranks are spread
+            evenly.
+
+    Returns:
+        The levels that are known, innermost first.
+
+    Raises:
+        TopologyError: Something cannot be read, holds not all hosts, contradicts itself, or has
+            fewer GPUs than ranks; names file and line.
+        MissingPackageError: A file of YAML needs pyyaml.
+
+    Example:
+        >>> topology = read_topology({"a": "s1", "b": "s2", "c": "s1"}, 6)
+        >>> topology.level("leaf").of_rank.tolist(), topology.level("leaf").names
+        ([0, 0, 1, 1, 0, 0], ('s1', 's2'))
+        >>> read_topology(["node[1-4]", "8,16"]).names
+        ('host', 'domain')
+    """
+    world_size = None if world_size is None else as_world_size(world_size)
+    if gpus_per_host is not None:
+        gpus_per_host = positive(gpus_per_host, "gpus_per_host")
+    if isinstance(on, Topology):
+        return _cut(on, world_size)
+    several = list(on) if isinstance(on, (list, tuple)) else [on]
+    if not several:
+        raise TopologyError(f"on is empty; give {_KINDS}")
+    sources = [_read(one) for one in several]
+    every = _merged_blocks(sources)
+    named = [source for source in sources if source.slots]
+    if not named:
+        return _of_blocks(every, world_size, sources[0].source)
+    per_host = gpus_per_host if gpus_per_host is not None else every.get("host")
+    levels = _of_hosts(named, every, _slots(named, per_host, world_size))
+    return _cut(levels, world_size)
+
+
+def _of_hosts(
+    named: Sequence[Found], every: Mapping[str, int], slots: Mapping[str, int]
+) -> Topology:
+    """The levels of hosts that are named, each as often as it has GPUs."""
+    hosts = list(named[0].slots)
+    levels = {"host": [host for host in hosts for _ in range(slots[host])]}
+    for source in named:
+        for name, held in source.levels.items():
+            if name in levels:
+                raise TopologyError(f"{source.source} says the {name} of hosts, as another one did")
+            check_complete(source.source, name, hosts, held)
+            levels[name] = [held[host] for host in levels["host"]]
+    for name, size in every.items():
+        if name != "host":
+            if name in levels:
+                raise TopologyError(f"{name}={size}, and another source says the {name} of hosts")
+            levels[name] = [f"{name}{rank // size}" for rank in range(len(levels["host"]))]
+    return Topology(Level.of(name, levels[name]) for name in sorted(levels, key=_place))
+
+
+def _place(name: str) -> int:
+    if name.startswith("tier-"):
+        return len(ORDER) + int(name.removeprefix("tier-"))
+    return ORDER.index(name if name in ORDER else "")
+
+
+def _read(on: object) -> Found:
+    """Read one source."""
+    if isinstance(on, Mapping):
+        return read_labels(on, "on")
+    if isinstance(on, int) and not isinstance(on, bool):
+        return read_blocks(on)
+    if not isinstance(on, (str, os.PathLike)):
+        raise TopologyError(f"on must be {_KINDS}; got {shown(on)}")
+    text = os.fspath(on)
+    if isinstance(text, str) and isinstance(on, str):
+        if not text.strip():
+            raise TopologyError(f"on is empty; give {_KINDS}")
+        if text == LIVE:
+            raise TopologyError(
+                "on='live' is for `hypercomm place`; in a job give hypercomm.live_topology(), "
+                "which all ranks call"
+            )
+        if not _is_file(text):
+            if is_blocks(text):
+                return read_blocks(text)
+            if re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
+                return Found(f"the node list {shown(text)}", _once(expand_hosts(text), text))
+    return _read_file(on)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _once(hosts: Sequence[str], text: str) -> dict[str, int | None]:
+    twice = next((host for host, times in Counter(hosts).items() if times > 1), None)
+    if twice is not None:
+        raise TopologyError(
+            f"the node list {shown(text)} names {twice!r} twice; name each host once"
+        )
+    return dict.fromkeys(hosts)
+
+
+def _read_file(path: str | os.PathLike[str]) -> Found:
+    source = os.fspath(path)
+    if not isinstance(source, str) or not _is_file(source):
+        raise TopologyError(f"{shown(source)} is no file; on must be {_KINDS}")
+    text, suffix = text_of(source), Path(source).suffix.lower()
+    reader = next(read for _, fits, read in READERS if fits(suffix, text))
+    return reader(text, source)
+
+
+def _merged_blocks(sources: Sequence[Found]) -> dict[str, int]:
+    every: dict[str, int] = {}
+    for source in sources:
+        for name, size in source.every.items():
+            if every.setdefault(name, size) != size:
+                raise TopologyError(f"two sources say {name}={every[name]} and {name}={size}")
+    return every
+
+
+def _of_blocks(every: Mapping[str, int], world_size: int | None, source: str) -> Topology:
+    if world_size is None:
+        raise TopologyError(f"{source} says how large units are, but not how many: give world_size")
+    ranks = np.arange(world_size)
+    levels = []
+    for name, size in every.items():
+        count = -(-world_size // size)
+        levels.append(Level(name, ranks // size, [f"{name}{unit}" for unit in range(count)]))
+    return Topology(levels)
+
+
+def _slots(named: Sequence[Found], per_host: int | None, world_size: int | None) -> dict[str, int]:
+    """The GPUs of each host."""
+    hosts = list(named[0].slots)
+    slots: dict[str, int] = {}
+    for source in reversed(named):
+        slots.update({host: count for host, count in source.slots.items() if count is not None})
+    unknown = [host for host in hosts if host not in slots]
+    if not unknown:
+        return slots
+    if per_host is None:
+        told = sum(slots[host] for host in hosts if host in slots)
+        left = 0 if world_size is None else world_size - told
+        if left < 1 or left % len(unknown):
+            among = f" {world_size} ranks do not spread evenly;" if world_size is not None else ""
+            raise TopologyError(
+                f"{named[0].source} does not say how many GPUs {some_of(unknown, 4)} have;{among} "
+                f"give gpus_per_host, or write 'name slots=8' for each host"
+            )
+        per_host = left // len(unknown)
+    return slots | dict.fromkeys(unknown, per_host)
+
+
+def _cut(topology: Topology, world_size: int | None) -> Topology:
+    """The topology of the first ranks."""
+    if world_size is None or world_size == topology.world_size:
+        return topology
+    if world_size > topology.world_size:
+        raise TopologyError(
+            f"the topology has {topology.world_size} GPUs, but the world has {world_size} ranks; "
+            f"add hosts, or start {topology.world_size} ranks"
+        )
+    return topology.select(range(world_size))
