@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch.distributed as dist
-from megatron.core import parallel_state as theirs
-from megatron.core.process_groups_config import ProcessGroupCollection as TheirCollection
+from oracle import parallel_state as theirs
+from oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
 from hypercomm.testing import fake_world
@@ -18,6 +18,7 @@ UNLIKE = {
     "get_nccl_options",  # no getter
     "get_hybrid_data_context_parallel_groups",  # takes a size; asked for below
 }
+TheirCollection = process_groups_config.ProcessGroupCollection
 TAKEN = set(inspect.signature(theirs.initialize_model_parallel).parameters)
 """The arguments of the Megatron that is installed."""
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.hyper_comm_grid import HyperCommGrid as TheirGrid
-from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from oracle import bridge_communicator, hyper_comm_grid
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
@@ -117,8 +116,10 @@ def module_layouts(draw):
 def bridge_of(layout):
     """Megatron's bridge, and its grid of a layout; without a constructor it needs no world."""
     with mock.patch.dict(os.environ, WORLD_SIZE=str(layout.last_rank + 1)):
-        grid = TheirGrid(list(layout.shape), list(layout.dim_names), layout.rank_offset)
-    bridge = object.__new__(BridgeCommunicator)
+        grid = hyper_comm_grid.HyperCommGrid(
+            list(layout.shape), list(layout.dim_names), layout.rank_offset
+        )
+    bridge = object.__new__(bridge_communicator.BridgeCommunicator)
     bridge.current_rank = layout.rank_offset
     return bridge, grid
 

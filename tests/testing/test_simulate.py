@@ -138,7 +138,7 @@ def test_no_process_group_of_torch(monkeypatch):
     ids=str,
 )
 def test_megatron_beside_ours(sizes):
-    from megatron.core import parallel_state as megatron
+    from oracle import parallel_state as megatron
 
     def theirs():
         blank = copy.deepcopy(

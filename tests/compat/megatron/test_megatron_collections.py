@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import megatron_facts as facts
 import pytest
 import torch.distributed as dist
-from megatron.core import process_groups_config as their_config
 from megatron_facts import ours, theirs
+from oracle import process_groups_config as their_config
 from ranks.rank_functions import registered
 
 from hypercomm import HyperCommGrid

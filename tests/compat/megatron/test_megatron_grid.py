@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from megatron.core import hyper_comm_grid as theirs
+from oracle import hyper_comm_grid as theirs
 
 import hypercomm
 from hypercomm.compat.megatron import hyper_comm_grid as ours

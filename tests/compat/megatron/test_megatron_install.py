@@ -5,6 +5,12 @@ import textwrap
 import fresh_programs
 import pytest
 
+QUICK = """
+import sys, torch, warnings
+warnings.simplefilter("ignore")
+torch.compile = lambda function=None, **_: function or (lambda given: given)
+"""
+"""Megatron compiles some functions when it is imported, which loads inductor: two seconds."""
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -50,8 +56,7 @@ def held_by_megatron():
 
 
 def run(*parts):
-    quiet = "import sys, warnings; warnings.simplefilter('ignore')"
-    program = "\n".join([quiet, *map(textwrap.dedent, parts)])
+    program = "\n".join([QUICK, *map(textwrap.dedent, parts)])
     return fresh_programs.run(program)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.parallel_state import RankGenerator as TheirGenerator
 from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_globals, theirs
 
 from hypercomm import errors
@@ -83,7 +82,7 @@ def generators(draw):
 def test_rank_generator(arguments, dims):
     token = "-".join(dims)
     try:
-        expected = TheirGenerator(**arguments)
+        expected = theirs.RankGenerator(**arguments)
     except (RuntimeError, AssertionError) as error:
         with pytest.raises(type(error)):
             ours.RankGenerator(**arguments)

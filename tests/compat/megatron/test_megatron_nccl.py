@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core import utils as their_utils
+from oracle import utils as their_utils
 
 try:
     from megatron.core.inference.symmetric_memory import SymmetricMemoryBuffer as TheirMemory

@@ -6,8 +6,7 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core import hyper_comm_grid
-from megatron.core.parallel_state import RankGenerator
+from oracle import hyper_comm_grid, parallel_state
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders
@@ -41,7 +40,7 @@ def twin_orders(draw):
     by_name[draw(st.sampled_from(["ep", "cp"]))] = 1
     order, rank_offset = draw(orders(named)), draw(st.integers(0, 9))
     ours = RankLayout.from_order(order, rank_offset=rank_offset, **by_name)
-    return ours, RankGenerator(**by_name, order=order, rank_offset=rank_offset)
+    return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 
 # A grid has the shape, names, offset and size that Megatron's has.

@@ -11,8 +11,8 @@ from pathlib import Path
 import fresh_programs
 import pytest
 import torch.distributed as dist
-from megatron import core as their_core
 from megatron_facts import ours, plain, theirs
+from oracle import core as their_core
 
 from hypercomm.compat.megatron import ParallelState
 from hypercomm.compat.megatron.releases import sources, version

@@ -9,8 +9,7 @@ import pytest
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from megatron.core.process_groups_config import ProcessGroupCollection as TheirCollection
-from megatron_facts import FIELDS, LONG, megatrons_fields, theirs
+from megatron_facts import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
 from ranks.rank_functions import registered
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, megatron_grids
