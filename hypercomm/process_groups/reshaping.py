@@ -256,8 +256,18 @@ def refusing(steps: Steps) -> Iterator[None]:
 
 
 def _specs(old: GroupOwner, views: Views) -> Iterator[GroupSpec]:
-    """Ask for all that was created, of other views and their base; what has no dims is left."""
-    for key, planned in old.planned.items():
+    """Ask for all that was created, of other views and their base; what has no dims is left.
+
+    In an order that all ranks have, whatever order each has created it in: few dims first.
+    """
+
+    def place(planned: PlannedGroup) -> tuple[str, int, tuple[int, ...], str]:
+        key, names = planned.key, planned.spec.layout.dim_names
+        at = tuple(names.index(dim) for dim in key.dims)
+        return key.view or "", len(at), at, key.name or ""
+
+    for planned in sorted(old.planned.values(), key=place):
+        key = planned.key
         view = None if key.view is None else views[key.view]
         layout = views.base if view is None else view.layout
         if set(key.dims) <= set(layout.dim_names):

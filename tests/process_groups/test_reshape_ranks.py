@@ -8,6 +8,7 @@ import pytest
 from ranks import reshape_ranks
 from ranks.mortal_ranks import exit_codes
 
+from hypercomm.process_groups.c10d import can_init_lazily
 from hypercomm.testing import run_ranks
 
 SHAPES = {"tp=2,cp=2,dp=2": {"tp": 2, "cp": 2, "dp": 2}, "tp=4,dp=2": {"tp": 4, "dp": 2}}
@@ -70,6 +71,21 @@ def test_partial_survival(verify):
         ]
         assert second == "tp=2,dp=4 -> tp=8\n  kept: none\n  created: tp\n  destroyed: tp, dp"
         assert last == {("tp",): 11111111}
+
+
+# Each rank may have created its groups in another order, as groups that connect later wait for
+# nobody: a reshape, and one with other ranks, has them in one order.
+@pytest.mark.skipif(not can_init_lazily(), reason="this torch connects at once")
+@pytest.mark.parametrize("ranks", [None, [3, 1, 0, 2]])
+def test_created_in_other_orders(ranks):
+    order = ranks or [0, 1, 2, 3]
+    got = run_ranks(reshape_ranks.created_in_other_orders, 4, args=(ranks,), timeout=60)
+    for rank, (created, sums) in enumerate(got):
+        assert created == ["tp", "dp", "dp (twin)"] + ["tp+dp"] * (ranks is not None)
+        assert sums.pop(("dp", "twin")) == sums[("dp",)]
+        keys = [("tp",), ("dp",), ("tp", "dp")]
+        sizes = {"tp": 1, "dp": 4}
+        assert sums == {key: numpy_sum(sizes, key, rank, order) for key in keys}
 
 
 # A rank that reshapes to something else: every rank raises within seconds, however late it or the

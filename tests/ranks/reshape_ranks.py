@@ -75,6 +75,18 @@ def partial_survival(verify):
         return str(first), is_kept, order, totals, str(second), sums(grid)
 
 
+def created_in_other_orders(ranks):
+    """Each rank creates its groups in an order of its own; then all reshape."""
+    keys = [{"dims": "tp"}, {"dims": "dp"}, {"dims": "dp", "name": "twin"}, {"dims": "tp+dp"}]
+    first = dist.get_rank()
+    with HyperCommGrid([2, 2], ["tp", "dp"], lazy_init=True) as grid:
+        for key in keys[first:] + keys[:first]:
+            grid.create_pg(**key)
+        created = [str(key) for key in grid.reshape("tp=1,dp=4", ranks=ranks).created]
+        named = {(*key.dims, *filter(None, [key.name])): pg for key, pg in grid.pgs.items()}
+        return created, {key: sum_over(group) for key, group in named.items()}
+
+
 def another_target(odd, verify, late_s):
     """One rank reshapes to something else, sooner or later than the others; then all to one."""
     rank = dist.get_rank()
