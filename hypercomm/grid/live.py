@@ -153,11 +153,13 @@ class GridLive(GridShortcuts):
 
         Args:
             timeout: How long to wait for ranks that do not come: longer than collectives wait, as
-                a rank may still be in one with a rank that has come here. When some are gone, the
-                others meet once more.
+                a rank may still be in one with a rank that has come here. Those that have come
+                then meet again, at once if all are there; for each 16 that are missing, and for
+                one that dies meanwhile, the wait is as long again.
 
         Returns:
-            The ranks that have come, in the order of the layout.
+            The ranks that have come, in the order of the layout. One that is alive, and waits for
+            something else, is not among them.
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.

@@ -2,10 +2,17 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
+import attrs
 import pytest
 from ranks import survivor_ranks
 from ranks.mortal_ranks import exit_codes
+from store_of_dict import Store
+
+from hypercomm import RankLayout
+from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.survival.heirs import Choice, Heirs
 
 
 def run_scene(folder, scene, size, *args, victims=(), timeout_s=30):
@@ -134,6 +141,15 @@ def test_a_dead_rank_in_the_list(tmp_path):
         assert figures == groups_in([0, 1, 3], 1, rank)
 
 
+# A rank that waits for one outside is not among the survivors, and they do not wait for it again.
+@pytest.mark.long
+def test_who_waits_elsewhere(tmp_path):
+    got = run_scene(tmp_path, "wait_elsewhere", 4)
+    assert [got[rank][0] for rank in (0, 1)] == [[0, 1]] * 2
+    assert max(got[rank][1] for rank in (0, 1)) < 2 + 6
+    assert "rank 3" in got[2]
+
+
 # Ranks that go on with different ranks all hear so, whoever comes late; nothing has changed, and
 # the next call works.
 @pytest.mark.parametrize("late", [-1, 0, 3])
@@ -152,6 +168,22 @@ def test_lists_that_differ(tmp_path, late, others):
         if rank < 3:
             assert again.startswith("tp=2,dp=2 -> tp=1,dp=3\n")
             assert figures == groups_in([0, 1, 2], 1, rank)
+
+
+# Of many that are missing others are asked at each look: who goes on with other ranks is found
+# behind those that are dead.
+def test_behind_the_dead():
+    store, ranks = Store(), list(range(16))
+    heirs = Heirs(Agreement(RankLayout([16], ["dp"]), None, None), ranks)
+    other = Choice("host b", "another digest", "0..14", "")
+    store.held["/15"] = json.dumps(attrs.asdict(other))
+    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    store.held["place/here/0"] = "1"
+    first, second = (store.hold(heirs.elsewhere(joined, "place")) for _ in range(2))
+    assert first is None
+    assert second.kind == "differs"
+    assert "0..15 on rank 0 (host" in second.words
+    assert "0..14 on rank 15 (host host b)" in second.words
 
 
 # The same ranks in another order, or as something else: told as for every reshape.

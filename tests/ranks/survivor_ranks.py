@@ -111,6 +111,21 @@ def grow(_rank, _):
     return [told, registered_groups() == {dist.group.WORLD}]
 
 
+def wait_elsewhere(rank, _):
+    """Rank 2 does not come: it waits for rank 3, which is in no grid of the others."""
+    grid = HyperCommGrid("dp=3", world_size=4)
+    grid.create_pg("dp")
+    if rank == 2:
+        other = HyperCommGrid("pp=2", rank_offset=2, name="other", world_size=4)
+        return attempt(lambda: other.create_pg("pp", timeout=timedelta(seconds=6)))[0]
+    if rank == 3:
+        return ""
+    time.sleep(1)  # rank 2 says by then whom it waits for
+    begin = time.monotonic()
+    left = grid.survivors(timedelta(seconds=2))
+    return [left, time.monotonic() - begin]
+
+
 def disagree(rank, lists, late, _):
     """Ranks go on with different ranks; then, told so, with the same ones."""
     grid = HyperCommGrid("tp=2,dp=2")

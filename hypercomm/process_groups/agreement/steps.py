@@ -31,6 +31,7 @@ from hypercomm.process_groups.agreement.differences import (
 )
 from hypercomm.process_groups.agreement.driver import hold, hold_for_all
 from hypercomm.process_groups.agreement.meeting import (
+    AGREED,
     End,
     Meeting,
     Now,
@@ -283,27 +284,17 @@ class Steps:
             AttemptGivenUpError: The others have given up on this rank, and may try again.
             OutcomeUnknownError: The store is gone, and with it what was decided.
         """
-        if not step.register:
-            self.obey(step.number)
-            return None
-        job, layout = current(), self.agreement.layout
-        begin, joined = time.monotonic(), self.agreement.join()
-        meeting = arrive(
-            *(step.register, job.rank, layout.ranks, deadline),
-            lambda: self.agreement.elsewhere(joined, step.register),
-            self._missing,
-        )
-        end, pending = hold_for_all(meeting, deadline - begin, f"{call} of the grid {layout}")
-        self.obey(step.number)
+        begin = time.monotonic()
+        end, pending = self.meet(step, deadline, call)
         if end.kind == "agreed":
-            self._forget_before(step)
             return pending
         if pending is not None:
             raise pending
-        if end.kind != "missing" or job.rank in end.ranks:
+        layout, rank = self.agreement.layout, current().rank
+        if end.kind != "missing" or rank in end.ranks:
             raise error_of(end)
         waited = time.monotonic() - begin
-        if not end.late or job.rank in end.late:  # as others see it
+        if not end.late or rank in end.late:  # as others see it
             end = hold(self._missing(end.ranks), _TELLING_S)
         raise GroupCreationTimeout(
             f"{call} of the grid {layout} waited {waited:.1f} s for {end.words}; every rank of the "
@@ -311,6 +302,28 @@ class Steps:
             missing=end.late,
             waited=timedelta(seconds=waited),
         )
+
+    def meet(self, step: Step, deadline: float, call: str) -> tuple[End, BaseException | None]:
+        """Wait and obey as `conclude` does; return the end, and what has interrupted this rank.
+
+        Raises:
+            OutcomeUnknownError: The store is gone, and with it what was decided.
+        """
+        if not step.register:
+            self.obey(step.number)
+            return AGREED, None
+        layout, joined = self.agreement.layout, self.agreement.join()
+        meeting = arrive(
+            *(step.register, current().rank, layout.ranks, deadline),
+            lambda: self.agreement.elsewhere(joined, step.register),
+            self._missing,
+        )
+        left_s = deadline - time.monotonic()
+        end, pending = hold_for_all(meeting, left_s, f"{call} of the grid {layout}")
+        self.obey(step.number)
+        if end.kind == "agreed":
+            self._forget_before(step)
+        return end, pending
 
     def _missing(self, ranks: tuple[int, ...]) -> Meeting[End]:
         """How a step ends that ranks do not come to."""

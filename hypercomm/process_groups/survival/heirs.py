@@ -88,6 +88,7 @@ class Heirs(Agreement):
         self._ranks = format_ranks(ranks)
         self._digest = hashlib.sha256(json.dumps(list(ranks)).encode()).hexdigest()[:16]
         self._place = ""
+        self._asked = 0
 
     def _join(self, job: Job) -> Joined:
         """Derive the grid's name, on ranks that it goes on with and on others; asks nobody."""
@@ -127,7 +128,9 @@ class Heirs(Agreement):
             return end
         yield Publish({self._key(rank): self._text(register)})
         missing = yield from absent(register, self.layout.ranks)
-        for other in missing[:_MOST_ASKED]:
+        first = self._asked % max(1, len(missing))  # the first ones may be dead, and say nothing
+        self._asked += _MOST_ASKED
+        for other in (*missing[first:], *missing[:first])[:_MOST_ASKED]:
             key = self._key(other)
             text = yield Read(key)
             choice = None if text is None else Choice.read(key, text)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hypercomm.errors import CreationError, GroupCreationTimeout
-from hypercomm.process_groups.agreement.steps import Steps
-from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
+from hypercomm.errors import CreationError
+from hypercomm.process_groups.agreement.steps import Steps, error_of
 
 _CALL = "survivors()"
 
@@ -17,13 +16,13 @@ def call_the_roll(
 ) -> tuple[int, ...]:
     """Wait for the ranks of a grid; return those that have come, as all of them are told.
 
-    Who is missing is named a few at a time, so those that are left meet again, until nobody is.
+    Who has not come is found a few at a time (`MOST_NAMED` of arrival.py), so those that are left
+    meet again, until nobody is missing.
 
     Args:
         steps: Those of all its ranks.
         of: Returns the steps of some of them.
-        limit_s: How long to wait for the ranks that do not come, and again for those that are gone
-            meanwhile.
+        limit_s: How long to wait for the ranks that do not come; at each meeting anew.
 
     Raises:
         CreationError: The others have gone on without this rank.
@@ -33,18 +32,18 @@ def call_the_roll(
     ranks = steps.agreement.layout.ranks
     while True:
         step = steps.enter([_CALL])
-        try:
-            pending = steps.conclude(step, time.monotonic() + limit_s, _CALL)
-        except AttemptGivenUpError:
-            raise CreationError(
-                f"the other ranks have gone on without rank {steps.agreement.said.rank}, which "
-                f"came to survivors() too late; end this process, or start the job again"
-            ) from None
-        except GroupCreationTimeout as error:
-            missing = {*error.missing}
-            ranks = tuple(rank for rank in ranks if rank not in missing)
-            steps = of(ranks)
-            continue
+        end, pending = steps.meet(step, time.monotonic() + limit_s, _CALL)
         if pending is not None:
             raise pending
-        return tuple(ranks)
+        if end.kind == "agreed":
+            return tuple(ranks)
+        rank = steps.agreement.said.rank
+        if rank in end.ranks:
+            raise CreationError(
+                f"the other ranks have gone on without rank {rank}, which came to survivors() too "
+                f"late; end this process, or start the job again"
+            )
+        left = tuple(one for one in ranks if one not in end.ranks)
+        if end.kind != "missing" or len(left) == len(ranks):
+            raise error_of(end)
+        ranks, steps = left, of(left)
