@@ -14,6 +14,7 @@ __all__ = [
     "CreationError",
     "DisagreementError",
     "DumpError",
+    "FileKeptError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -177,6 +178,10 @@ class StateTransferError(HyperCommError, RuntimeError):
 
 class NotPicklableError(HyperCommError, TypeError):
     """A grid owns live process groups, which stay in their process: send its layout instead."""
+
+
+class FileKeptError(HyperCommError, FileExistsError):
+    """A file that would be written exists: name another, or say that it may be replaced."""
 
 
 class ForkedError(HyperCommError, RuntimeError):

@@ -122,27 +122,63 @@ def read_topology(
         ('host', 'domain')
     """
     world_size = None if world_size is None else as_world_size(world_size)
-    if gpus_per_host is not None:
-        gpus_per_host = positive(gpus_per_host, "gpus_per_host")
     if isinstance(on, Topology):
         return _cut(on, world_size)
+    sources = _sources(on)
+    if any(source.slots for source in sources):
+        return _cut(_of_hosts(sources, gpus_per_host, world_size), world_size)
+    if world_size is None:
+        raise TopologyError(
+            f"{sources[0].source} says how large units are, but not how many: give world_size"
+        )
+    return _of_blocks(sources, world_size)
+
+
+def read_machine(
+    on: On, ranks: int | None = None, gpus_per_host: int | None = None
+) -> Callable[[int], Topology]:
+    """Read all GPUs that there are, those included that a job of so many ranks leaves out.
+
+    Args:
+        on: As for `read_topology`.
+        ranks: How many ranks hosts of unknown size have together.
+        gpus_per_host: As for `read_topology`.
+
+    Returns:
+        What gives the machine when told how many GPUs are needed: one that is given by blocks
+        alone has as many whole ones, any other is as it is.
+
+    Example:
+        >>> machine = read_machine("4,72")
+        >>> machine(72).world_size, machine(100).world_size
+        (72, 144)
+        >>> read_machine({"a": "s", "b": "s"}, 6)(100).world_size
+        6
+    """
+    if isinstance(on, Topology):
+        return lambda _: on
+    sources = _sources(on)
+    if any(source.slots for source in sources):
+        topology = _of_hosts(sources, gpus_per_host, ranks)
+        return lambda _: topology
+    largest = max(_merged_blocks(sources).values())
+    return lambda needed: _of_blocks(sources, -(-needed // largest) * largest)
+
+
+def _sources(on: Source | Sequence[Source]) -> list[Found]:
     several = list(on) if isinstance(on, (list, tuple)) else [on]
     if not several:
         raise TopologyError(f"on is empty; give {_KINDS}")
-    sources = [_read(one) for one in several]
+    return [_read(one) for one in several]
+
+
+def _of_hosts(sources: Sequence[Found], gpus_per_host: int | None, ranks: int | None) -> Topology:
+    """The levels of hosts that are named, each as often as it has GPUs."""
     every = _merged_blocks(sources)
     named = [source for source in sources if source.slots]
-    if not named:
-        return _of_blocks(every, world_size, sources[0].source)
-    per_host = gpus_per_host if gpus_per_host is not None else every.get("host")
-    levels = _of_hosts(named, every, _slots(named, per_host, world_size))
-    return _cut(levels, world_size)
-
-
-def _of_hosts(
-    named: Sequence[Found], every: Mapping[str, int], slots: Mapping[str, int]
-) -> Topology:
-    """The levels of hosts that are named, each as often as it has GPUs."""
+    if gpus_per_host is not None:
+        every["host"] = positive(gpus_per_host, "gpus_per_host")
+    slots = _slots(named, every.get("host"), ranks)
     hosts = list(named[0].slots)
     levels = {"host": [host for host in hosts for _ in range(slots[host])]}
     for source in named:
@@ -224,12 +260,10 @@ def _merged_blocks(sources: Sequence[Found]) -> dict[str, int]:
     return every
 
 
-def _of_blocks(every: Mapping[str, int], world_size: int | None, source: str) -> Topology:
-    if world_size is None:
-        raise TopologyError(f"{source} says how large units are, but not how many: give world_size")
+def _of_blocks(sources: Sequence[Found], world_size: int) -> Topology:
     ranks = np.arange(world_size)
     levels = []
-    for name, size in every.items():
+    for name, size in _merged_blocks(sources).items():
         count = -(-world_size // size)
         levels.append(Level(name, ranks // size, [f"{name}{unit}" for unit in range(count)]))
     return Topology(levels)

@@ -1,0 +1,352 @@
+"""Placed: a layout on a machine: which groups lie inside which units, and what would be better."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hypercomm.errors import LayoutError
+from hypercomm.layout.placing import writing
+from hypercomm.layout.placing.search import Cost, Costs, Dims
+from hypercomm.layout.placing.spread import Spread, bytes_across, units_of_groups
+from hypercomm.layout.placing.traffic import Traffic, kind_of
+from hypercomm.layout.rank_layout import RankLayout
+from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.reading.shown import aligned, shown
+from hypercomm.layout.reading.tables import as_html
+from hypercomm.topology import Topology
+
+COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
+"""What the cells of a `Spread` are."""
+
+_TIGHT = ("tp", "ep")
+"""Dims whose groups are warned of where they leave an NVLink domain."""
+
+_SHOWN = 8
+
+
+@attrs.frozen(repr=False)
+class Placed:
+    """A layout on a machine; made by `place`, and `str()` is a table.
+
+    Attributes:
+        layout: The layout.
+        topology: The machine: rank r of the layout is its rank r.
+        traffic: What is sent over which dims in a step.
+        weights: What a byte costs that crosses each level.
+        is_assumed: Whether nothing told the traffic, and dims are taken to matter as they usually
+            do; no bytes are shown then.
+        spreads: How the groups of each dim, and of all dims with traffic, lie on each level.
+        cost: What all traffic costs.
+        warnings: Of groups of tp or ep that leave their domain, or their host where there is none.
+        proposals: What would cost less, the best first.
+        gpus: The machine's GPU of each rank, where hosts are in another order or left out.
+
+    Example:
+        >>> from hypercomm.layout import place
+        >>> placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72")
+        >>> [(one.dims, one.across, one.groups) for one in placed.on("domain")]
+        [(('tp',), 0, 64), (('dp',), 12, 16), (('pp',), 64, 64)]
+        >>> placed.proposals[0].kind, placed.best.find("dp", "domain").across
+        ('spare', 0)
+    """
+
+    layout: RankLayout
+    topology: Topology
+    traffic: Mapping[Dims, Traffic]
+    weights: Mapping[str, float]
+    is_assumed: bool
+    spreads: tuple[Spread, ...]
+    cost: Cost
+    warnings: tuple[str, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def best(self) -> Placed:
+        """The best of what is proposed for these sizes; this one, where nothing is better."""
+        same = [one.placed for one in self.proposals if one.kind != "sizes"]
+        return min([self, *same], key=lambda one: one.cost)
+
+    def on(self, level: str) -> tuple[Spread, ...]:
+        """Return how groups lie on a level.
+
+        Raises:
+            TopologyError: There is no such level.
+        """
+        self.topology.level(level)
+        return tuple(spread for spread in self.spreads if spread.level == level)
+
+    def find(self, dims: str | Iterable[str], level: str) -> Spread:
+        """Return how the groups over some dims lie on a level.
+
+        Raises:
+            LayoutError: These dims were not looked at.
+            TopologyError: There is no such level.
+        """
+        wanted = self.layout.order_dims(dims)
+        for spread in self.on(level):
+            if spread.dims == wanted:
+                return spread
+        known = ", ".join("+".join(spread.dims) for spread in self.on(level))
+        raise LayoutError(f"{'+'.join(wanted)} was not looked at, but {known}; ask for it: groups=")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dict of texts, lists and numbers, which JSON can hold."""
+        levels = self.topology.levels
+        return {
+            "layout": str(self.layout),
+            "ranks": self.layout.size,
+            "levels": {level.name: level.units for level in levels},
+            "traffic": None if self.is_assumed else _traffic_form(self.traffic),
+            "groups": [spread.to_dict() for spread in self.spreads],
+            "cost": self.cost._asdict(),
+            "warnings": list(self.warnings),
+            "proposals": [one.to_dict() for one in self.proposals],
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict())
+
+    def write(self, kind: str, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Write what a launcher or a framework takes, for this layout as it is.
+
+        Args:
+            kind: "order", "layout", "rankfile", "slurm-hostfile", "hostfile", "sbatch" or
+                "nvlink-domain", as in `text_for`.
+            path: A file.
+            force: Whether one that exists is replaced.
+
+        Raises:
+            LayoutError: The kind is unknown, or cannot be written for this machine.
+            FileKeptError: The file exists, and is kept.
+        """
+        writing.save(self.text_for(kind), path, force)
+
+    def text_for(self, kind: str) -> str:
+        r"""Return what `write` writes.
+
+        Args:
+            kind: "order": Megatron's order of dims; "layout": the layout as JSON; "rankfile": Open
+                MPI's; "slurm-hostfile": what SLURM_HOSTFILE names; "hostfile": hosts with slots;
+                "sbatch": the options for SLURM's blocks; "nvlink-domain": NVLINK_DOMAIN_SIZE.
+
+        Raises:
+            LayoutError: The kind is unknown, or cannot be written for this machine.
+
+        Example:
+            >>> from hypercomm.layout import place
+            >>> place("tp=4,dp=2,pp=2", on=4).text_for("order")
+            'tp-dp-pp\n'
+        """
+        return writing.text_for(kind, self.layout, self.topology)
+
+    @property
+    def headline(self) -> str:
+        """The layout and its machine in one sentence."""
+        units = self.topology.select(self.layout.ranks).levels
+        told = ", ".join(f"{one.units:,} {_plural(one.name, one.units)}" for one in units)
+        return f"{self.layout}: {self.layout.size:,} ranks on {told}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else there is to say of the table."""
+        order = "; the first dim varies fastest"
+        if self.is_assumed:
+            return (f"no traffic is given: tp matters most, then cp and ep, pp, and dp{order}",)
+        beside = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
+        told = f"no step waits for {', '.join(beside)}{order}" if beside else order[2:]
+        return (f"bytes across: of all groups in a step; {told}",)
+
+    def __str__(self) -> str:
+        columns = COLUMNS[:4] if self.is_assumed else COLUMNS
+        rows = [columns, *(spread.cells[: len(columns)] for spread in self.spreads)]
+        lines = [self.headline, *aligned(rows), *self.notes]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [str(proposal) for proposal in self.proposals]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Placed: {self.headline}; {len(self.proposals)} proposals>"
+
+    def _repr_html_(self) -> str:
+        rows = [spread.cells for spread in self.spreads]
+        lines = [*self.notes, *self.warnings, *(one.headline for one in self.proposals)]
+        return as_html(self.headline, COLUMNS, rows, lines)
+
+
+@attrs.frozen(repr=False)
+class Proposal:
+    """What would cost less; `str()` is what changes.
+
+    Attributes:
+        kind: "order", "hosts", "split", "spare", or of another number of ranks: "sizes".
+        words: What to do.
+        placed: How it lies then.
+        before: How it lies now.
+    """
+
+    kind: str
+    words: str
+    placed: Placed
+    before: Placed
+
+    @property
+    def saving(self) -> str:
+        """What is saved, in words.
+
+        Example:
+            >>> from hypercomm.layout import place
+            >>> place("dp=4,tp=2", on=2, traffic="tp=3,dp=1").proposals[0].saving
+            'steps wait for 33 % less across units'
+        """
+        if self.kind == "sizes":
+            return "no groups of a dim lie partly inside"
+        if self.before.is_assumed:
+            return "groups that matter more lie inside"
+        for name, words in (
+            ("waited", "steps wait for {} less across units"),
+            ("beside", "{} less crosses units beside the computation"),
+            ("minor", "{} less crosses hosts within domains"),
+        ):
+            was, now = getattr(self.before.cost, name), getattr(self.placed.cost, name)
+            if now != was:
+                share = 100 * (was - now) / was
+                return words.format(f"{share:.0f} %" if 1 <= share < 99 else f"{share:.3g} %")
+        return "nothing is saved"
+
+    @property
+    def headline(self) -> str:
+        """What to do, and what it saves."""
+        return f"{self.kind}: {self.words}; {self.saving}"
+
+    @property
+    def changes(self) -> list[tuple[str, ...]]:
+        """What changes: dims, level, groups across, units of each and bytes, before and after."""
+        was = {(one.dims, one.level): one.cells for one in self.before.spreads}
+        partly = {(one.dims, one.level) for one in self.before.spreads if one.is_partly}
+        rows = []
+        for after in self.placed.spreads:
+            dims = tuple(dim for dim in self.before.layout.dim_names if dim in after.dims)
+            if self.kind == "sizes" and (dims, after.level) not in partly:
+                continue
+            before = was.get((dims, after.level), (*after.cells[:2], "-", "-", "-"))
+            pairs = zip(before[2:], after.cells[2:], strict=True)
+            moved = [one if one == two else f"{one} -> {two}" for one, two in pairs]
+            if before[2:] != after.cells[2:]:
+                rows.append((*after.cells[:2], *moved[: 2 if self.before.is_assumed else 3]))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the proposal as a dict, which JSON can hold."""
+        placed = self.placed.to_dict()
+        del placed["proposals"], placed["levels"], placed["traffic"]
+        return {
+            "kind": self.kind,
+            "words": self.words,
+            "saving": self.saving,
+            "gpus": format_ranks(self.placed.gpus) if _ascends(self.placed.gpus) else None,
+            **placed,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(f"  {line}" for line in aligned(self.changes))])
+
+    def __repr__(self) -> str:
+        return f"<Proposal: {self.headline}>"
+
+
+def _plural(name: str, count: int) -> str:
+    if count == 1:
+        return name
+    return "leaves" if name == "leaf" else f"{name}s"
+
+
+def _ascends(gpus: tuple[int, ...]) -> bool:
+    return bool(gpus) and list(gpus) == sorted(gpus)
+
+
+def _traffic_form(traffic: Mapping[Dims, Traffic]) -> dict[str, Any]:
+    return {"+".join(dims): attrs.asdict(one) for dims, one in traffic.items()}
+
+
+def look(
+    layout: RankLayout,
+    topology: Topology,
+    traffic: Mapping[Dims, Traffic],
+    weights: Mapping[str, float],
+    *,
+    is_assumed: bool,
+    groups: Iterable[Dims] = (),
+    gpus: tuple[int, ...] = (),
+) -> Placed:
+    """Look at a layout on a machine, without proposals.
+
+    Args:
+        layout: The layout.
+        topology: The machine; rank r of the layout is its rank r.
+        traffic: What is sent over which dims.
+        weights: What a byte costs that crosses each level.
+        is_assumed: Whether nothing told the traffic.
+        groups: More dims to look at.
+        gpus: As of `Placed`.
+    """
+    each: list[Dims] = [(dim,) for dim in layout.dim_names if layout.size_of(dim) > 1]
+    first: list[Dims] = each or [layout.dim_names[:1]]
+    wanted = dict.fromkeys([*first, *traffic, *groups])
+    costs, cost = Costs(topology, weights), Cost()
+    spreads = []
+    for dims in wanted:
+        ranks = layout.groups(*dims).to_array()
+        sent = traffic.get(dims)
+        if sent is not None:
+            cost += costs.at(ranks, sent)
+        for level in topology.levels:
+            units = level.of_rank[ranks]
+            counts = units_of_groups(units)
+            leaving = np.flatnonzero(counts > 1)
+            spreads.append(
+                Spread(
+                    dims,
+                    level.name,
+                    len(ranks),
+                    ranks.shape[1],
+                    len(leaving),
+                    int(counts.min()),
+                    int(counts.max()),
+                    None if is_assumed or sent is None else bytes_across(units, sent),
+                    tuple(ranks[leaving[0]].tolist()) if len(leaving) else (),
+                )
+            )
+    found = Placed(layout, topology, traffic, weights, is_assumed, tuple(spreads), cost, gpus=gpus)
+    return attrs.evolve(found, warnings=tuple(_warnings(found)))
+
+
+def _warnings(placed: Placed) -> Iterable[str]:
+    names = placed.topology.names
+    level = "domain" if "domain" in names else "host"
+    if level not in names:
+        return
+    largest = int(placed.topology.level(level).sizes.max())
+    for spread in placed.on(level):
+        dims = "+".join(spread.dims)
+        if not spread.across or not any(kind_of(dim) in _TIGHT for dim in spread.dims):
+            continue
+        if len(spread.dims) > 1 and "dp" in dims:  # its gradients, which go everywhere
+            continue
+        first = (
+            shown(spread.first)
+            if spread.size <= _SHOWN
+            else (f"({', '.join(map(str, spread.first[:4]))}, ..., {spread.first[-1]})")
+        )
+        why = f"; a {level} has {largest} GPUs" if spread.size > largest else ""
+        yield (
+            f"{spread.across:,} of {spread.groups:,} {dims} groups leave their {level}, "
+            f"the first is {first}{why}"
+        )

@@ -1,0 +1,155 @@
+"""What launchers and frameworks take: orders, rankfiles, hostfiles, options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hypercomm.errors import FileKeptError, LayoutError
+from hypercomm.layout.rank_layout import RankLayout
+from hypercomm.layout.reading.checks import as_flag, check_choice
+from hypercomm.layout.reading.shown import shown
+from hypercomm.topology import Topology
+
+_MEGATRON = ("tp", "cp", "ep", "dp", "pp")
+
+
+def _order(layout: RankLayout, _: Topology) -> str:
+    """Megatron's `order` of `initialize_model_parallel`, the first dim varying fastest."""
+    unknown = [dim for dim in layout.dim_names if dim not in _MEGATRON]
+    if unknown:
+        raise LayoutError(
+            f"Megatron's order knows {list(_MEGATRON)}, and not {unknown[0]!r} of {layout}; write "
+            f"the layout instead"
+        )
+    return "-".join(layout.dim_names)
+
+
+def _layout(layout: RankLayout, _: Topology) -> str:
+    return layout.to_json()
+
+
+def _hosts(layout: RankLayout, topology: Topology) -> list[str]:
+    """The host of each rank of a launch: 0, 1, ... without gaps."""
+    host = topology.level("host")
+    ranks = np.sort(np.asarray(layout.ranks))
+    return [host.names[unit] for unit in host.of_rank[ranks].tolist()]
+
+
+def _rankfile(layout: RankLayout, topology: Topology) -> str:
+    """Open MPI's: mpirun(1), "--map-by rankfile:file=", and before 5.0 --rankfile."""
+    taken: dict[str, int] = {}
+    lines = []
+    for rank, host in enumerate(_hosts(layout, topology)):
+        lines.append(f"rank {rank}={host} slot={taken.get(host, 0)}")
+        taken[host] = taken.get(host, 0) + 1
+    return "\n".join(lines)
+
+
+def _slurm_hostfile(layout: RankLayout, topology: Topology) -> str:
+    """The host of each task, for srun --distribution=arbitrary: srun(1), SLURM_HOSTFILE."""
+    return "\n".join(_hosts(layout, topology))
+
+
+def _hostfile(layout: RankLayout, topology: Topology) -> str:
+    """Hosts with their GPUs, as Open MPI and DeepSpeed read them."""
+    runs: list[list[str | int]] = []
+    for host in _hosts(layout, topology):
+        if runs and runs[-1][0] == host:
+            runs[-1][1] = int(runs[-1][1]) + 1
+        else:
+            runs.append([host, 1])
+    names = [run[0] for run in runs]
+    if len({*names}) < len(names):
+        raise LayoutError(
+            "a hostfile names each host once, but ranks of one host are not beside each other; "
+            "write a 'rankfile' or a 'slurm-hostfile'"
+        )
+    return "\n".join(f"{host} slots={count}" for host, count in runs)
+
+
+def _sbatch(layout: RankLayout, topology: Topology) -> str:
+    """Options for SLURM's topology/block: sbatch(1), --segment, the nodes of each block."""
+    hosts, segment, per_host = _counts(layout, topology)
+    options = {"nodes": hosts, "ntasks-per-node": per_host, "segment": segment}
+    return "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items())
+
+
+def _nvlink(layout: RankLayout, topology: Topology) -> str:
+    """The size that Megatron's performance scripts export for expert parallelism by NVLink."""
+    _, segment, per_host = _counts(layout, topology)
+    return f"NVLINK_DOMAIN_SIZE={segment * per_host}"
+
+
+def _counts(layout: RankLayout, topology: Topology) -> tuple[int, int, int]:
+    """The hosts, those of each domain, and the ranks of each host, where all have as many."""
+    used = topology.select(sorted(layout.ranks))
+    host, domain = used.level("host"), used.level("domain")
+    pairs = np.unique(np.stack([domain.of_rank, host.of_rank]), axis=1)
+    per_domain = np.bincount(pairs[0])
+    sizes, counts = {*host.sizes.tolist()}, {*per_domain.tolist()}
+    if len(sizes) > 1 or len(counts) > 1:
+        raise LayoutError(
+            f"segments are all of one size, but the domains that are used have {sorted(counts)} "
+            f"hosts, and these {sorted(sizes)} ranks; leave GPUs out so that they have as many"
+        )
+    return host.units, counts.pop(), sizes.pop()
+
+
+KINDS: dict[str, Callable[[RankLayout, Topology], str]] = {
+    "order": _order,
+    "layout": _layout,
+    "rankfile": _rankfile,
+    "slurm-hostfile": _slurm_hostfile,
+    "hostfile": _hostfile,
+    "sbatch": _sbatch,
+    "nvlink-domain": _nvlink,
+}
+"""What can be written, by name."""
+
+
+def text_for(kind: str, layout: RankLayout, topology: Topology) -> str:
+    r"""Return what a launcher or a framework takes.
+
+    Args:
+        kind: One of `KINDS`.
+        layout: The layout.
+        topology: The machine; rank r of the layout is its rank r.
+
+    Raises:
+        LayoutError: The kind is unknown, or cannot be written for these.
+
+    Example:
+        >>> from hypercomm.topology import read_topology
+        >>> text_for("hostfile", RankLayout.parse("dp=4"), read_topology({"a": "s", "b": "s"}, 4))
+        'a slots=2\nb slots=2\n'
+    """
+    check_choice("the kind to write", kind, tuple(KINDS), LayoutError)
+    return KINDS[kind](layout, topology) + "\n"
+
+
+def save(text: str, path: str | os.PathLike[str], force: bool = False) -> None:
+    """Write a file; one that exists is kept, unless forced.
+
+    Args:
+        text: What it will hold.
+        path: The file.
+        force: Whether one that exists is replaced.
+
+    Raises:
+        FileKeptError: It exists.
+        LayoutError: It cannot be written.
+    """
+    force = as_flag(force, "force")
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise LayoutError(f"path must be that of a file, got {shown(path)}")
+    try:
+        with Path(path).open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise FileKeptError(f"{path} exists, and is kept; force=True replaces it") from error
+    except (OSError, ValueError) as error:
+        raise LayoutError(f"{shown(os.fspath(path))} cannot be written: {error}") from error
