@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hypercomm.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
     from hypercomm.joining import join as join
+    from hypercomm.joining import live_topology as live_topology
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
@@ -49,6 +50,7 @@ _HOMES = {
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
     "join": "hypercomm.joining",
     "launch": "hypercomm.launch",
+    "live_topology": "hypercomm.joining",
     "layout": "hypercomm.layout",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "megatron_requests": "hypercomm.compat.megatron.groups.requests",
@@ -69,6 +71,7 @@ __all__ = [
     "__version__",
     "create_megatron_pgs",
     "join",
+    "live_topology",
     "megatron_grids",
     "megatron_requests",
     "run_ranks",

@@ -192,10 +192,16 @@ def _of_hosts(sources: Sequence[Found], gpus_per_host: int | None, ranks: int | 
             if name in levels:
                 raise TopologyError(f"{name}={size}, and another source says the {name} of hosts")
             levels[name] = [f"{name}{rank // size}" for rank in range(len(levels["host"]))]
-    return Topology(Level.of(name, levels[name]) for name in sorted(levels, key=_place))
+    return Topology(Level.of(name, levels[name]) for name in sorted(levels, key=place_of))
 
 
-def _place(name: str) -> int:
+def place_of(name: str) -> int:
+    """Return the place of a level among others, from the innermost.
+
+    Example:
+        >>> sorted(["spine", "tier-3", "host", "rack", "domain"], key=place_of)
+        ['host', 'domain', 'rack', 'spine', 'tier-3']
+    """
     if name.startswith("tier-"):
         return len(ORDER) + int(name.removeprefix("tier-"))
     return ORDER.index(name if name in ORDER else "")

@@ -16,6 +16,7 @@ from hypercomm.layout.placing.search import Cost, Costs, Dims
 from hypercomm.layout.placing.spread import Spread, bytes_across, units_of_groups
 from hypercomm.layout.placing.traffic import Traffic, kind_of
 from hypercomm.layout.rank_layout import RankLayout
+from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.layout.reading.shown import aligned, shown
 from hypercomm.layout.reading.tables import as_html
@@ -23,6 +24,9 @@ from hypercomm.topology import Topology
 
 COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
 """What the cells of a `Spread` are."""
+
+TAKEN = ("best", "given", "order", "hosts", "spare", "split", "sizes")
+"""What can be taken of a report."""
 
 _TIGHT = ("tp", "ep")
 """Dims whose groups are warned of where they leave an NVLink domain."""
@@ -69,9 +73,32 @@ class Placed:
 
     @property
     def best(self) -> Placed:
-        """The best of what is proposed for these sizes; this one, where nothing is better."""
-        same = [one.placed for one in self.proposals if one.kind != "sizes"]
+        """The best of what is proposed for these dims and sizes; this, where nothing is better."""
+        same = [one.placed for one in self.proposals if one.kind in {"order", "hosts", "spare"}]
         return min([self, *same], key=lambda one: one.cost)
+
+    def take(self, kind: str) -> Placed:
+        """Return what is proposed of a kind.
+
+        Args:
+            kind: As of `Proposal`; "given": this one; "best": the best for these dims and sizes.
+
+        Raises:
+            LayoutError: There is no such kind, or nothing of it is proposed.
+
+        Example:
+            >>> from hypercomm.layout import place
+            >>> str(place("dp=4,tp=2", on=2).take("order").layout)
+            'tp=2,dp=4'
+        """
+        check_choice("the kind to take", kind, TAKEN, LayoutError)
+        if kind in {"given", "best"}:
+            return self if kind == "given" else self.best
+        for proposal in self.proposals:
+            if proposal.kind == kind:
+                return proposal.placed
+        there = ", ".join(proposal.kind for proposal in self.proposals) or "nothing"
+        raise LayoutError(f"no {kind} is proposed for {self.layout}, but {there}")
 
     def on(self, level: str) -> tuple[Spread, ...]:
         """Return how groups lie on a level.
@@ -236,10 +263,10 @@ class Proposal:
             dims = tuple(dim for dim in self.before.layout.dim_names if dim in after.dims)
             if self.kind == "sizes" and (dims, after.level) not in partly:
                 continue
-            before = was.get((dims, after.level), (*after.cells[:2], "-", "-", "-"))
+            before = was.get((dims, after.level), after.cells)
             pairs = zip(before[2:], after.cells[2:], strict=True)
             moved = [one if one == two else f"{one} -> {two}" for one, two in pairs]
-            if before[2:] != after.cells[2:]:
+            if before[2:] != after.cells[2:] or not dims:
                 rows.append((*after.cells[:2], *moved[: 2 if self.before.is_assumed else 3]))
         return rows
 

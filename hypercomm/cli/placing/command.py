@@ -1,0 +1,157 @@
+"""The command: its options, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.markup import escape
+from rich.table import Column
+
+from hypercomm.cli import options
+from hypercomm.cli.placing.given import read_card, read_numbers
+from hypercomm.cli.printing import console, quiet, table
+from hypercomm.errors import FileKeptError, NotationError
+from hypercomm.layout.placing import Placed, place
+from hypercomm.layout.placing.placed import COLUMNS, TAKEN, Proposal
+from hypercomm.layout.placing.writing import KINDS, save
+from hypercomm.layout.reading.checks import check_choice
+from hypercomm.topology import Topology
+from hypercomm.topology.reading import LIVE
+
+# A picture belongs here, too: --draw FILE, of `found.take(take)`, its layout on its topology.
+
+
+@click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
+@options.sizes
+@click.option(
+    *("--on", "on"),
+    required=True,
+    multiple=True,
+    help="Where the ranks are: GPUs for each host and domain (8 or 4,72), a hostfile, a node list, "
+    "topology.conf, topology.yaml, labels or switches as JSON, or 'live' in a job. Several times: "
+    "the first names the hosts in order, others say more of them.",
+)
+@click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
+@click.option("--overlap", default="", help="Dims whose traffic no step waits for, as in dp.")
+@click.option(
+    "--model",
+    help="In place of the traffic: hidden=4096,layers=32,sequence=8192,micro_batches=8,"
+    "parameters=7G, or a file of JSON.",
+)
+@click.option("--weights", help="What a byte costs that crosses a level, as in domain=1,leaf=7.")
+@click.option("--gpus-per-node", type=int, help="GPUs of hosts of which nothing tells.")
+@options.groups
+@click.option(
+    "--write",
+    type=(str, click.Path(dir_okay=False)),
+    multiple=True,
+    metavar="KIND FILE",
+    help=f"Write what is taken as {', '.join(KINDS)}.",
+)
+@click.option(
+    "--take",
+    type=click.Choice(TAKEN),
+    default="best",
+    show_default=True,
+    help="What is written: a proposal, or the layout as it is given.",
+)
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@options.as_json
+def place_command(
+    sizes: str,
+    on: tuple[str, ...],
+    traffic: str | None,
+    overlap: str,
+    model: str | None,
+    weights: str | None,
+    gpus_per_node: int | None,
+    wanted: list[tuple[str, ...]] | None,
+    write: tuple[tuple[str, str], ...],
+    take: str,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Show how the groups of a layout such as tp=4,dp=16,pp=4 lie on a machine.
+
+    For each dim: how many groups lie in one host, domain, leaf or spine, and what crosses these.
+    Then what would be better: another order of dims or hosts, a dim in two, GPUs left out.
+    Nothing is started, and torch is not loaded, but with --on live.
+    """
+    for kind, path in write:
+        check_choice("the kind to write", kind, tuple(KINDS), NotationError)
+        if Path(path).exists() and not force:
+            raise FileKeptError(f"{path} exists, and is kept; --force replaces it")
+    where: Topology | Sequence[str] = on
+    if LIVE in on:
+        if len(on) > 1:
+            raise NotationError("--on live stands alone: the job tells where its ranks are")
+        rank, where = _live()
+        if rank:
+            return 0
+    found = place(
+        sizes,
+        where,
+        traffic=traffic,
+        model=None if model is None else read_card(model),
+        overlapped=overlap or (),
+        weights=None if weights is None else read_numbers(weights, "--weights"),
+        gpus_per_host=gpus_per_node,
+        groups=wanted or (),
+    )
+    texts = [(found.take(take).text_for(kind), path) for kind, path in write]
+    if as_json:
+        print(found.to_json())
+    else:
+        _show(found)
+    for text, path in texts:
+        save(text, path, force)
+    return 0
+
+
+def _live() -> tuple[int, Topology]:
+    """The number of this rank in the job that runs, and where all ranks are."""
+    from hypercomm.joining import join, live_topology
+
+    with quiet(), join(backend="gloo", need_launcher=True) as job:
+        return job.rank, live_topology()
+
+
+def _show(found: Placed) -> None:
+    out = console()
+    out.print(found.headline, markup=False, soft_wrap=True)
+    columns = COLUMNS[:4] if found.is_assumed else COLUMNS
+    rows = table(*(_column(title) for title in columns))
+    for spread in found.spreads:
+        cells = [escape(cell) for cell in spread.cells[: len(columns)]]
+        if not spread.across:
+            cells[2] = f"[green]{cells[2]}[/]"
+        elif spread.is_partly:
+            cells[2] = f"[yellow]{cells[2]}[/]"
+        rows.add_row(*cells)
+    out.print(rows)
+    for note in found.notes:
+        out.print(note, markup=False)
+    for warning in found.warnings:
+        out.print(f"[bold red]warning:[/] {escape(warning)}")
+    for proposal in found.proposals:
+        _show_proposal(proposal)
+    if not found.proposals:
+        out.print("nothing better is known for this machine", markup=False)
+
+
+def _show_proposal(proposal: Proposal) -> None:
+    out = console()
+    kind, words = escape(proposal.kind), escape(proposal.headline.partition(": ")[2])
+    out.print(f"\n[bold cyan]{kind}:[/] {words}")
+    titles = COLUMNS[:4] if proposal.before.is_assumed else COLUMNS
+    rows = table(*(_column(title) for title in titles))
+    for cells in proposal.changes:
+        rows.add_row(*map(escape, cells))
+    if proposal.changes:
+        out.print(rows)
+
+
+def _column(title: str) -> Column | str:
+    return title if title in COLUMNS[:2] else Column(title, justify="right")
