@@ -1,8 +1,9 @@
 """Where the ranks of the job that runs are: hosts, NVLink domains, switches as SLURM tells them.
 
-Sources: NVML's nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api: GPUs with one clusterUuid
-and cliqueId share an NVLink domain; srun(1), SLURM_TOPOLOGY_ADDR: switches from the top level down
-to the leaf, and the node, with a period between them; SLURM_TOPOLOGY_ADDR_PATTERN says what each is.
+Sources: NVML's nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api: GPUs with one
+clusterUuid and cliqueId share an NVLink domain; srun(1), SLURM_TOPOLOGY_ADDR: switches from the top
+level down to the leaf, and the node, with a period between them, and SLURM_TOPOLOGY_ADDR_PATTERN
+says what each is.
 """
 
 from __future__ import annotations

@@ -124,9 +124,9 @@ def read_topology(
     world_size = None if world_size is None else as_world_size(world_size)
     if isinstance(on, Topology):
         return _cut(on, world_size)
-    sources = _sources(on)
+    sources = _sources(on, gpus_per_host)
     if any(source.slots for source in sources):
-        return _cut(_of_hosts(sources, gpus_per_host, world_size), world_size)
+        return _cut(_of_hosts(sources, world_size), world_size)
     if world_size is None:
         raise TopologyError(
             f"{sources[0].source} says how large units are, but not how many: give world_size"
@@ -157,27 +157,31 @@ def read_machine(
     """
     if isinstance(on, Topology):
         return lambda _: on
-    sources = _sources(on)
+    sources = _sources(on, gpus_per_host)
     if any(source.slots for source in sources):
-        topology = _of_hosts(sources, gpus_per_host, ranks)
+        topology = _of_hosts(sources, ranks)
         return lambda _: topology
     largest = max(_merged_blocks(sources).values())
     return lambda needed: _of_blocks(sources, -(-needed // largest) * largest)
 
 
-def _sources(on: Source | Sequence[Source]) -> list[Found]:
+def _sources(on: Source | Sequence[Source], gpus_per_host: int | None) -> list[Found]:
+    """Read all that is said of a machine."""
     several = list(on) if isinstance(on, (list, tuple)) else [on]
     if not several:
         raise TopologyError(f"on is empty; give {_KINDS}")
-    return [_read(one) for one in several]
+    found = [_read(one) for one in several]
+    if gpus_per_host is not None:
+        found.append(
+            Found("gpus_per_host", every={"host": positive(gpus_per_host, "gpus_per_host")})
+        )
+    return found
 
 
-def _of_hosts(sources: Sequence[Found], gpus_per_host: int | None, ranks: int | None) -> Topology:
+def _of_hosts(sources: Sequence[Found], ranks: int | None) -> Topology:
     """The levels of hosts that are named, each as often as it has GPUs."""
     every = _merged_blocks(sources)
     named = [source for source in sources if source.slots]
-    if gpus_per_host is not None:
-        every["host"] = positive(gpus_per_host, "gpus_per_host")
     slots = _slots(named, every.get("host"), ranks)
     hosts = list(named[0].slots)
     levels = {"host": [host for host in hosts for _ in range(slots[host])]}
@@ -262,7 +266,9 @@ def _merged_blocks(sources: Sequence[Found]) -> dict[str, int]:
     for source in sources:
         for name, size in source.every.items():
             if every.setdefault(name, size) != size:
-                raise TopologyError(f"two sources say {name}={every[name]} and {name}={size}")
+                raise TopologyError(
+                    f"{name}={every[name]} and {name}={size} of {source.source} contradict"
+                )
     return every
 
 

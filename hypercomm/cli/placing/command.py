@@ -17,6 +17,7 @@ from hypercomm.layout.placing import Placed, place
 from hypercomm.layout.placing.placed import COLUMNS, TAKEN, Proposal
 from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.topology import Topology
 from hypercomm.topology.reading import LIVE
 
@@ -42,7 +43,12 @@ from hypercomm.topology.reading import LIVE
 )
 @click.option("--weights", help="What a byte costs that crosses a level, as in domain=1,leaf=7.")
 @click.option("--gpus-per-node", type=int, help="GPUs of hosts of which nothing tells.")
-@options.groups
+@click.option(
+    *("--groups", "wanted"),
+    metavar="DIMS",
+    callback=lambda _, __, text: None if text is None else parse_groups(text),
+    help="More groups to look at, as in tp+dp. Default: those of each dim, and of the traffic.",
+)
 @click.option(
     "--write",
     type=(str, click.Path(dir_okay=False)),

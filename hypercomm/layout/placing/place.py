@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
-from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.errors import LayoutError, TopologyError, WorldSizeError
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.placing.cards import Card
 from hypercomm.layout.placing.placed import Placed, look
@@ -63,18 +63,18 @@ def place(
         TopologyError: The machine cannot be read; names file and line.
 
     Example:
-        >>> print(place("dp=4,tp=2,pp=2", on="host=4", traffic="tp=9M,pp=1M,dp=3M"))
-        dp=4,tp=2,pp=2: 16 ranks on 4 hosts
+        >>> print(place("pp=4,tp=2,cp=2", on="host=4", traffic="tp=9M,pp=1M,cp=3M"))
+        pp=4,tp=2,cp=2: 16 ranks on 4 hosts
         dims  level  across  units of each  bytes across
-        dp    host   0 of 4  1              0
+        pp    host   0 of 4  1              0
         tp    host   8 of 8  2              144 MB
-        pp    host   8 of 8  2              8 MB
+        cp    host   8 of 8  2              48 MB
         bytes across: of all groups in a step; the first dim varies fastest
         warning: 8 of 8 tp groups leave their host, the first is (0, 4)
-        order: tp-pp-dp in place of dp-tp-pp; steps wait for 37 % less across units
-          dp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 48 MB
+        order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % less across units
           tp  host  8 of 8 -> 0 of 8  2 -> 1  144 MB -> 0
-          pp  host  8 of 8 -> 0 of 8  2 -> 1  8 MB -> 0
+          cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
+          pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
     """
     layout, machine = _read_both(sizes, on, gpus_per_host)
     if layout.size > LARGEST_WORLD:
@@ -114,12 +114,20 @@ def _read_both(
         raise LayoutError(f"sizes must be like 'tp=4,dp=16', or a layout, got {shown(sizes)}")
     named = parse_sizes(sizes) if isinstance(sizes, str) else dict(sizes)
     if OPEN in named.values():
-        gpus = read_topology(on, gpus_per_host=gpus_per_host).world_size
+        gpus = _count(on, gpus_per_host)
         named = close_sizes(named, gpus, f"the machine has {gpus}")
     else:
         named = close_sizes(named, None)
     layout = RankLayout([*named.values()], [*named])
     return layout, read_machine(on, layout.size, gpus_per_host)
+
+
+def _count(on: On, gpus_per_host: int | None) -> int:
+    """The GPUs of a machine that names its hosts."""
+    try:
+        return read_topology(on, gpus_per_host=gpus_per_host).world_size
+    except TopologyError as error:
+        raise type(error)(f"a size is open, which follows from the GPUs, but {error}") from error
 
 
 def _too_few(layout: RankLayout, gpus: int) -> str:

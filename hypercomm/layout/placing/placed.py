@@ -53,7 +53,8 @@ class Placed:
 
     Example:
         >>> from hypercomm.layout import place
-        >>> placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72")
+        >>> traffic = "tp=40G,dp=6G,pp=0.1G"
+        >>> placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)
         >>> [(one.dims, one.across, one.groups) for one in placed.on("domain")]
         [(('tp',), 0, 64), (('dp',), 12, 16), (('pp',), 64, 64)]
         >>> placed.proposals[0].kind, placed.best.find("dp", "domain").across
@@ -97,8 +98,10 @@ class Placed:
         for proposal in self.proposals:
             if proposal.kind == kind:
                 return proposal.placed
-        there = ", ".join(proposal.kind for proposal in self.proposals) or "nothing"
-        raise LayoutError(f"no {kind} is proposed for {self.layout}, but {there}")
+        there = ", ".join(proposal.kind for proposal in self.proposals) or "none"
+        raise LayoutError(
+            f"nothing of kind {kind!r} is proposed for {self.layout}; there is {there}"
+        )
 
     def on(self, level: str) -> tuple[Spread, ...]:
         """Return how groups lie on a level.
@@ -231,7 +234,7 @@ class Proposal:
         Example:
             >>> from hypercomm.layout import place
             >>> place("dp=4,tp=2", on=2, traffic="tp=3,dp=1").proposals[0].saving
-            'steps wait for 33 % less across units'
+            'steps wait for 71 % less across units'
         """
         if self.kind == "sizes":
             return "no groups of a dim lie partly inside"

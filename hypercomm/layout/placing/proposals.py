@@ -203,7 +203,7 @@ def _using(now: _Now, name: str, used: int, largest: int) -> Proposal | None:
 def _splits(now: _Now, costs: Costs) -> Iterator[Proposal]:
     """Cut a dim of data parallelism in two: shards inside, what is reduced of them outside."""
     traffic = now.placed.traffic
-    if sum(size > 1 for size in now.sizes.values()) >= MOST_DIMS:
+    if now.placed.is_assumed or sum(size > 1 for size in now.sizes.values()) >= MOST_DIMS:
         return
     for dim, size in now.sizes.items():
         mine = [dims for dims in traffic if dim in dims]

@@ -86,6 +86,12 @@ def _nvlink(layout: RankLayout, topology: Topology) -> str:
 
 def _counts(layout: RankLayout, topology: Topology) -> tuple[int, int, int]:
     """The hosts, those of each domain, and the ranks of each host, where all have as many."""
+    for name in ("host", "domain"):
+        if name not in topology.names:
+            raise LayoutError(
+                f"segments are of hosts in domains, and this machine has no level {name!r}, but "
+                f"{list(topology.names)}"
+            )
     used = topology.select(sorted(layout.ranks))
     host, domain = used.level("host"), used.level("domain")
     pairs = np.unique(np.stack([domain.of_rank, host.of_rank]), axis=1)
