@@ -80,7 +80,8 @@ def test_probe_finds_a_wrong_result():
 # The wrong group, its ranks and the rank's coordinates are on stdout, and the exit code is 1.
 def test_wrong_results_are_shown(capsys):
     from hypercomm.cli.check.outcome import Outcome
-    from hypercomm.cli.check.request import Key, Request
+    from hypercomm.cli.check.request import Request
+    from hypercomm.cli.plan.keys import Key
 
     figures = {"creation": 0.001, "latency": 1e-4, "bandwidth": 1e8, "host": "a"}
     figures |= {"lacking": [], "sweep": []}

@@ -17,8 +17,9 @@ from hypercomm.cli import main
 from hypercomm.cli.check import collectives
 from hypercomm.cli.check.figures import bus_factor
 from hypercomm.cli.check.outcome import Outcome
-from hypercomm.cli.check.request import COLLECTIVES, Key, Request, Sweep
+from hypercomm.cli.check.request import COLLECTIVES, Request, Sweep
 from hypercomm.cli.check.schema import SCHEMA
+from hypercomm.cli.plan.keys import Key
 from hypercomm.launch import run_ranks
 
 

@@ -313,7 +313,8 @@ def return_what_cannot_be_unpickled():
 def check_with_a_broken_rank(layout, wanted, broken):
     """The probe of `hypercomm check`, where one rank adds something to what it reduces."""
     from hypercomm.cli.check.probe import probe
-    from hypercomm.cli.check.request import Key, Request
+    from hypercomm.cli.check.request import Request
+    from hypercomm.cli.plan.keys import Key
 
     honest = dist.all_reduce
 

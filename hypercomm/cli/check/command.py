@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
 import click
 
 from hypercomm.cli import options
-from hypercomm.cli.check.request import Request, Sweep, read_keys, read_sizes, read_views
+from hypercomm.cli.check.request import Request, Sweep, read_sizes
 from hypercomm.cli.check.schema import SCHEMA
+from hypercomm.cli.plan.keys import read_keys, read_views
+from hypercomm.cli.printing import schema_option
 from hypercomm.errors import WorldSizeError
 from hypercomm.launch.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
@@ -18,12 +19,6 @@ from hypercomm.layout import RankLayout
 _MOST_LOCAL_RANKS = 64
 
 _TIMEOUT_S, _SWEEP_TIMEOUT_S = 120.0, 1800.0
-
-
-def _print_schema(context: click.Context, _: object, asked: bool) -> None:
-    if asked:
-        print(json.dumps(SCHEMA, indent=2))
-        context.exit()
 
 
 @click.command(short_help="Create every group on real processes and communicate over it.")
@@ -72,14 +67,7 @@ def _print_schema(context: click.Context, _: object, asked: bool) -> None:
     f"{_SWEEP_TIMEOUT_S:g}.",
 )
 @options.as_json
-@click.option(
-    "--json-schema",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_schema,
-    help="Print the JSON schema of what --json prints.",
-)
+@schema_option(SCHEMA)
 def check(
     sizes: str,
     wanted: Sequence[tuple[str, ...]] | None,

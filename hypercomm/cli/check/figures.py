@@ -8,7 +8,8 @@ import attrs
 from rich.markup import escape
 from rich.table import Column, Table
 
-from hypercomm.cli.check.request import Figures, Key, Timing
+from hypercomm.cli.check.request import Figures, Timing
+from hypercomm.cli.plan.keys import Key
 from hypercomm.cli.printing import numbers, table
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.notation import format_coords

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hypercomm.cli.check.figures import Row, groups_table, make_row, place_of, sweep_table
-from hypercomm.cli.check.request import COLLECTIVES, Figures, Key, Message, Request
+from hypercomm.cli.check.request import COLLECTIVES, Figures, Message, Request
+from hypercomm.cli.plan.keys import Key
 from hypercomm.cli.printing import console
 from hypercomm.errors import RankFailedError
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.cli.check.collectives import COLLECTIVES, Member, compare, seconds_of
-from hypercomm.cli.check.request import Figures, Key, Message, Request, Timing
+from hypercomm.cli.check.request import Figures, Message, Request, Timing
+from hypercomm.cli.plan.keys import Key
 from hypercomm.grid import HyperCommGrid
 from hypercomm.joining import devices
 from hypercomm.process_groups import c10d

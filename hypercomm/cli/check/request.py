@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import chain
 from typing import TypedDict
 
 import attrs
 
-from hypercomm.cli.options import read_layout
-from hypercomm.cli.plan import combinations_of
+from hypercomm.cli.plan.keys import AskedViews, Key
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.views import Views
 
 COLLECTIVES = (
     "all-reduce",
@@ -27,22 +24,6 @@ COLLECTIVES = (
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LARGEST = 2**34
-
-
-@attrs.frozen
-class Key:
-    """The groups over some dims, of a view or of the layout itself (None)."""
-
-    view: str | None
-    dims: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Write it as tables show it.
-
-        >>> str(Key(None, ("tp", "dp"))), str(Key("expert", ("ep",)))
-        ('tp+dp', 'expert:ep')
-        """
-        return f"{self.view}:" * (self.view is not None) + "+".join(self.dims)
 
 
 @attrs.frozen
@@ -68,7 +49,7 @@ class Request:
     layout: RankLayout
     keys: Sequence[Key]
     backend: str = "gloo"
-    views: Sequence[tuple[str, RankLayout, tuple[str, ...]]] = ()
+    views: AskedViews = ()
     sweep: Sweep = Sweep()
 
     def layout_of(self, key: Key) -> RankLayout:
@@ -98,72 +79,6 @@ class Figures(TypedDict):
 
 Message = tuple[int, Key, str | Figures]
 """What a rank tells of some groups: what it begins with, or what it found in the end."""
-
-
-def read_views(
-    layout: RankLayout, texts: Sequence[str]
-) -> list[tuple[str, RankLayout, tuple[str, ...]]]:
-    """Read views such as "expert:ep=2,rest=-1"; the second without a name is "view2".
-
-    Dims that make the same groups in the layout and the view are shared.
-
-    Raises:
-        NotationError: A text cannot be read.
-        LayoutError, WorldSizeError: The sizes do not fit.
-
-    Example:
-        >>> dense = RankLayout.parse("tp=2,dp=2,pp=2")
-        >>> [(name, str(view), shared) for name, view, shared in read_views(dense, ["ep=4,pp=2"])]
-        [('view1', 'ep=4,pp=2', ('pp',))]
-    """
-    views = Views(layout)
-    for number, text in enumerate(texts, 1):
-        name, colon, sizes = text.partition(":")
-        if not colon:
-            name, sizes = f"view{number}", text
-        room = f"the layout {layout} has {layout.size}"
-        other = read_layout(sizes, layout.size, "--view", room=room)
-        both = [dim for dim in layout.dim_names if dim in other.dim_names]
-        shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]
-        if shared and layout.groups(*shared) != other.groups(*shared):
-            shared = shared[:1]
-        views.register(name.strip(), other.shape, other.dim_names, shared)
-    return [(view.name, view.layout, view.shared_dims) for view in views.values()]
-
-
-def read_keys(
-    layout: RankLayout,
-    views: Sequence[tuple[str, RankLayout, tuple[str, ...]]],
-    wanted: Sequence[tuple[str, ...]] | None,
-) -> list[Key]:
-    """Find the view of each set of dims; by default every combination, of the views what is new.
-
-    Raises:
-        UnknownDimError: Neither the layout nor a view has the dims.
-
-    Example:
-        >>> dense = RankLayout.parse("tp=2,pp=2")
-        >>> views = read_views(dense, ["e:ep=2,pp=2"])
-        >>> print(*read_keys(dense, views, None))
-        tp pp tp+pp e:ep e:ep+pp
-    """
-    if wanted is None:
-        own = (Key(None, layout.order_dims(dims)) for dims in combinations_of(layout))
-        others = (
-            Key(name, view.order_dims(dims))
-            for name, view, shared in views
-            for dims in combinations_of(view)
-            if not set(dims) <= set(shared)
-        )
-        return list(chain(own, others))
-    keys = []
-    for dims in wanted:
-        having = ((name, view) for name, view, _ in views if set(dims) <= set(view.dim_names))
-        name, owner = (
-            (None, layout) if set(dims) <= set(layout.dim_names) else next(having, (None, layout))
-        )
-        keys.append(Key(name, owner.order_dims(dims)))
-    return keys
 
 
 def read_sizes(text: str, factor: int) -> tuple[int, ...]:

@@ -1,0 +1,153 @@
+"""What `hypercomm plan` prints: on one screen, unless more is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Column
+
+from hypercomm.cli.plan.keys import AskedViews, Key
+from hypercomm.cli.plan.picture import picture
+from hypercomm.cli.printing import console, numbers, table
+from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.notation import format_coords
+
+_LINES, _COLUMNS = 24, 80
+"""The smallest screen that is thought of; the shell's next line is one of its lines."""
+
+_FIXED = 2 + 3 + 2
+"""Lines that are always there: the head of the groups, the communicators, and what they say."""
+
+
+def headlines(layout: RankLayout, found: dict[str, Any]) -> list[str]:
+    """Return the lines above the groups, the small world itself among them.
+
+    Args:
+        layout: The layout.
+        found: What is known, as JSON has it.
+    """
+    last = found["rank_offset"] + found["ranks"] - 1
+    hosts = f"{found['hosts']:,} host{'s' * (found['hosts'] > 1)} of {found['gpus_per_node']}"
+    ranks = f"{found['ranks']:,} ranks {found['rank_offset']}..{last}"
+    lines = [
+        f"{found['layout']}: {ranks}; the first dim varies fastest",
+        f"{hosts}; rank {found['rank']} is at {format_coords(found['coords'])}",
+    ]
+    lines += [
+        f"{name}: {view['layout']}; there it is at {format_coords(view['coords'])}"
+        for name, view in found["views"].items()
+    ]
+    return lines + picture(layout, found["gpus_per_node"], found["rank"])
+
+
+def room_for(keys: Sequence[Key], lines: Sequence[str]) -> int:
+    """Return how many sets of groups fit on the screen; those of single dims are shown always.
+
+    Args:
+        keys: All of them, those of single dims first.
+        lines: What stands above.
+    """
+    out = console()
+    height, width = (out.height, out.width) if out.is_terminal else (_LINES, _COLUMNS)
+    above = sum(max(1, math.ceil(len(line) / width)) for line in lines)
+    room = max(_LINES, height) - 1 - _FIXED - above
+    single = sum(len(key.dims) == 1 for key in keys)
+    return len(keys) if len(keys) <= room else max(single, room - 1)
+
+
+def show(lines: Sequence[str], found: dict[str, Any], left_out: int) -> None:
+    """Print a plan.
+
+    Args:
+        lines: What stands above the groups.
+        found: What is known, as JSON has it.
+        left_out: How many sets of groups are not shown.
+    """
+    out = console()
+    for line in lines:
+        out.print(escape(line), soft_wrap=not out.is_terminal)
+    out.print(_groups(found))
+    if left_out:
+        every = len(found["groups"]) + left_out
+        out.print(f"and {left_out} more of {every}: --max-dims 2, or --groups, shows them")
+    _show_communicators(found)
+
+
+def _groups(found: dict[str, Any]) -> Any:
+    titles = map(numbers, ("groups", "size", "strides", "hosts"))
+    own = Column(f"group of rank {found['rank']}", no_wrap=True)
+    made = table(Column("dims", no_wrap=True), *titles, own, show_edge=False)
+    for groups in found["groups"]:
+        example = groups["example"]
+        made.add_row(
+            escape(str(Key(groups["view"], groups["dims"]))),
+            f"{groups['groups']:,}",
+            f"{groups['size']:,}",
+            " ".join(map(str, groups["strides"])),
+            "..".join(f"{count:,}" for count in dict.fromkeys(groups["hosts_per_group"])),
+            " ".join(map(str, example))
+            if groups["size"] <= 4
+            else f"{example[0]} {example[1]} .. {groups['last']}",
+        )
+    return made
+
+
+def _show_communicators(found: dict[str, Any]) -> None:
+    out, all_of_them = console(), found["communicators"]
+    titles = ("groups", "NCCL", "gloo", "shared", "NCCL", "gloo")
+    made = table("each rank's", *map(numbers, titles), box=None, header_style="bold")
+    listed = len(found["groups"])
+    for title, key in (("single dims", "single_dims"), (f"all {listed} above", "groups")):
+        cells: list[str] = []
+        for counted in (all_of_them[key]["never"], all_of_them[key]["identical"]):
+            groups, sockets = counted["process_groups"], counted["gloo_sockets"]
+            cells += [f"{groups:,}", _size(counted["nccl_bytes"]), f"{sockets:,}"]
+        made.add_row(title, *cells)
+    out.print(made)
+    each = _size(all_of_them["nccl_bytes_each"])
+    out.print(
+        f'hosts: that each group reaches; shared: with share="identical"; gloo: sockets\n'
+        f"NCCL: about {each} each, of 2 ranks or more on {all_of_them['nccl_channels']} "
+        f"channels (--nccl-channels)",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def show_places(layout: RankLayout, views: AskedViews, places: Sequence[dict[str, Any]]) -> None:
+    """Print where ranks are, a line for each.
+
+    Args:
+        layout: The layout.
+        views: Its other factorisations.
+        places: As JSON has them.
+    """
+    heads = ["rank", *layout.dim_names]
+    heads += [f"{name}:{dim}" for name, view, _ in views for dim in view.dim_names]
+    heads.append("host")
+    lines = [
+        [place["rank"], *place["coords"].values()]
+        + [index for coords in place["views"].values() for index in coords.values()]
+        + [place["host"]]
+        for place in places
+    ]
+    wide = [
+        max(len(head), len(str(max((line[at] for line in lines), default=0))))
+        for at, head in enumerate(heads)
+    ]
+    for line in [heads, *lines]:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(line, wide, strict=True)))
+
+
+def _size(count: int) -> str:
+    """Write a number of bytes.
+
+    >>> _size(0), _size(308281344), _size(4 * 2**30)
+    ('0', '294 MiB', '4.0 GiB')
+    """
+    if count == 0:
+        return "0"
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
