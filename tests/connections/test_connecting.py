@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s
 from ranks import connect_ranks
 from ranks.mortal_ranks import exit_codes
 
@@ -106,11 +107,11 @@ def test_one_stays_away():
         assert total == (1010 if rank % 2 else 101)
         if rank != 3:
             words, missing, group, seconds = said
-            assert words.startswith("ConnectTimeout: connect() of the grid tp=2,dp=2 waited 2.")
+            assert words.startswith("ConnectTimeout: connect() of the grid tp=2,dp=2 waited ")
             assert "for rank 3 (tp=1, dp=1; host" in words
             assert words.endswith("; rank 3 is in tp of ranks (2, 3), dp of ranks (1, 3)")
             assert (missing, group) == ((3,), {0: "", 1: "dp", 2: "tp"}[rank])
-            assert seconds < 8
+            assert 2 <= seconds < late_s(8)
 
 
 # Where groups differ all hear so, long before the timeout, and may go on.
@@ -118,7 +119,7 @@ def test_one_has_another_group():
     for said, count in run_ranks(connect_ranks.one_has_another_group, 4, timeout=60):
         assert said[0].startswith("PlanMismatchError: ranks differ in what they create at position")
         assert "dp (twin) over <2 groups of 2: (0, 2), (1, 3)>" in said[0]
-        assert said[3] < 10
+        assert said[3] < late_s(10)
         assert count == 2
 
 
@@ -157,7 +158,7 @@ def test_one_is_gone(how, lazily, more, tmp_path):
 def test_recovery():
     got = run_ranks(connect_ranks.recovers, 4, args=(True,), timeout=60)
     for rank, (said, rows, over_dp, over_tp) in enumerate(got):
-        assert "ConnectTimeout: connect() of the grid tp=2,dp=2 waited 2." in said[0]
+        assert "ConnectTimeout: connect() of the grid tp=2,dp=2 waited " in said[0]
         assert said[0].startswith("ConnectTimeout: ")
         assert "in dp of ranks (1, 3), which all of its members have come to" in said[0]
         assert [title for title, _ in rows] == ["tp", "dp"]

@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 import torch
+from busy import late_s
 from ranks import batch_ranks
 from ranks.mortal_ranks import exit_codes
 
@@ -44,7 +45,7 @@ def test_a_rank_that_differs():
         assert is_clean
         assert sums == [tp[rank], dp[rank], 1111]
         if rank == 3:
-            assert waited < 2
+            assert waited < late_s(2)
             assert said.startswith(
                 "PlanMismatchError: ranks differ in what they create at position 0: rank 3 (host "
                 f"{HOST}) creates tp+dp over <1 groups of 4"
@@ -55,7 +56,7 @@ def test_a_rank_that_differs():
                 f"PlanMismatchError: ranks differ in what they create at position 0: rank 3 (host "
                 f"{HOST}) creates tp+dp"
             )
-            assert waited < 2  # not the 3 s of the timeout
+            assert waited < late_s(2)  # not the 30 s of the timeout
 
 
 # A mistake on one rank alone fails that batch on all ranks, and the next ones are in step again.
@@ -95,7 +96,7 @@ def test_a_rank_that_dies(tmp_path, timeout_s):
         said, waited, is_clean, left = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said.startswith("GroupCreationTimeout: the process group over "), said
         assert f"rank 2 (tp=0, dp=1; host {HOST}) did not come" in said
-        assert waited < timeout_s + 2
+        assert waited < timeout_s + late_s(2)
         assert is_clean
         assert left == 0
 
@@ -141,7 +142,7 @@ def test_lazy_groups_connect_when_used():
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 def test_lazy_groups_wait_for_nobody(creation):
     (took, total), other = run_ranks(batch_ranks.late_and_lazy, 2, args=(creation,))
-    assert took < 1
+    assert took < 2.5  # the other one comes after 3 s
     assert total == other[1] == 11
 
 

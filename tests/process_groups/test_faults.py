@@ -5,13 +5,14 @@ import signal
 import socket
 
 import pytest
+from busy import late_s
 from ranks import fault_ranks, mortal_ranks
 
 from hypercomm.process_groups.creation import creation
 
 HOST = socket.gethostname()
 PLACES = ["tp=0, dp=0", "tp=1, dp=0", "tp=0, dp=1", "tp=1, dp=1"]
-GRACE_S = 2
+GRACE_S = late_s(2)
 """How much later than its timeout a rank may end."""
 
 
@@ -61,7 +62,7 @@ def test_a_rank_that_never_comes(tmp_path, number, victim, timeout_s):
         assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not come" in said
         assert waited < timeout_s + GRACE_S
         assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < 1
+        assert took < late_s(1)
 
 
 # A rank that is killed or stopped while it connects: those that it has not connected to name it in
@@ -84,7 +85,7 @@ def test_a_rank_that_does_not_connect(tmp_path, number, victim):
             assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not connect" in said
             assert (left, used) == ("0 more, 0 in the grid", [])
         assert (destroyed, after) == ("None", "0 more")
-        assert took < creation.PATIENCE_S + 1
+        assert took < creation.PATIENCE_S + late_s(1)
 
 
 # A rank that is killed or stopped after the creation: the next collective of the others ends with
@@ -110,7 +111,7 @@ def test_the_store_dies(tmp_path, timeout_s):
         assert "the job's store is gone, and with it, as a rule, rank 0" in said
         assert waited < timeout_s + GRACE_S
         assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < 1
+        assert took < late_s(1)
 
 
 # A rank that is late by half of the timeout is waited for.

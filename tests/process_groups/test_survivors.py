@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+from busy import late_s
 from ranks import survivor_ranks
 from ranks.mortal_ranks import exit_codes
 from store_of_dict import Store
@@ -136,7 +137,7 @@ def test_a_dead_rank_in_the_list(tmp_path):
     for rank, ((said, missing, waited), kept, figures) in got.items():
         assert "for rank 2 (tp=0, dp=2; host" in said
         assert missing == [2]
-        assert waited < 2 + 2
+        assert waited < 2 + late_s(2)
         assert kept == ["tp=2,dp=2", ["dp", "tp"]]
         assert figures == groups_in([0, 1, 3], 1, rank)
 
@@ -162,7 +163,7 @@ def test_lists_that_differ(tmp_path, late, others):
         assert "0..3 " in said
         assert "1..3 " in said
         assert "every rank must give reshape() the same ranks" in said
-        assert waited < 5
+        assert waited < late_s(5)
         assert same
         assert works == sum_of(range(rank % 2, 4, 2))[0]
         if rank < 3:
@@ -194,4 +195,4 @@ def test_another_order(tmp_path):
         if rank < 3:
             assert said.startswith("PlanMismatchError: ranks differ in what they create"), said
             assert "[0,2,1]" in said.replace(" ", "")
-            assert waited < 5
+            assert waited < late_s(5)

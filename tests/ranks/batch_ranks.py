@@ -34,7 +34,7 @@ def one_rank_differs():
     if rank == 3:
         time.sleep(0.5)  # comes after the others
     try:
-        grid.create_pgs(batch[::-1] if rank == 3 else batch, timeout=timedelta(seconds=3))
+        grid.create_pgs(batch[::-1] if rank == 3 else batch, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}"
     waited, clean = time.monotonic() - begin, registered() == before and not grid.pgs
@@ -84,7 +84,7 @@ def other_members():
 def late_and_lazy(creation):
     """How long rank 0 needs to create a lazy group for which rank 1 comes late."""
     if dist.get_rank() == 1:
-        time.sleep(2)
+        time.sleep(3)
     begin = time.monotonic()
     with HyperCommGrid([2], ["dp"], lazy_init=True, creation=creation) as grid:
         group = grid.create_pg("dp")

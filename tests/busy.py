@@ -1,0 +1,11 @@
+"""What a bound in seconds is where other tests run beside, on as many workers as there are."""
+
+import os
+
+CROWDED = 3
+"""How much longer than alone a process may take among four workers on two cores."""
+
+
+def late_s(quiet_s):
+    """Of what may take so long on a quiet machine, how long it may take on this one."""
+    return quiet_s * (CROWDED if "PYTEST_XDIST_WORKER" in os.environ else 1)
