@@ -113,7 +113,8 @@ def fork_server():
         from ranks.mortal_ranks import CONTEXT
 
         CONTEXT.set_forkserver_preload(
-            ["hypercomm.launch.preload", "torch.distributed.tensor.parallel"]
+            # DTensor imports the last one at its first use: half a second in each rank
+            ["hypercomm.launch.preload", "torch.distributed.tensor.parallel", "torch._dynamo"]
         )
         process = CONTEXT.Process(target=int)
         process.start()
