@@ -5,6 +5,7 @@ python tests/architecture.py --write    # put it into CONTRIBUTING.md
 """
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -13,6 +14,17 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- the drawing, by tests/architecture.py -->\n```\n", "```\n<!-- end -->"
 WORDS_AT = 20
 """The column at which it says what is in a room."""
+
+
+def tree_of(source):
+    """What a file says."""
+    return parsed(source.read_text())
+
+
+@functools.cache
+def parsed(text):
+    """A text's tree: each file is asked for by several tests."""
+    return ast.parse(text)
 
 
 class House:
@@ -36,7 +48,7 @@ class House:
     def imports_of(self, source):
         """The modules of ours that a file imports, wherever in it."""
         own = self.package.name
-        for node in ast.walk(ast.parse(source.read_text())):
+        for node in ast.walk(tree_of(source)):
             if isinstance(node, ast.Import):
                 yield from (name.name for name in node.names if name.name.startswith(own))
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(own):
@@ -81,7 +93,7 @@ class House:
         for place, room in enumerate(rooms):
             source, below = self.rooms[room], self.below(room)
             name = room.rpartition(".")[2] + ("/" if source.stem == "__init__" else ".py")
-            says = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+            says = ast.get_docstring(tree_of(source)).splitlines()[0]
             yield f"{'  ' * depth}{name}".ljust(WORDS_AT) + says
             imported = {
                 "on": [other for other in rooms[place + 1 :] if other in below and not depth],

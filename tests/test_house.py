@@ -10,8 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import fresh_programs
 import pytest
-from architecture import BEGIN, END, PAGE, House, with_drawing
+from architecture import BEGIN, END, PAGE, House, tree_of, with_drawing
 
 import hypercomm
 from hypercomm import errors
@@ -87,14 +88,20 @@ def floor_of(module):
 
 
 # Imports run downwards only, also those inside a function or for types.
-@pytest.mark.parametrize("source", SOURCES, ids=module_of)
-def test_imports_run_downwards(source):
-    here = floor_of(module_of(source))
-    if source.parent == PACKAGE and source.stem in {"__init__", "__main__"}:
-        return
-    assert here is not None, f"{module_of(source)} has no floor"
-    up = [name for name in imports_of(source) if name != "hypercomm" and floor_of(name) > here]
-    assert not up
+def test_imports_run_downwards():
+    floors = {
+        source: floor_of(module_of(source))
+        for source in SOURCES
+        if source.parent != PACKAGE or source.stem not in {"__init__", "__main__"}
+    }
+    assert [module_of(source) for source, here in floors.items() if here is None] == []
+    up = {
+        module_of(source): [
+            name for name in imports_of(source) if name != "hypercomm" and floor_of(name) > here
+        ]
+        for source, here in floors.items()
+    }
+    assert {module: names for module, names in up.items() if names} == {}
 
 
 # The map of floors can fail: it knows up from down.
@@ -156,32 +163,39 @@ def test_the_ground_floor_needs_no_torch():
     assert done.stdout == "[(0, 1)]\n", done.stderr
 
 
-# ... and the test above can fail: the grid does load it.
-@pytest.mark.long
+# ... and the tests above can fail: the grid does load it.
 def test_the_grid_loads_torch():
-    assert loads_torch("from hypercomm import HyperCommGrid")
+    program = "import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "ModuleNotFoundError: import of torch halted" in done.stderr
+    assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
 
 
 # Private names of torch are used in one folder only.
-@pytest.mark.parametrize("source", SOURCES, ids=module_of)
-def test_private_names_of_torch_stay_in_c10d(source):
+def test_private_names_of_torch_stay_in_c10d():
     private = [
-        f"{node.value.id}.{node.attr}"
-        for node in ast.walk(ast.parse(source.read_text()))
+        f"{module_of(source)}: {node.value.id}.{node.attr}"
+        for source in SOURCES
+        if source.parent.name != "c10d"
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in {"dist", "torch"}
         and (node.attr.startswith("_") or node.attr == "distributed_c10d")
     ]
-    assert not private or source.parent.name == "c10d"
+    assert private == []
 
 
 # `python -O` removes assert, so no check stands on one.
-@pytest.mark.parametrize("source", SOURCES, ids=module_of)
-def test_no_assert(source):
-    assert not [
-        node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Assert)
-    ]
+def test_no_assert():
+    assert [
+        f"{module_of(source)}:{node.lineno}"
+        for source in SOURCES
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Assert)
+    ] == []
 
 
 def public_things(module):
@@ -243,9 +257,7 @@ def test_errors_and_packages_at_the_top():
     lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)
     assert not loads_torch(f"import hypercomm; {lines}; hypercomm.GridMismatchError")
     use = "import hypercomm; print(hypercomm.layout.pipelines.__name__, hypercomm.compat.megatron)"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", use], capture_output=True, text=True, check=False
-    )
+    done = fresh_programs.run(use)
     assert done.stdout.startswith("hypercomm.layout.pipelines <module 'hypercomm.compat.megatron'")
 
 
