@@ -104,6 +104,7 @@ def check_named(run):
 
 # Whatever a key comes to hold, each call ends in time with an error of ours or rightly; a key that
 # all read is named, and each rank fails.
+@pytest.mark.any_torch
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "value"), CASES)
 def test_bad_values(monkeypatch, kind, value):

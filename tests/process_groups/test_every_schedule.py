@@ -32,6 +32,8 @@ from hypercomm.process_groups.agreement.meeting import (
     end_of,
 )
 
+pytestmark = pytest.mark.any_torch
+
 PLACE, SLOT = "step 0", "slot"
 PART = 300_000  # states, in about 20 s; all of the largest search take some minutes
 INTERRUPT, BREAK = "is interrupted", "loses its link"

@@ -13,6 +13,8 @@ from hypercomm.process_groups.agreement import arrival, meeting
 from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of, name_late
 from hypercomm.process_groups.job import Job
 
+pytestmark = pytest.mark.any_torch
+
 STEP, SLOT = "step 0", "slot"
 HEARS_S = 2.0
 """How long after its deadline a rank returns at the latest."""

@@ -232,6 +232,7 @@ many = settings(
 
 
 # Ranks that do the same, undisturbed, hear of no error, and hold the same groups.
+@pytest.mark.any_torch
 @pytest.mark.long
 @many
 @given(programs(), st.integers(0, 10**6))
@@ -247,6 +248,7 @@ def check_equal(program, seed):
 
 
 # Where one rank does otherwise, all end in time, nobody else is blamed, and all can go on.
+@pytest.mark.any_torch
 @pytest.mark.long
 @many
 @given(programs(odd=True), st.integers(0, 10**6))
@@ -263,6 +265,7 @@ def check_odd(program, seed):
 
 
 # Where one rank dies, pauses, is interrupted or cut off, anywhere, all end in time.
+@pytest.mark.any_torch
 @pytest.mark.long
 @many
 @given(programs(), st.integers(0, 10**6))
@@ -293,6 +296,7 @@ def test_many_programs(first):
 
 
 # One program under many schedules, all or none.
+@pytest.mark.any_torch
 @pytest.mark.long
 @pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_one_program_under_many_schedules(count):
