@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 
@@ -33,7 +33,7 @@ from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.driver import hold
 from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
-from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
+from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing
 from hypercomm.process_groups.agreement.whereabouts import name_late
 from hypercomm.process_groups.c10d.store import LateError, in_time
 from hypercomm.process_groups.job import Job, current
@@ -95,15 +95,15 @@ def connect(
     check_timeout(timeout)
     show = Show.read(progress)
     job, begin, limit_s = current(), time.monotonic(), limit_of(timeout)
-    every = plans()
+    with refusing(steps, CALL):
+        every = plans()
+        items = items_of(every, pipelines, job)
+        entries = [f"{CALL} with edges along {', '.join(pipelines) or 'no dim'}"]
+        for title, planned in every.items():
+            entries.append(title.removesuffix(str(planned.key)) + planned.describe())
     try:
-        with _refusing(steps):
-            items = items_of(every, pipelines, job)
-            entries = [f"{CALL} with edges along {', '.join(pipelines) or 'no dim'}"]
-            for title, planned in every.items():
-                entries.append(title.removesuffix(str(planned.key)) + planned.describe())
-            met = all_or_none(steps, entries, limit_s, CALL, *NOTHING)
-        with _refusing(steps, when=met.pending is not None):
+        met = all_or_none(steps, entries, limit_s, CALL, *NOTHING)
+        with refusing(steps, CALL):
             met.get()
         met_s = time.monotonic() - begin
         if not is_live():
@@ -140,18 +140,6 @@ def _go_on(steps: Steps, course: _Course, left_s: float, plans: Plans) -> tuple[
         raise
     steps.obey(step.number)
     return rows
-
-
-@contextlib.contextmanager
-def _refusing(steps: Steps, *, when: bool = False) -> Iterator[None]:
-    """Let the ranks that wait hear at once if this one fails before it goes on with them."""
-    try:
-        yield
-    except BaseException as error:
-        if when:
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                steps.refuse(error, CALL)
-        raise
 
 
 def _as_timeout(error: GroupCreationTimeout, plans: Plans, job: Job) -> ConnectTimeout:

@@ -245,7 +245,8 @@ class GroupOwner:
             name = "/".join(filter(None, within))
         look = steps.lookout(job, title, is_met=step is not None) if job.has_store else ENDLESS.look
         patience = Patience(look, deadline)
-        return Attempt(name, spec.layout, spec.groups, planned.options, title, patience, job)
+        told = spec.layout, spec.groups, planned.options, title, patience, job
+        return Attempt(name, *told, is_met=step is not None)
 
     def file(self, planned: PlannedGroup) -> None:
         """File a plan whose group exists, unless the grid is destroyed by now."""

@@ -18,7 +18,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.losses import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.steps import Step, Steps
-from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
+from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing
 from hypercomm.process_groups.batches import Batch
 from hypercomm.process_groups.creation.creation import BATCH_PATIENCE_S, destroy
 from hypercomm.process_groups.job import current_or_none
@@ -28,7 +28,7 @@ from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 
 logger = logging.getLogger(__name__)
 
-_CALL = "reshape()"
+CALL = "reshape()"
 _SHARED = "identical"
 
 
@@ -129,7 +129,7 @@ def reshape(
     """
     deadline = time.monotonic() + limit_s
     drafts: list[tuple[_Draft, Batch]] = []
-    with refusing(steps):
+    with refusing(steps, CALL):
         specs = list(_specs(old, views))
         plan = _Draft.of(old, make(""), specs)
         if steps is not old.steps:
@@ -138,8 +138,8 @@ def reshape(
         named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
         entries = [f"reshape to {plan.owner.layout.to_json()}", *named, *plan.in_words()]
         plan.owner.release()
-    met = all_or_none(steps, entries, limit_s, _CALL, *NOTHING)
-    with refusing(steps):
+    met = all_or_none(steps, entries, limit_s, CALL, *NOTHING)
+    with refusing(steps, CALL):
         met.get()
 
     def work(step: Step) -> None:
@@ -157,7 +157,7 @@ def reshape(
                 logger.warning("taking back what a reshape has created: %s", error)
 
     left_s = max(0.0, deadline - time.monotonic())
-    done = all_or_none(steps, ["reshape() goes on"], left_s, _CALL, work, take_back)
+    done = all_or_none(steps, ["reshape() goes on"], left_s, CALL, work, take_back)
     draft, batch = drafts.pop()
     new = [spec.key for spec in batch.specs]
     fresh, kept = draft.owner, dict(draft.kept)
@@ -242,17 +242,6 @@ def check_settled(owner: GroupOwner) -> None:
             f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
             f"void their plans; call create() of each, then reshape()"
         )
-
-
-@contextlib.contextmanager
-def refusing(steps: Steps) -> Iterator[None]:
-    """Let the ranks that wait hear at once if this one fails before it meets them."""
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            steps.refuse(error, _CALL)
-        raise
 
 
 def _specs(old: GroupOwner, views: Views) -> Iterator[GroupSpec]:

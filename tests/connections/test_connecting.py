@@ -123,6 +123,28 @@ def test_one_has_another_group():
         assert count == 2
 
 
+# Whatever fails before the ranks meet, those that wait hear so long before the timeout; and all may
+# do it again.
+def test_one_fails_before():
+    for rank, (said, count) in enumerate(run_ranks(connect_ranks.fails_before, 4, timeout=60)):
+        if rank == 1:
+            assert said[0].startswith("TypeError: 'NoneType'")
+        else:
+            assert said[0].startswith("CreationError: rank 1 failed in connect(): TypeError: ")
+        assert said[3] < 12
+        assert count == 2
+
+
+# So do the ranks of a state whose groups are created first: those of the group hear it there.
+@pytest.mark.long
+def test_one_fails_to_create():
+    for rank, (said, last) in enumerate(run_ranks(connect_ranks.fails_to_create, 4, timeout=90)):
+        assert "nosuch0" in said[0], said
+        assert "rank 1" in said[0] or rank == 1
+        assert said[3] < 12
+        assert last[1] == (0, 1, 2, 3)
+
+
 # Who dies, or hangs, between two groups is named with the second one; the first one works.
 @pytest.mark.long
 @pytest.mark.parametrize(

@@ -73,11 +73,19 @@ def test_gloo_of_a_later_torch(kind):
             assert "those of one call share no devices" in line
 
 
-# A creation that fails for another reason says what it is, and nothing about torch; afterwards
-# groups are created in our way, as if nothing had been.
+# A creation that fails for another reason says what it is, and nothing about torch; who waits for
+# this rank hears so, long before the timeout; afterwards groups are created in our way, as if
+# nothing had been.
 def test_a_trial_that_fails():
-    (_, *other), (said, *own) = run_ranks(version_ranks.a_trial_that_fails, 2, timeout=60)
+    got = run_ranks(version_ranks.a_trial_that_fails, 2, timeout=60)
+    (heard, waited, *other), (said, _, *own) = got
     assert "nosuch0" in said
+    assert heard.startswith(
+        "CreationError: the process group over dp of ranks (0, 1) was not created: rank 1 (dp=1; "
+    )
+    assert " failed: RuntimeError: " in heard
+    assert heard.endswith("nosuch0; once it can, all may try again")
+    assert waited < 15
     assert own == other == [11, []]
 
 

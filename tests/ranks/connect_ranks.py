@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommError, HyperCommGrid
 from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm.connections import connecting
 from hypercomm.connections.items import Item
 from ranks.common import sum_over
 
@@ -36,12 +37,12 @@ def in_other_orders(lazily):
         return rows_of(told), sum_over(grid.get_pg("tp+pp"))
 
 
-def said_of(call, *arguments, **keywords):
+def said_of(call, *arguments, catch=HyperCommError, **keywords):
     """What a call raises, in words, and within how many seconds."""
     begin = time.monotonic()
     try:
         call(*arguments, **keywords)
-    except HyperCommError as error:
+    except catch as error:
         missing, group = getattr(error, "missing", ()), getattr(error, "group", "")
         return f"{type(error).__name__}: {error}", missing, group, time.monotonic() - begin
     return "nothing", (), "", time.monotonic() - begin
@@ -88,6 +89,30 @@ def of_a_state(lazily):
     ) as state:
         told = rows_of(state.connect(timeout=LIMIT))
         return told, sum_over(state.read("_DATA_PARALLEL_GROUP"))
+
+
+def fails_before():
+    """Rank 1 fails before the ranks meet; then all connect."""
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        grid.create_pgs(["tp", "dp"])
+        items_of = connecting.items_of
+        if dist.get_rank() == 1:
+            connecting.items_of = None
+        said = said_of(grid.connect, timeout=LIMIT, catch=Exception)
+        connecting.items_of = items_of
+        dist.barrier()
+        return said, len(grid.connect(timeout=LIMIT))
+
+
+def fails_to_create():
+    """Rank 1 cannot create the first of a state's lazy groups; in the end it can."""
+    with ParallelState.create(tensor_model_parallel_size=2, lazy=True) as state:
+        if dist.get_rank() == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+        said = said_of(state.connect, timeout=LIMIT)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        dist.barrier()
+        return said, rows_of(state.connect(timeout=LIMIT))[-1]
 
 
 def of_a_view():

@@ -116,6 +116,11 @@ class Steps:
         """What tells them apart from those of other grids."""
         return "/".join(self.agreement.name.split("/")[-2:])
 
+    @property
+    def number(self) -> int:
+        """How many have ended, as this rank has heard."""
+        return self._number
+
     # ---- what is compared -----------------------------------------------------------------------
 
     def enter(self, entries: Sequence[str]) -> Step:

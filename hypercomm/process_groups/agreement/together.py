@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import attrs
@@ -39,6 +40,19 @@ class Outcome(Generic[T]):
         if self.pending is not None:
             raise self.pending
         return self.result
+
+
+@contextlib.contextmanager
+def refusing(steps: Steps, call: str) -> Iterator[None]:
+    """Let the ranks that wait hear at once if this one fails before it meets them."""
+    before = steps.number
+    try:
+        yield
+    except BaseException as error:
+        if steps.number == before:  # else this rank has heard of a failure, and so have they
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                steps.refuse(error, call)
+        raise
 
 
 def all_or_none(

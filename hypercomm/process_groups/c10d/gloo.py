@@ -21,6 +21,7 @@ from hypercomm.process_groups.c10d.gloo_store import (
     AttemptGivenUpError,
     GlooStore,
     Patience,
+    refuse_failed,
 )
 from hypercomm.process_groups.c10d.private_names import GLOO, Replaced, private
 from hypercomm.process_groups.c10d.store import in_time
@@ -313,6 +314,7 @@ def _refuse_given_up(arguments: Sequence[Any]) -> None:
     """Look first, as a `GlooStore` does: gloo would wait for members that wait no more."""
     for store in arguments:
         if isinstance(store, dist.Store) and store.check([_key_in_group(GAVE_UP_KEY)]):  # type: ignore[attr-defined]
+            refuse_failed(store, _key_in_group(0).rpartition("/")[0])
             raise AttemptGivenUpError("members of the group gave up before this one came")
 
 

@@ -26,6 +26,9 @@ GAVE_UP = b"gave up"
 GAVE_UP_KEY = "gave up"
 """Stands beside the addresses, for members that still wait."""
 
+FAILED_KEY = "failed"
+"""Stands there, too, where a member failed before it left an address; says why, in words."""
+
 _SHORTEST_S = 0.0002
 _LONGEST_S = 0.5
 _MOST_LOOKED_FOR = 8
@@ -55,6 +58,21 @@ class MembersMissingError(RuntimeError):
 
 class AttemptGivenUpError(RuntimeError):
     """All came, but some had given up before: whoever tries again meets under another name."""
+
+
+class MemberFailedError(RuntimeError):
+    """A member failed by itself, before the others could connect to it; says which one, and why."""
+
+
+def refuse_failed(store: Any, place: str) -> None:
+    """Raise if a member has left word that it failed.
+
+    Raises:
+        MemberFailedError: With that word.
+    """
+    key = f"{place}/{FAILED_KEY}"
+    if store.check([key]):
+        raise MemberFailedError(bytes(store.get(key)).decode(errors="replace"))
 
 
 @attrs.frozen
@@ -115,7 +133,8 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         patience: What ends that earlier.
 
     Raises:
-        MembersMissingError, AttemptGivenUpError: From what gloo calls, through gloo.
+        MembersMissingError, AttemptGivenUpError, MemberFailedError: From what gloo calls, by way of
+            gloo.
     """
 
     def __init__(self, store: Any, size: int, timeout: timedelta, patience: Patience) -> None:
@@ -144,6 +163,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         place = next(iter(self._found)).rpartition("/")[0]
         gave_up = partial(self._store.check, [f"{place}/{GAVE_UP_KEY}"])
         if answer(gave_up, self.left_s() + _LONGEST_S):
+            answer(partial(refuse_failed, self._store, place), _LONGEST_S)
             raise RuntimeError("another member gave up while this one connected")
 
     def set(self, key: str, value: bytes) -> None:
@@ -192,6 +212,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
             self._found.update(zip(keys, self._read(keys), strict=True))
         if GAVE_UP in self._found.values():
             self._patience.look([], 0.0)  # there may be a reason
+            refuse_failed(self._store, place)
             raise AttemptGivenUpError("members of the group gave up before all had come")
         self._has_all = self._has_all or len(keys) == self._size
 
@@ -231,6 +252,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         missing = list(islice(self._missing(keys), _MOST_LOOKED_FOR))
         self._patience.look(missing, time.monotonic() - begin)
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
+            refuse_failed(self._store, place)
             if not self._has_looked:
                 raise AttemptGivenUpError("members of the group gave up before this one came")
             waited = time.monotonic() - begin

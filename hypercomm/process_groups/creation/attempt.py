@@ -29,6 +29,7 @@ class Attempt:
         title: What a user knows the groups by.
         patience: For how long ranks are waited for.
         job: The job in which it is made; None before there is one.
+        is_met: Whether all ranks of the grid meet afterwards, and hear there who has failed.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Attempt:
     title: str
     patience: Patience
     job: Job | None
+    is_met: bool = False
 
     @cached_property
     def own(self) -> OwnGroup | None:

@@ -24,18 +24,22 @@ from hypercomm.errors import (
     HyperCommError,
     NotInitializedError,
 )
+from hypercomm.layout.reading.notation import format_coords
 from hypercomm.process_groups import c10d
+from hypercomm.process_groups.agreement.cards import this_host
 from hypercomm.process_groups.agreement.driver import hold
 from hypercomm.process_groups.agreement.whereabouts import name_late
 from hypercomm.process_groups.c10d.gloo import address_key, making
 from hypercomm.process_groups.c10d.gloo_store import (
+    FAILED_KEY,
     GAVE_UP,
     GAVE_UP_KEY,
     AttemptGivenUpError,
+    MemberFailedError,
     MembersMissingError,
     wait_until,
 )
-from hypercomm.process_groups.c10d.store import answer
+from hypercomm.process_groups.c10d.store import LateError, answer
 from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup, OwnGroup
 from hypercomm.process_groups.creation.strategies import STRATEGIES
 from hypercomm.process_groups.job import current
@@ -49,6 +53,7 @@ BATCH_PATIENCE_S = 0.5
 """The same where a creation failed, and members may be gone."""
 
 _POLL_S = 0.002
+_LONGEST_WORD = 500
 
 _GRACE_S = 1.0
 """After a connection failed, how long to wait for the others to say that theirs did."""
@@ -81,7 +86,7 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
         c10d.forget_non_members()
         waited_s = time.monotonic() - begin
         try:
-            give_up([attempt])
+            give_up([attempt], _why_alone(attempt, error))
             if isinstance(error, (RuntimeError, ValueError)):
                 answer(partial(_explain, attempt, error, waited_s), _EXPLAINING_S)
         except dist.DistNetworkError as gone:
@@ -95,11 +100,16 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
         raise
 
 
-def give_up(attempts: Iterable[Attempt]) -> None:
+def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
     """Say in the store that this rank waits no more for the members of its groups.
 
     Whoever comes later finds that in place of this rank's address, and does not connect to it.
     Where gloo reads addresses without us, it stands elsewhere: gloo would take it for an address.
+
+    Args:
+        attempts: To create the groups.
+        why: Why this rank failed, for the others; "" where they are told otherwise. It counts
+            where this rank has no address yet: what fails later comes of the others, as a rule.
 
     Raises:
         DistNetworkError: The store is gone, or does not answer.
@@ -113,10 +123,28 @@ def give_up(attempts: Iterable[Attempt]) -> None:
                 place = address_key(own.name, own.position)
             else:
                 place = own.key("gave up", own.rank)
-            c10d.set_all({place: GAVE_UP, address_key(own.name, GAVE_UP_KEY): "1"})
+            texts: dict[str, str | bytes] = {
+                place: GAVE_UP,
+                address_key(own.name, GAVE_UP_KEY): "1",
+            }
+            if why and c10d.read_bytes(address_key(own.name, own.position)) is None:
+                texts = {address_key(own.name, FAILED_KEY): why, **texts}
+            c10d.set_all(texts)
 
     if connecting:
         answer(tell, _TELLING_S)
+
+
+def _why_alone(attempt: Attempt, error: BaseException) -> str:
+    """Say why this rank failed, unless for want of others, or where they hear it at a meeting."""
+    waited = (AttemptGivenUpError, MembersMissingError, MemberFailedError, LateError)
+    if attempt.is_met or attempt.own is None or isinstance(error, (*waited, HyperCommError)):
+        return ""
+    if not isinstance(error, Exception):
+        return ""
+    rank, said = attempt.own.rank, (str(error).splitlines() or [""])[0][:_LONGEST_WORD]
+    where = f"{format_coords(attempt.layout.coords(rank))}; host {this_host()}"
+    return f"rank {rank} ({where}) failed: {type(error).__name__}: {said}"
 
 
 def _left_by(attempt: Attempt, strategy: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
@@ -147,6 +175,10 @@ def _explain(attempt: Attempt, error: Exception, waited_s: float) -> None:
         missing = [own.ranks[position] for position in error.positions]
         how = ", until others gave up" if error.others_gave_up else ""
         raise _timed_out(attempt, own, missing, f"come{how}", waited_s) from error
+    if isinstance(error, MemberFailedError):
+        raise CreationError(
+            f"{_what(attempt, own)} was not created: {error}; once it can, all may try again"
+        ) from error
     absent = _not_connected(own)
     if absent:
         raise _timed_out(attempt, own, absent, "connect", waited_s) from error

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 
-from hypercomm.connections.connecting import PIPELINES, connect
+from hypercomm.connections.connecting import CALL, PIPELINES, connect
 from hypercomm.connections.connections import Connections
 from hypercomm.connections.items import Plans
 from hypercomm.connections.progress import Show
 from hypercomm.grid import HyperCommGrid
+from hypercomm.process_groups.agreement.together import refusing
 from hypercomm.process_groups.batches import only_call
 from hypercomm.process_groups.options import check_timeout
 
@@ -32,10 +33,12 @@ def connect_grids(
     """
     check_timeout(timeout)
     Show.read(progress)
+    first = next(iter(grids.values()))
     if creates:
-        for grid in grids.values():
-            for planned in list(grid._owner.planned.values()):
-                planned.create()
+        with refusing(first._owner.steps, CALL):  # the others may wait in there already
+            for grid in grids.values():
+                for planned in list(grid._owner.planned.values()):
+                    planned.create()
 
     def plans() -> Plans:
         every = {name: grid._connectable(f"{name}: ") for name, grid in grids.items()}
@@ -44,5 +47,4 @@ def connect_grids(
     with contextlib.ExitStack() as stack:
         for grid in grids.values():
             stack.enter_context(only_call(grid._owner))
-        first = next(iter(grids.values()))
         return connect(first._owner.steps, plans, PIPELINES, timeout, progress)
