@@ -197,7 +197,7 @@ def _found(
                 for host, block in levels["domain"].items()
             }
     if switches:
-        levels.update(_tiers(switches))
+        levels.update(_tiers(switches, source))
     hosts = dict.fromkeys(host for level in levels.values() for host in level)
     if not hosts:
         raise TopologyError(f"{source} holds no host")
@@ -228,7 +228,7 @@ def _below(units: Sequence[_Unit], kind: str) -> dict[str, str]:
     return held
 
 
-def _tiers(units: Sequence[_Unit]) -> dict[str, dict[str, str]]:
+def _tiers(units: Sequence[_Unit], source: str) -> dict[str, dict[str, str]]:
     """Each level of switches, from those that hosts are connected to."""
     held, known = _below(units, "switch"), {unit.name for unit in units}
     above: dict[str, str] = {}
@@ -250,7 +250,7 @@ def _tiers(units: Sequence[_Unit]) -> dict[str, dict[str, str]]:
             chain.append(above[chain[-1]])
             if len(chain) > len(known):
                 raise TopologyError(
-                    f"switches {sorted({*chain})} are below each other, in a circle"
+                    f"{source}: switches {sorted({*chain})} are below each other, in a circle"
                 )
         chains[name] = chain
     height = max((len(chain) for chain in chains.values()), default=0)

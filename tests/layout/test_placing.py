@@ -1,12 +1,17 @@
 """How layouts lie on machines: against plain Python, and against figures that others published."""
 
 import itertools
+import json
 import math
 import random
+import time
 
+import numpy as np
 import pytest
 
-from hypercomm.layout import Traffic
+from hypercomm import RankLayout
+from hypercomm.errors import FileKeptError, LayoutError, TopologyError, WorldSizeError
+from hypercomm.layout import Card, Traffic, place
 from hypercomm.layout.placing.search import Costs, best_order
 from hypercomm.topology import Level, Topology
 
@@ -113,3 +118,295 @@ def test_best_order_against_all_orders(part):
 def test_best_order_against_all_orders_of_all_layouts(part):
     for sizes, seed in list(cases(64))[part::16]:
         check_against_hand(sizes, seed)
+
+
+# ---- figures of others --------------------------------------------------------------------------
+
+
+def across(placed, level):
+    """Of each dim: how many groups lie in more than one unit, and how many there are."""
+    return {spread.dims[0]: (spread.across, spread.groups) for spread in placed.on(level)}
+
+
+# TP=4, DP=16, PP=4 on NVL72, 18 hosts of 4 GPUs in a domain: it is dp and pp that cross, not tp;
+# with 64 of the 72 GPUs of each domain pp alone does. By arithmetic: tp 4k..4k+3 never crosses as
+# 4 divides 72; dp blocks are 64 ranks, of which 0..63 alone lie in a domain; pp spans 256.
+def test_nvl72():
+    traffic = {"tp": 40e9, "dp": 6e9, "pp": 1e8}
+    placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)
+    assert across(placed, "domain") == {"tp": (0, 64), "dp": (12, 16), "pp": (64, 64)}
+    spare = placed.take("spare")
+    assert across(spare, "domain") == {"tp": (0, 64), "dp": (0, 16), "pp": (64, 64)}
+    assert spare == placed.best
+    assert spare.layout == RankLayout.parse("tp=4,dp=16,pp=4")
+    assert spare.gpus == tuple(gpu for gpu in range(288) if gpu % 72 < 64)
+    assert {*np.bincount(spare.topology.level("domain").of_rank)} == {64}
+    assert spare.text_for("sbatch").splitlines()[-1] == "#SBATCH --segment=16"
+    assert spare.text_for("nvlink-domain") == "NVLINK_DOMAIN_SIZE=64\n"
+    sizes = placed.take("sizes")
+    assert str(sizes.layout) == "tp=4,dp=18,pp=4"
+    assert across(sizes, "domain") == {"tp": (0, 72), "dp": (0, 16), "pp": (72, 72)}
+    with pytest.raises(LayoutError, match="segments are all of one size, but the domains"):
+        placed.text_for("sbatch")
+
+
+# Llama 3 405B on 16,384 GPUs, tables 3 and 4 and section 3.3.2 of https://arxiv.org/abs/2407.21783:
+# "the order of parallelism dimensions [TP, CP, PP, DP] is optimized for network communication".
+# 16 M tokens in a step make 16 micro batches of one sequence for each rank of dp.
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        ({"tp": 8, "pp": 16, "dp": 128}, 8192),
+        ({"tp": 8, "cp": 16, "pp": 16, "dp": 8}, 131072),
+    ],
+)
+def test_llama_3(sizes, sequence):
+    card = Card(**LLAMA, sequence=sequence, micro_batches=16)
+    for order in [tuple(sizes), tuple(sizes)[::-1], ("dp", "tp", *tuple(sizes)[1:-1])]:
+        placed = place({dim: sizes[dim] for dim in order}, on=PODS, model=card)
+        assert placed.best.layout.dim_names == tuple(sizes), order
+        assert (placed.best is placed) == (order == tuple(sizes))
+
+
+# The bytes of a card, by hand: Megatron's paper, section 3.2, for 2 micro batches, 4 of 8 layers.
+def test_card():
+    sizes = {"hidden": 64, "layers": 8, "sequence": 32, "parameters": 8000}
+    card = Card(**sizes, micro_batches=2, micro_batch_size=3, dtype="bf16", gradient_dtype="fp32")
+    found = card.traffic(RankLayout.parse("tp=4,cp=2,pp=2,dp=5"))
+    tokens = 3 * 32 // 2
+    assert found[("tp",)].bytes == 2 * 4 * 8 * tokens * 64 * 3 // 4 * 2
+    assert found[("pp",)] == Traffic(2 * 2 * tokens * 64 // 4 * 2, "chain")
+    assert found[("cp",)].bytes == 2 * 4 * 6 * tokens * 64 // 4 * 1 * 2
+    gradients = Traffic(9 * (8000 // 8) // 10 * (2 + 4), "ring", overlapped=True)
+    assert found[("cp", "dp")] == gradients
+    experts = Card(**sizes, micro_batches=2, experts=16, topk=2, expert_parameters=6000)
+    found = experts.traffic(RankLayout.parse("tp=2,ep=4,dp=5"))
+    assert found[("ep",)] == Traffic(2 * 8 * 4 * 32 * 64 * 2 // 2 * 3 // 4 * 2, "all-to-all")
+    assert found[("ep", "dp")].bytes == 2000 // 2 * 19 // 20 * 6
+    assert found[("dp",)].bytes == 6000 // 8 * 4 // 5 * 6
+
+
+# ---- what is proposed ---------------------------------------------------------------------------
+
+
+# Hosts that come from two switches by turns are put beside each other, and dp crosses none.
+def test_hosts_in_a_bad_order():
+    leaves = {f"n{number}": f"s{switch}" for number, switch in enumerate([0, 1, 1, 0, 1, 0, 0, 1])}
+    placed = place("tp=4,dp=4,pp=2", on=leaves, traffic="tp=9G,dp=2G,pp=1M")
+    assert placed.find("dp", "leaf").across == 8
+    hosts = placed.take("hosts")
+    assert hosts.find("dp", "leaf").across == 0
+    order = ["n0", "n3", "n5", "n6", "n1", "n2", "n4", "n7"]
+    assert hosts.text_for("hostfile") == "".join(f"{host} slots=4\n" for host in order)
+    assert hosts.text_for("slurm-hostfile").split() == [host for host in order for _ in range(4)]
+    assert hosts.text_for("rankfile").splitlines()[5] == "rank 5=n3 slot=1"
+    assert [leaves[host] for host in hosts.topology.level("host").names] == ["s0"] * 4 + ["s1"] * 4
+
+
+# Of a machine with more hosts than are needed those of one switch are taken.
+def test_hosts_left_out():
+    leaves = {"a": "s1", "b": "s2", "c": "s2"}
+    placed = place("tp=4,dp=2", on=leaves, gpus_per_host=4, traffic="tp=9G,dp=2G")
+    assert placed.find("dp", "leaf").across == 4
+    assert placed.best.gpus == (*range(4, 12),)
+    assert placed.best.find("dp", "leaf").across == 0
+
+
+# A dim of data parallelism in two: shards inside of a leaf, and what is reduced of them outside.
+def test_split():
+    placed = place("tp=4,dp=8,pp=4", on="4,16", traffic="tp=40G,dp=8G,pp=8G", weights={"host": 1})
+    split = placed.take("split")
+    assert split.layout.sizes["dp_inner"] * split.layout.sizes["dp_outer"] == 8
+    assert split.cost < placed.best.cost
+    # What a ring of 8 sends, 7/8 of it all, is 8G: the parts send (m - 1)/m, and of 1/m.
+    inner, outer = split.layout.sizes["dp_inner"], split.layout.sizes["dp_outer"]
+    whole = 8e9 * 8 / 7
+    assert split.traffic[("dp_inner",)].bytes == round(whole * (inner - 1) / inner)
+    assert split.traffic[("dp_outer",)].bytes == round(whole / inner * (outer - 1) / outer)
+    assert placed.best.layout.dim_names != split.layout.dim_names
+
+
+# Layouts with gaps, or in an order of their own, keep their ranks.
+def test_listed_ranks():
+    ranks = [15, 14, 13, 12, 3, 2, 1, 0]
+    layout = RankLayout([4, 2], ["dp", "tp"], ranks=ranks)
+    placed = place(layout, on=2, traffic="tp=9,dp=1")
+    assert placed.find("tp", "host").across == 4
+    assert placed.take("order").layout == RankLayout([2, 4], ["tp", "dp"], ranks=ranks)
+    assert placed.best.find("tp", "host").across == 0
+
+
+# An open size follows from hosts that are named; one host alone needs nothing better.
+def test_open_size_and_small_worlds():
+    assert str(place("tp=2,dp", on={"a": "s", "b": "s"}, gpus_per_host=4).layout) == "tp=2,dp=4"
+    assert place("dp=1", on=8).proposals == ()
+    assert place("dp=8", on=8).warnings == ()
+
+
+# tp and ep that leave their domain are warned of, with the count and the first group.
+def test_warnings():
+    placed = place("dp=8,tp=2,ep=4", on="host=4,domain=8")
+    assert placed.warnings == (
+        "32 of 32 tp groups leave their domain, the first is (0, 8)",
+        "16 of 16 ep groups leave their domain, the first is (0, 16, 32, 48)",
+    )
+    large = place("tp=16", on="8").warnings
+    assert large == (
+        "1 of 1 tp groups leave their host, the first is (0, 1, 2, 3, ..., 15); a host has 8 GPUs",
+    )
+
+
+# What goes on beside the computation counts after what steps wait for.
+def test_overlapped():
+    together = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G")
+    assert together.best.layout.dim_names == ("tp", "dp", "pp")
+    beside = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G", overlapped="dp")
+    assert beside.best.layout.dim_names == ("tp", "pp", "dp")
+    assert "no step waits for dp" in str(beside)
+
+
+# The report is JSON; it shows no bytes where nothing told any.
+def test_looks():
+    placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72")
+    found = json.loads(placed.to_json())
+    assert found["levels"] == {"host": 72, "domain": 4}
+    rows = [(row["dims"], row["level"], row["across"], row["inside"]) for row in found["groups"]]
+    assert (["dp"], "domain", 12, 4) in rows
+    assert {row["bytes"] for row in found["groups"]} == {None}
+    assert "bytes" not in str(placed)
+    assert "<table>" in placed._repr_html_()
+    assert repr(placed).startswith("<Placed: tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains")
+
+
+# A file that exists is kept, unless it is said otherwise.
+def test_writing(tmp_path):
+    placed, path = place("tp=4,dp=2", on=4), tmp_path / "order"
+    placed.write("order", path)
+    with pytest.raises(FileKeptError, match="exists, and is kept; force=True replaces it"):
+        placed.write("layout", path)
+    assert path.read_text() == "tp-dp\n"
+    placed.write("layout", path, force=True)
+    assert RankLayout.from_json(path.read_text()) == placed.layout
+
+
+# Bad calls, and their sentences.
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (
+            lambda: place("tp=8,dp=5", on={"a": "s", "b": "s"}, gpus_per_host=16),
+            WorldSizeError,
+            (
+                "tp=8,dp=5 needs 40 GPUs, but the machine has 32; what would fit: tp=6 (30 ranks), "
+                "or dp=4 (32 ranks), or 8 more GPUs"
+            ),
+        ),
+        (
+            lambda: place("tp=8,dp=-1", on=8),
+            TopologyError,
+            (
+                "a size is open, which follows from the GPUs, but on=8 says how large units are, "
+                "but not how many: give world_size"
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8, traffic="tp=2", model=Card.read),
+            LayoutError,
+            "give traffic or model, not both: the traffic follows from the model",
+        ),
+        (
+            lambda: place("tp=2", on=8, traffic="tp=x"),
+            LayoutError,
+            (
+                "'tp=x' in the traffic 'tp=x' cannot be read; write bytes for each dim like "
+                "'tp=40G,dp+cp=6.5G'"
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8, traffic={"tp": -1}),
+            LayoutError,
+            "the traffic of 'tp' must be a number of bytes, 0 or more, got -1",
+        ),
+        (
+            lambda: place("tp=2,dp=2", on=8, traffic="tp=1", overlapped="dp"),
+            LayoutError,
+            "overlapped names dp, whose traffic is not given; there is tp",
+        ),
+        (
+            lambda: place("tp=2", on=8, weights={"leaf": 1}),
+            LayoutError,
+            "weights names no level of this machine with 'leaf'; it has ['host']",
+        ),
+        (
+            lambda: place("tp=2", on=8).find("tp", "leaf"),
+            TopologyError,
+            "unknown level 'leaf'; this topology has ['host']",
+        ),
+        (
+            lambda: place("tp=2,dp=2", on=8).find("tp+dp", "host"),
+            LayoutError,
+            "tp+dp was not looked at, but tp, dp; ask for it: groups=",
+        ),
+        (
+            lambda: place("tp=2", on=8).take("hosts"),
+            LayoutError,
+            "nothing of kind 'hosts' is proposed for tp=2; there is none",
+        ),
+        (
+            lambda: place("tp=2", on=8).text_for("ordre"),
+            LayoutError,
+            (
+                "the kind to write must be one of ['order', 'layout', 'rankfile', "
+                "'slurm-hostfile', 'hostfile', 'sbatch', 'nvlink-domain'], got 'ordre'; "
+                "did you mean 'order'?"
+            ),
+        ),
+        (
+            lambda: place("x=2", on=8).text_for("order"),
+            LayoutError,
+            (
+                "Megatron's order knows ['tp', 'cp', 'ep', 'dp', 'pp'], and not 'x' of x=2; write "
+                "the layout instead"
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8).text_for("sbatch"),
+            LayoutError,
+            (
+                "segments are of hosts in domains, and this machine has no level 'domain', but "
+                "['host']"
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8, model={"hidden": 8}),
+            LayoutError,
+            "a card needs layers, sequence, micro_batches, parameters, too",
+        ),
+        (
+            lambda: Card(**LLAMA, sequence=0, micro_batches=1),
+            LayoutError,
+            "sequence of a card must be at least 1, got 0",
+        ),
+        (
+            lambda: Card(**LLAMA, sequence=1, micro_batches=1).traffic(RankLayout.parse("x=2")),
+            LayoutError,
+            "a card speaks of the dims ['tp', 'cp', 'ep', 'pp', 'dp']; this layout has none: x=2",
+        ),
+    ],
+)
+def test_bad_calls(call, error, says):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == says
+
+
+# Six dims on 16,384 GPUs take less than two seconds, proposals included.
+@pytest.mark.alone
+def test_speed():
+    traffic = "tp=40G,cp=3G,ep=10G,dp=6G,pp=0.1G,x=1G"
+    sizes = "tp=4,cp=2,ep=8,dp=8,pp=16,x=2"
+    start = time.perf_counter()
+    placed = place(sizes, on="4,72,576", traffic=traffic)
+    assert time.perf_counter() - start < 2
+    assert placed.layout.size == 16384
+    assert [proposal.kind for proposal in placed.proposals] == ["spare", "order"]

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import click
 from rich.markup import escape
-from rich.table import Column
+from rich.table import Column, Table
 
 from hypercomm.cli import options
 from hypercomm.cli.placing.given import read_card, read_numbers
 from hypercomm.cli.printing import console, quiet, table
 from hypercomm.errors import FileKeptError, NotationError
 from hypercomm.layout.placing import Placed, place
-from hypercomm.layout.placing.placed import COLUMNS, TAKEN, Proposal
+from hypercomm.layout.placing.placed import COLUMNS, TAKEN
 from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.topology import Topology
 from hypercomm.topology.reading import LIVE
+
+_ROOMY = 60
+"""The columns of a terminal in which tables have lines."""
 
 # A picture belongs here, too: --draw FILE, of `found.take(take)`, its layout on its topology.
 
@@ -127,10 +130,9 @@ def _live() -> tuple[int, Topology]:
 def _show(found: Placed) -> None:
     out = console()
     out.print(found.headline, markup=False, soft_wrap=True)
-    columns = COLUMNS[:4] if found.is_assumed else COLUMNS
-    rows = table(*(_column(title) for title in columns))
+    rows = _table(out.width, found)
     for spread in found.spreads:
-        cells = [escape(cell) for cell in spread.cells[: len(columns)]]
+        cells = [escape(cell) for cell in spread.cells[: len(rows.columns)]]
         if not spread.across:
             cells[2] = f"[green]{cells[2]}[/]"
         elif spread.is_partly:
@@ -142,22 +144,23 @@ def _show(found: Placed) -> None:
     for warning in found.warnings:
         out.print(f"[bold red]warning:[/] {escape(warning)}")
     for proposal in found.proposals:
-        _show_proposal(proposal)
+        words = escape(proposal.headline.partition(": ")[2])
+        out.print(f"\n[bold cyan]{escape(proposal.kind)}:[/] {words}")
+        changes = _table(out.width, found)
+        for row in proposal.changes:
+            changes.add_row(*map(escape, row))
+        if proposal.changes:
+            out.print(changes)
     if not found.proposals:
         out.print("nothing better is known for this machine", markup=False)
 
 
-def _show_proposal(proposal: Proposal) -> None:
-    out = console()
-    kind, words = escape(proposal.kind), escape(proposal.headline.partition(": ")[2])
-    out.print(f"\n[bold cyan]{kind}:[/] {words}")
-    titles = COLUMNS[:4] if proposal.before.is_assumed else COLUMNS
-    rows = table(*(_column(title) for title in titles))
-    for cells in proposal.changes:
-        rows.add_row(*map(escape, cells))
-    if proposal.changes:
-        out.print(rows)
-
-
-def _column(title: str) -> Column | str:
-    return title if title in COLUMNS[:2] else Column(title, justify="right")
+def _table(width: int, found: Placed) -> Table:
+    """Return an empty table of spreads; where there is little room, without lines."""
+    titles, look = list(COLUMNS), {}
+    if width < _ROOMY:
+        titles[3:] = ["units", "bytes"]
+        look = {"box": None, "padding": (0, 1, 0, 0)}
+    columns = [Column(title, no_wrap=True) for title in titles[:2]]
+    columns += [Column(title, justify="right") for title in titles[2:]]
+    return table(*(columns[:4] if found.is_assumed else columns), **look)

@@ -1,0 +1,146 @@
+"""`hypercomm place` as a user meets it: arguments, two streams, files and an exit code."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hypercomm import RankLayout
+
+pytestmark = pytest.mark.torch_free
+
+NVL72 = ["place", "tp=4,dp=16,pp=4", "--on", "4,72", "--traffic", "tp=40G,dp=6G,pp=100M"]
+
+
+def lines_of(done):
+    """The lines that say something, each with one space between its words."""
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    return [line for line in lines if line.strip("─ ")]
+
+
+# The table, what is proposed, and what changes by it.
+def test_table(in_process):
+    done = in_process(*NVL72)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = lines_of(done)
+    assert lines[:2] == [
+        "tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains",
+        "dims level across units of each bytes across",
+    ]
+    assert "dp domain 12 of 16 1..2 144 GB" in lines
+    spare = next(number for number, line in enumerate(lines) if line.startswith("spare:"))
+    assert lines[spare] == (
+        "spare: 64 of the 72 GPUs of each domain, 32 of 288 left out, tp-dp-pp; steps wait for "
+        "88 % less across units"
+    )
+    assert lines[spare + 2] == "dp domain 12 of 16 -> 0 of 16 1..2 -> 1 144 GB -> 0"
+
+
+# --json prints one JSON object and nothing else.
+def test_json(in_process):
+    found = json.loads(in_process(*NVL72, "--json").stdout)
+    assert found["proposals"][0]["kind"] == "spare"
+    assert found["traffic"]["pp"]["pattern"] == "chain"
+
+
+# Files for launchers are of the best placing, or of what is taken; those that exist are kept.
+def test_write(in_process, tmp_path):
+    order, script = str(tmp_path / "order"), str(tmp_path / "script")
+    done = in_process(*NVL72, "--write", "order", order, "--write", "sbatch", script)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "order").read_text() == "tp-dp-pp\n"
+    assert "--nodes=64\n" in (tmp_path / "script").read_text()
+    again = in_process(*NVL72, "--write", "layout", order)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == f"hypercomm: {order} exists, and is kept; --force replaces it\n"
+    assert (tmp_path / "order").read_text() == "tp-dp-pp\n"
+    in_process(*NVL72, "--take", "sizes", "--write", "layout", order, "--force")
+    taken = RankLayout.from_json((tmp_path / "order").read_text())
+    assert taken == RankLayout.parse("tp=4,dp=18,pp=4")
+
+
+# A hostfile says the order of hosts, topology.conf what they are connected to.
+def test_files(in_process, tmp_path):
+    (tmp_path / "hosts").write_text("".join(f"n{number} slots=2\n" for number in (1, 3, 2, 4)))
+    (tmp_path / "topology.conf").write_text(
+        "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=t Switches=a,b\n"
+    )
+    files = ["--on", str(tmp_path / "hosts"), "--on", str(tmp_path / "topology.conf")]
+    call = ["place", "tp=2,dp=2,pp=2", *files, "--traffic", "tp=9G,dp=5G,pp=1M", "--json"]
+    found = json.loads(in_process(*call, "--take", "hosts").stdout)
+    assert [row["across"] for row in found["groups"] if row["dims"] == ["dp"]] == [4, 4, 0]
+    kinds = {proposal["kind"]: proposal for proposal in found["proposals"]}
+    rows = kinds["order"]["groups"]
+    assert [row["across"] for row in rows if row["dims"] == ["dp"]] == [4, 0, 0]
+
+
+# A model's card, in place of the traffic.
+@pytest.mark.parametrize("as_file", [False, True])
+def test_model(in_process, tmp_path, as_file):
+    given = "hidden=4096,layers=32,sequence=8k,micro_batches=8,parameters=7G,dtype=fp8"
+    if as_file:
+        fields = {"hidden": 4096, "layers": 32, "sequence": 8000, "micro_batches": 8}
+        (tmp_path / "card").write_text(json.dumps(fields | {"parameters": 7e9, "dtype": "fp8"}))
+        given = str(tmp_path / "card")
+    done = in_process("place", "tp=8,pp=2,dp=2", "--on", "8", "--model", given, "--json")
+    if as_file:
+        assert "parameters of a card must be an int, got 7000000000.0" in done.stderr
+        return
+    assert json.loads(done.stdout)["traffic"]["pp"]["bytes"] == 8 * 2 * 8000 * 4096 // 8
+
+
+# Bad calls end with 2, one sentence that says what would do, and no table.
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tp=2", "--on", "nope"], "'nope' is no file; on must be GPUs for each host"),
+        (["tp=2", "--on", "8", "--traffic", "tp"], "'tp' in the traffic 'tp' cannot be read"),
+        (["tp=2", "--on", "8", "--weights", "host=x"], "--weights gives 'host' 'x', which is no"),
+        (["tp=2", "--on", "8", "--weights", "host"], "'host' in --weights 'host' is no name=value"),
+        (["tp=2", "--on", "8", "--model", "nope"], "--model 'nope' is no file of JSON"),
+        (["tp=2", "--on", "8", "--model", "hiden=3"], "did you mean 'hidden'?"),
+        (["tp=2", "--on", "8", "--on", "live"], "--on live stands alone"),
+        (["tp=2", "--on", "8", "--gpus-per-node", "0"], "gpus_per_host must be at least 1, got 0"),
+        (["tp=2", "--on", "8", "--write", "ordre", "x"], "did you mean 'order'?"),
+        (["tp=2", "--on", "8", "--write", "order", "/no/x"], "'/no/x' cannot be written"),
+        (["tp=2", "--on", "live"], "no launcher was found"),
+        (["tp=2"], "Missing option '--on'"),
+    ],
+)
+def test_bad_calls(in_process, arguments, says):
+    done = in_process("place", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    if "/no/x" not in arguments:
+        assert done.stdout == ""
+
+
+# In a terminal of 40 columns nothing is wider, and without colour nothing is lost.
+@pytest.mark.parametrize("colour", [False, True])
+def test_narrow_terminal(colour):
+    ours, theirs = pty.openpty()
+    setting = {"COLUMNS": "40", "TERM": "xterm"} | ({} if colour else {"NO_COLOR": "1"})
+    with subprocess.Popen(
+        [sys.executable, "-m", "hypercomm", *NVL72], stdout=theirs, env=os.environ | setting
+    ) as process:
+        os.close(theirs)
+        parts = []
+        try:
+            while part := os.read(ours, 65536):
+                parts.append(part)
+        except OSError:  # what Linux says at the end of a terminal
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    text = b"".join(parts).decode()
+    assert ("\x1b[32m" in text) == colour
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = plain.replace("\r", "").split("\n")
+    assert max(map(len, lines[1:])) <= 40  # the headline wraps where the terminal does
+    words = " ".join(plain.split())
+    for cell in ("domain", "12 of 16", "144 GB", "spare:"):
+        assert cell in words
