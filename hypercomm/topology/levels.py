@@ -9,13 +9,18 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.checks import as_ranks
+from hypercomm.errors import RankOutsideError, TopologyError
+from hypercomm.layout.reading.checks import as_ordered, as_rank, as_ranks, as_strings
 from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
 
 
 def _as_units(value: object) -> NDArray[np.int64]:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TopologyError(
+            f"of_rank must hold an int for each rank, got {shown(value)}"
+        ) from error
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise TopologyError(f"of_rank must hold an int for each rank, got {shown(value)}")
     units = array.astype(np.int64)  # a copy, which nobody else writes to
@@ -24,7 +29,7 @@ def _as_units(value: object) -> NDArray[np.int64]:
 
 
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
-    return tuple(value)
+    return as_strings(tuple(value) if isinstance(value, str) else value, "names")
 
 
 @attrs.frozen(eq=False)
@@ -52,6 +57,8 @@ class Level:
     names: tuple[str, ...] = attrs.field(converter=_as_names)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TopologyError(f"the name of a level must be a text, got {shown(self.name)}")
         units, first = np.unique(self.of_rank, return_index=True)
         if (units != np.arange(units.size)).any() or (np.diff(first) < 0).any():
             raise TopologyError(
@@ -77,8 +84,12 @@ class Level:
             >>> level.of_rank.tolist(), level.names
             ([0, 0, 1, 0], ('b', 'a'))
         """
-        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
-        of_rank = np.fromiter((numbers[unit] for unit in units), np.int64, len(units))
+        every = as_ordered(tuple(units) if isinstance(units, str) else units, "units")
+        try:
+            numbers = {unit: number for number, unit in enumerate(dict.fromkeys(every))}
+        except TypeError as error:
+            raise TopologyError(f"units must be names or numbers, got {shown(every)}") from error
+        of_rank = np.fromiter((numbers[unit] for unit in every), np.int64, len(every))
         return cls(name, of_rank, tuple(map(str, numbers)))
 
     @property
@@ -92,7 +103,13 @@ class Level:
         return np.bincount(self.of_rank, minlength=self.units)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of the unit that holds a rank."""
+        """Return the name of the unit that holds a rank.
+
+        Raises:
+            RankOutsideError: There is no such rank.
+        """
+        if not 0 <= as_rank(rank) < self.of_rank.size:
+            raise RankOutsideError(f"rank {rank} is not one of {self.of_rank.size}")
         return self.names[int(self.of_rank[rank])]
 
     def __eq__(self, other: object) -> bool:
@@ -110,7 +127,7 @@ class Level:
 
 
 def _as_levels(value: Iterable[Level]) -> tuple[Level, ...]:
-    return tuple(value)
+    return as_ordered(value, "levels")
 
 
 @attrs.frozen(repr=False)
@@ -169,7 +186,7 @@ class Topology:
             <Level 'host': 2 units, 8 ranks>
         """
         for level in self.levels:
-            if level.name == name:
+            if isinstance(name, str) and level.name == name:
                 return level
         raise TopologyError(
             f"unknown level {shown(name)}; this topology has {list(self.names)}"

@@ -10,7 +10,7 @@ import attrs
 from hypercomm.errors import LayoutError
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.placing.traffic import Traffic, pattern_of
-from hypercomm.layout.reading.checks import check_choice, positive
+from hypercomm.layout.reading.checks import as_flag, as_int, check_choice, positive
 from hypercomm.layout.reading.shown import did_you_mean, shown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -68,12 +68,15 @@ class Card:
         for name in (*needed, "micro_batch_size"):
             object.__setattr__(self, name, positive(getattr(self, name), f"{name} of a card"))
         for name in ("experts", "expert_parameters"):
-            if getattr(self, name) != 0:
-                object.__setattr__(self, name, positive(getattr(self, name), f"{name} of a card"))
+            count = as_int(getattr(self, name), f"{name} of a card")
+            if count < 0:
+                raise LayoutError(f"{name} of a card must be 0 or more, got {count}")
+            object.__setattr__(self, name, count)
         if self.key_value_hidden is not None:
             positive(self.key_value_hidden, "key_value_hidden of a card")
         for name in ("dtype", "gradient_dtype"):
             check_choice(f"{name} of a card", getattr(self, name), tuple(DTYPES), LayoutError)
+        object.__setattr__(self, "overlap", as_flag(self.overlap, "overlap of a card"))
         if self.expert_parameters > self.parameters:
             raise LayoutError(
                 f"expert_parameters {self.expert_parameters} are more than all parameters, "
@@ -135,6 +138,8 @@ class Card:
             >>> card.traffic(RankLayout.parse("tp=2"))[("tp",)].bytes  # 3 * 2 * 8*4*8 / 2 * 2 bytes
             1536
         """
+        if not isinstance(layout, Numbering):
+            raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")
         size = {dim: layout.size_of(dim, default=1) for dim in ("tp", "cp", "ep", "pp", "dp")}
         if not any(dim in layout.dim_names for dim in size):
             raise LayoutError(

@@ -12,9 +12,9 @@ from hypercomm.layout.placing.cards import Card
 from hypercomm.layout.placing.placed import Placed, look
 from hypercomm.layout.placing.proposals import propose
 from hypercomm.layout.placing.search import weights_of
-from hypercomm.layout.placing.traffic import Given, read_traffic, usual_traffic
+from hypercomm.layout.placing.traffic import Given, as_items, read_traffic, usual_traffic
 from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import LARGEST_WORLD
+from hypercomm.layout.reading.checks import LARGEST_WORLD, as_flag
 from hypercomm.layout.reading.notation import OPEN, parse_sizes
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.layout.reading.sizes import close_sizes
@@ -31,7 +31,7 @@ def place(
     overlapped: str | Iterable[Dims] = (),
     weights: Mapping[str, float] | None = None,
     gpus_per_host: int | None = None,
-    groups: Iterable[Dims] = (),
+    groups: str | Iterable[Dims] = (),
     proposals: bool = True,
 ) -> Placed:
     """Say how the groups of a layout lie on a machine, and in which order they would lie better.
@@ -76,6 +76,7 @@ def place(
           cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
           pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
     """
+    proposals = as_flag(proposals, "proposals")
     layout, machine = _read_both(sizes, on, gpus_per_host)
     if layout.size > LARGEST_WORLD:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; up to {LARGEST_WORLD:,} are placed")
@@ -99,7 +100,7 @@ def place(
         sent,
         weights_of(topology, _read_weights(weights, topology)),
         is_assumed=traffic is None and model is None,
-        groups=[layout.order_dims(dims) for dims in groups],
+        groups=[layout.order_dims(dims) for dims in as_items(groups, "groups")],
     )
     return attrs.evolve(placed, proposals=propose(placed, machine)) if proposals else placed
 

@@ -131,7 +131,7 @@ def read_traffic(
     return found
 
 
-def as_items(value: str | Iterable[Dims]) -> tuple[Dims, ...]:
+def as_items(value: str | Iterable[Dims], what: str = "overlapped") -> tuple[Dims, ...]:
     """Read one set of dims, or several: "dp", "dp+cp,tp", ["dp"].
 
     Example:
@@ -140,7 +140,7 @@ def as_items(value: str | Iterable[Dims]) -> tuple[Dims, ...]:
     """
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
-    return as_tuple(value, "overlapped")
+    return as_tuple(value, what)
 
 
 def _parse(text: str) -> dict[str, int]:
