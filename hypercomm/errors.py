@@ -13,6 +13,7 @@ __all__ = [
     "ConnectTimeout",
     "CreationError",
     "DisagreementError",
+    "DrawingError",
     "DumpError",
     "FileKeptError",
     "ForkedError",
@@ -34,6 +35,7 @@ __all__ = [
     "NotationError",
     "OrderError",
     "OutcomeUnknownError",
+    "PictureExistsError",
     "PlanMismatchError",
     "RankFailedError",
     "RankOutsideError",
@@ -217,6 +219,14 @@ class InstallError(HyperCommError, RuntimeError):
 
 class TorchVersionError(HyperCommError, ImportError):
     """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
+
+
+class DrawingError(HyperCommError, ValueError):
+    """A picture cannot be drawn or written as asked: take another kind, or another file."""
+
+
+class PictureExistsError(DrawingError, FileExistsError):
+    """The file of a picture exists, and was left as it is: name another, or replace it."""
 
 
 class MissingPackageError(HyperCommError, ImportError):

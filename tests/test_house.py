@@ -36,6 +36,7 @@ FLOORS = [
     ("hypercomm.layout.numbering",),
     ("hypercomm.layout.groups",),
     ("hypercomm.topology",),
+    ("hypercomm.draw",),
     ("hypercomm.layout.rank_layout",),
     ("hypercomm.layout",),
     ("hypercomm.launch",),
@@ -62,13 +63,10 @@ FLOORS = [
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]
+ROOMS_WITHOUT_TORCH = tuple(f"hypercomm.{room}" for room in ("layout", "topology", "draw", "blame"))
 TORCH_FREE = [
     "hypercomm",
-    *(
-        name
-        for name in MODULES
-        if name.startswith(("hypercomm.layout", "hypercomm.topology", "hypercomm.blame"))
-    ),
+    *(name for name in MODULES if name.startswith(ROOMS_WITHOUT_TORCH)),
 ]
 LONGEST = 400
 """Lines of a file, but for lists of names: `LISTS`."""

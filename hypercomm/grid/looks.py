@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn, SupportsIndex
 
+from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError, NotPicklableError
 from hypercomm.grid.live import GridLive
+from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.notation import format_coords
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
+from hypercomm.topology.reading import On
 
 
 class GridLooks(GridLive):
@@ -29,10 +33,25 @@ class GridLooks(GridLive):
     def __str__(self) -> str:
         return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
 
+    def draw(
+        self,
+        on: On | None = None,
+        dims: Dims | None = None,
+        *,
+        groups: Iterable[Dims] | None = None,
+    ) -> Drawing:
+        """Return a picture of the grid; arguments and errors as for `RankLayout.draw`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+            >>> grid.draw(on=8).svg()[:4]
+            '<svg'
+        """
+        return self.layout.draw(on, dims, groups=groups)
+
     def _repr_html_(self) -> str:
-        layout = self.layout
-        rows = zip(layout.dim_names, layout.shape, layout.strides, strict=True)
-        return as_html(repr(self), ("dim", "size", "stride"), rows, self._lines())
+        return as_html(repr(self), (), (), self._lines()) + self.layout._repr_html_()
 
     def _lines(self) -> list[str]:
         if self.is_destroyed:

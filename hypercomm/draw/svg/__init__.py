@@ -1,0 +1,1 @@
+"""Scenes as SVG: one text that needs nothing else, readable on white and on black."""
