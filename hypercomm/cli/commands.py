@@ -9,12 +9,13 @@ from hypercomm.cli.blame import blame
 from hypercomm.cli.check import check
 from hypercomm.cli.diff import diff
 from hypercomm.cli.doctor import doctor
+from hypercomm.cli.drawing import draw
 from hypercomm.cli.placing import place_command
 from hypercomm.cli.plan import plan
 
 
 @click.group(
-    commands=[plan, place_command, diff, check, doctor, blame],
+    commands=[plan, draw, place_command, diff, check, doctor, blame],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="hypercomm")

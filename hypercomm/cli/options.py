@@ -14,7 +14,8 @@ from hypercomm.layout.reading.notation import OPEN, parse_groups, parse_sizes
 from hypercomm.layout.reading.sizes import check_one_open, close_sizes, perhaps_meant
 
 
-def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
+def read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
+    """Read what --groups is given."""
     return None if text is None else parse_groups(text)
 
 
@@ -22,7 +23,7 @@ sizes = click.argument("sizes")
 groups = click.option(
     *("--groups", "wanted"),
     metavar="DIMS",
-    callback=_read_groups,
+    callback=read_groups,
     help="As in tp,dp+cp. Default: every combination.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
