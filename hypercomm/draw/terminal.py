@@ -374,14 +374,13 @@ def _matrix(scene: MatrixScene, width: int, bar: str) -> list[Line]:
         for amount, stays in zip(
             found.amounts[row].tolist(), found.stays[row].tolist(), strict=True
         ):
-            text = amount_words(amount, scene.unit, short=True) if amount else "."
-            text = f"({text})" if stays and stays == amount else text
-            fill = (
-                "" if not amount else MIXED if stays == amount else AMOUNTS[shade(amount, largest)]
-            )
+            moves = amount - stays
+            text = amount_words(moves or stays, scene.unit, short=True) if amount else "."
+            text = f"({text})" if stays and not moves else text
+            fill = AMOUNTS[shade(moves, largest)] if moves else MIXED if stays else ""
             line += [Piece(" " * (each - len(text))), Piece(text, fill)]
         lines.append(line)
-    if found.stays.any():
+    if ((found.stays > 0) & (found.stays == found.amounts)).any():
         lines += wrapped("(in brackets: stays on its rank)", width)
     return lines
 

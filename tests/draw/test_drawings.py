@@ -307,8 +307,8 @@ def test_parts():
 def test_large_matrix():
     mapping = RankMapping("tp=4,dp=64", "dp=128")
     (cells, *_) = Picture(mapping.draw([256], 1, on=8).svg()).panels
-    amounts = [int(re.search(r"\(([\d,]+) B\)", cell.tip)[1].replace(",", "")) for cell in cells]
-    assert sum(amounts) == 256
+    told = [re.findall(r"\(([\d,]+) B\)", cell.tip) for cell in cells]
+    assert sum(int(amount.replace(",", "")) for amounts in told for amount in amounts) == 256
     assert all(cell.tip.startswith("host ") for cell in cells)
 
 

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from hypercomm.draw.parts.words import plural
 from hypercomm.draw.scenes import Dims, distinct, group_of_each, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.topology import Level, Topology
@@ -78,7 +79,7 @@ class GroupsLit:
             if least == most == 1:
                 return f"{text}, {'each ' * (self.count > 1)}inside one {level.name}"
             told = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-            text += f", {'each ' * (self.count > 1)}on {told} {level.name}s"
+            text += f", {'each ' * (self.count > 1)}on {told} {plural(level.name)}"
         return text
 
 

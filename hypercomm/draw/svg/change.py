@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hypercomm.draw.palette import MARKS
 from hypercomm.draw.parts.cells import MOST_RANKS
-from hypercomm.draw.parts.fates import Fate, fates
+from hypercomm.draw.parts.fates import MOST_RANKS_OF_ALL, Fate, fates
 from hypercomm.draw.scenes import ChangeScene
 from hypercomm.draw.svg.blocks import (
     Block,
@@ -30,8 +30,10 @@ _MEANING = {"kept": "kept, the same ranks", "gone": "gone", "new": "new"}
 
 def svg_of_change(scene: ChangeScene, most_ranks: int = MOST_RANKS) -> str:
     """Write a change as SVG; at most so many ranks have a cell each."""
+    largest = max(scene.before.size, scene.after.size)
+    most = most_ranks if largest <= most_ranks else 0  # both sides by host, or none
     rows = [
-        below([label_of(name), _side_by_side(before, after, scene.topology, most_ranks)], 4)
+        below([label_of(name), _sides(before, after, scene.topology, most, largest)], 4)
         for name, before, after in fates(scene)
     ]
     lines = [scene.summary] if scene.summary else []
@@ -54,13 +56,24 @@ class _ByFate(Looks):
         return Look(result, _PATTERN[result], MARKS[result], result)
 
     def words(self, groups: NDArray[np.int64]) -> str:
+        if groups.size == 1:
+            return f"g{groups[0]} {self._fate.of(int(groups[0]))}"
         kept = int(np.count_nonzero(self._fate.kept[groups]))
         return f"{kept:,} of {groups.size:,} kept"
 
 
-def _side_by_side(
-    before: Fate | None, after: Fate | None, topology: Topology | None, most: int
+def _sides(
+    before: Fate | None, after: Fate | None, topology: Topology | None, most: int, largest: int
 ) -> Block:
+    """Beside each other where both are small, else one below the other."""
+    if largest > MOST_RANKS_OF_ALL:
+        return below(
+            [
+                _side("before", before, topology, WIDTH, most),
+                _side("after", after, topology, WIDTH, most),
+            ],
+            14,
+        )
     half = (WIDTH - _GAP) / 2
     sides = [
         _side("before", before, topology, half, most),

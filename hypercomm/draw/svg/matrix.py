@@ -67,19 +67,17 @@ def _cells(
     parts = []
     rows, columns = found.amounts.nonzero()
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-        amount, stays = int(found.amounts[row, column]), int(found.stays[row, column])
+        stays = int(found.stays[row, column])
+        moves = int(found.amounts[row, column]) - stays
+        amount = moves or stays  # the letters of a cell; its words say both
         x, y = left + column * wide, top + row * high
-        index = shade(amount, largest)
+        index = shade(moves, largest)
         tip = f"{found.kind} {found.rows[row]} to {found.columns[column]}: "
-        tip += amount_words(amount, scene.unit)
-        if scene.unit == "B":
-            tip += f" ({amount:,} B)"
-        look = f"a{index}"
-        if stays == amount:
-            tip += ", stays where it is"
-            look = "mixed"
-        elif stays:
-            tip += f", {amount_words(stays, scene.unit)} of it stay on their rank"
+        tip += _exactly(amount, scene.unit)
+        look = f"a{index}" if moves else "mixed"
+        if stays:
+            more = f"; {_exactly(stays, scene.unit)} more stay on their rank"
+            tip += more if moves else ", stays where it is"
         box = rectangle(x + 1, y + 1, wide - 2, high - 2, look, 2)
         text = ""
         if wide > 40:
@@ -88,6 +86,10 @@ def _cells(
             text = label(x + wide / 2, y + high / 2 + 4, words, light, "m")
         parts.append(f'<g class="g"><title>{escaped(tip)}</title>{box}{text}</g>')
     return "".join(parts)
+
+
+def _exactly(amount: int, unit: str) -> str:
+    return amount_words(amount, unit) + (f" ({amount:,} B)" if unit == "B" else "")
 
 
 def _key(scene: MatrixScene, found: Amounts) -> Block:
@@ -101,7 +103,7 @@ def _key(scene: MatrixScene, found: Amounts) -> Block:
         x = len(AMOUNTS) * 26.0 + 8
         parts.append(label(x, 12, words, "soft"))
         x += text_width(words, 12) + 24
-    if found.stays.any():
+    if ((found.stays > 0) & (found.stays == found.amounts)).any():
         parts.append(rectangle(x, 0, 24, 16, "mixed", 2))
         parts.append(label(x + 32, 12, "stays on its rank", "soft"))
         x += 32 + text_width("stays on its rank", 12)

@@ -111,7 +111,7 @@ def _ranks(
     members: dict[int, list[int]] = {}
     for cell, group in enumerate(groups):
         members.setdefault(group, []).append(cell)
-    middle, up, down = size.width / 2, size.height / 2 - 1.5, size.height - 6
+    middle, up, down = size.width / 2, size.height / 2 - 2, size.height - 5.5
     parts = []
     for group, inside in sorted(members.items()):
         shown = looks.of(group)
