@@ -1,0 +1,75 @@
+// Finding a rank by what was typed: "137", "tp=1,dp=3" (some dims are enough), "3>17" in a matrix.
+
+/** Where to go: {spot, text}, or {error} in words. */
+function find(picture, typed) {
+  const text = typed.trim();
+  if (!text) return { error: "" };
+  return picture instanceof MatrixPicture ? findPair(picture, text) : findRank(picture, text);
+}
+
+function findRank(picture, text) {
+  const grid = picture.shownGrids.find((each) => text.split(/[=,\s]+/).some((word) => each.dims.includes(word)));
+  if (/^(rank\s*)?\d+$/i.test(text)) {
+    const rank = Number(text.replace(/\D/g, ""));
+    const slot = picture.world.slotOf(rank);
+    const { first, size } = picture.world;
+    const last = picture.world.rankAt(size - 1);
+    if (slot < 0) return { error: `no rank ${rank}; there are ${picture.world.list ? `${size} from ${picture.world.rankAt(0)} to` : `${first}…`}${picture.world.list ? " " : ""}${last}` };
+    return { spot: cellSpot(picture, slot), text: `rank ${rank}` };
+  }
+  if (text.includes("=") && (grid || /^\s*\w+\s*=/.test(text))) return findCoordinates(picture, grid ?? picture.shownGrids[0], text);
+  return findUnit(picture, text);
+}
+
+function findCoordinates(picture, grid, text) {
+  const coords = grid.shape.map(() => 0);
+  const named = new Set();
+  for (const part of text.split(/[,;\s]+/).filter(Boolean)) {
+    const [, dim, digits] = part.match(/^(.+)=(-?\d+)$/) ?? [];
+    const axis = grid.dims.indexOf(dim);
+    if (dim === undefined) return { error: `"${part}" is not like tp=1` };
+    if (axis < 0) return { error: `no dim ${dim}; there are ${grid.dims.join(", ")}` };
+    if (Number(digits) < 0 || Number(digits) >= grid.shape[axis]) {
+      return { error: `${dim} is 0…${grid.shape[axis] - 1}, not ${digits}` };
+    }
+    coords[axis] = Number(digits);
+    named.add(dim);
+  }
+  const rank = grid.rankAt(coords);
+  const free = grid.dims.filter((dim, axis) => !named.has(dim) && grid.shape[axis] > 1);
+  const others = free.length ? `, the first with ${free.join(", ")} 0` : "";
+  return { spot: cellSpot(picture, picture.world.slotOf(rank)), text: `rank ${rank}${others}` };
+}
+
+function cellSpot(picture, index) {
+  return { pane: picture.panes[0], level: CELL, index };
+}
+
+/** A host or another unit by its name, or by the end of it. */
+function findUnit(picture, text) {
+  const wanted = text.toLowerCase();
+  for (const match of [(name) => name === wanted, (name) => name.endsWith(wanted), (name) => name.includes(wanted)]) {
+    for (const [level, { name, names }] of picture.levels.entries()) {
+      const index = names.findIndex((each) => match(each.toLowerCase()));
+      if (index >= 0) return { spot: { pane: picture.panes[0], level, index }, text: `${name} ${names[index]}` };
+    }
+  }
+  return { error: `"${text}" is no rank, no coordinates like ${example(picture)}, and no host` };
+}
+
+function example(picture) {
+  const grid = picture.shownGrids[0];
+  return grid.dims.slice(0, 2).map((dim, axis) => `${dim}=${grid.shape[axis] - 1}`).join(",");
+}
+
+function findPair(picture, text) {
+  const [source, target] = text.split(/\s*(?:>|→|,|\s|to)\s*/).filter(Boolean).map(Number);
+  const row = picture.rowOf.get(source);
+  if (row === undefined) return { error: `rank ${text.split(/\D/)[0] || text} sends nothing here; try ${picture.sources[0]}>${picture.targets[0]}` };
+  if (target !== undefined && !picture.columnOf.has(target)) return { error: `rank ${target} receives nothing here` };
+  let column = picture.columnOf.get(target);
+  for (let each = 0; column === undefined && each < picture.width; each++) {
+    if (picture.cells.has(row * picture.width + each)) column = each;
+  }
+  return { spot: { row, column: column ?? 0, bin: 1, level: CELL, index: 0 }, text: `${source} → ${picture.targets[column ?? 0]}` };
+}
