@@ -1,0 +1,508 @@
+"""The HTML page in a headless Chromium: what it draws, says and answers, and how fast."""
+
+import json
+import statistics
+from itertools import product
+
+import pytest
+from chromium import Chromium, find
+
+from hypercomm import RankLayout
+from hypercomm.draw.page import page
+from hypercomm.draw.scenes import Change, ChangeScene, GridScene, MatrixScene
+from hypercomm.topology import read_topology
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif(find() is None, reason="there is no chromium on this machine"),
+]
+
+FRAME_MS = 1000 / 60
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = Chromium(find())
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Show a scene; at the end, nothing was asked of a network, and nothing complained of."""
+
+    def open_scene(scene, **more):
+        browser.open(page(scene), tmp_path, **more)
+        return browser
+
+    yield open_scene
+    assert browser.requests() == []
+    assert browser.complaints() == []
+
+
+def grid_scene(layout, on=None, dims=("tp",)):
+    layout = RankLayout.parse(layout) if isinstance(layout, str) else layout
+    topology = None if on is None else read_topology(on, layout.last_rank + 1)
+    return GridScene(f"{layout}", (("", layout),), topology, dims)
+
+
+def frames(browser):
+    browser.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def center_of(browser, rank):
+    """Where the middle of a rank's cell is in the window."""
+    return browser.run(
+        f"""(() => {{
+          const {{ picture, view, canvas }} = hypercomm;
+          const slot = picture.world.slotOf({rank});
+          const box = picture.box({{ pane: picture.panes[0], level: -1, index: slot }});
+          const stage = canvas.getBoundingClientRect();
+          return [stage.x + view.toX(box.x + box.width / 2),
+                  stage.y + view.toY(box.y + box.height / 2)];
+        }})()"""
+    )
+
+
+def colour_at(browser, x, y):
+    return browser.run(
+        f"""(() => {{
+          const {{ canvas, view }} = hypercomm;
+          const stage = canvas.getBoundingClientRect();
+          const sharp = canvas.width / view.windowWidth;
+          const copy = new OffscreenCanvas(1, 1);
+          const ctx = copy.getContext("2d", {{ willReadFrequently: true }});
+          ctx.drawImage(canvas, ({x} - stage.x) * sharp, ({y} - stage.y) * sharp, 1, 1, 0, 0, 1, 1);
+          return [...ctx.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        }})()"""
+    )
+
+
+def about(browser):
+    """What the panel says: its heading, its table, and its groups with their ranks."""
+    text = browser.run(
+        """JSON.stringify({
+          heading: document.querySelector("#about h2").textContent,
+          where: Object.fromEntries([...document.querySelectorAll("#about dt")].map(
+            (each) => [each.textContent, each.nextElementSibling.textContent])),
+          groups: [...document.querySelectorAll("#about li")].map((each) => [
+            each.querySelector("b").textContent,
+            (each.querySelector(".ranks")?.textContent ?? "").trim(),
+          ]),
+        })"""
+    )
+    return json.loads(text)
+
+
+def text_of(browser, element):
+    return browser.run(f"document.getElementById('{element}').textContent")
+
+
+# Sizes 4, 2, 3 from rank 0: rank = tp + 4 cp + 8 dp, by hand. Hosts of 4.
+def test_hover_says_coordinates_host_and_groups(show):
+    browser = show(grid_scene("tp=4,cp=2,dp=3", on=4))
+    for tp, cp, dp in product(range(4), range(2), range(3)):
+        rank = tp + 4 * cp + 8 * dp
+        browser.move(*center_of(browser, rank))
+        assert about(browser) == {
+            "heading": f"Rank {rank}",
+            "where": {"host": f"host{rank // 4}", "at": f"tp={tp}, cp={cp}, dp={dp}"},
+            "groups": [
+                ["tp", " ".join(str(i + 4 * cp + 8 * dp) for i in range(4))],
+                ["cp", " ".join(str(tp + 4 * i + 8 * dp) for i in range(2))],
+                ["dp", " ".join(str(tp + 4 * cp + 8 * i) for i in range(3))],
+            ],
+        }
+    assert text_of(browser, "tip") == "23 · tp=3, cp=1, dp=2"
+
+
+# Gaps, an offset, and a list: the page's arithmetic is the layout's.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RankLayout([2, 3], ["tp", "dp"], 5, strides=(4, 8)),
+        RankLayout([2, 3], ["tp", "dp"], ranks=[9, 4, 1, 0, 30, 2]),
+        RankLayout([2, 3], ["tp", "dp"], ranks=[10**9, 4, 1, 0, 3 * 10**8, 2]),
+    ],
+    ids=["gaps", "listed", "far apart"],
+)
+def test_hover_where_ranks_are_not_dense(show, layout):
+    browser = show(grid_scene(layout))
+    for rank in layout.ranks:
+        browser.move(*center_of(browser, rank))
+        said = about(browser)
+        coords = layout.coords(rank)
+        assert said["heading"] == f"Rank {rank}"
+        assert said["where"]["at"] == ", ".join(f"{dim}={i}" for dim, i in coords.items())
+        groups = [[dim, " ".join(map(str, layout.groups(dim).of(rank)))] for dim in ("tp", "dp")]
+        assert said["groups"] == groups
+
+
+# A group is lit when one of its ranks is pointed at: the others fade, and come back.
+def test_hover_lights_a_group(show):
+    browser = show(grid_scene("tp=2,dp=4"))
+    places = {rank: center_of(browser, rank) for rank in range(8)}
+
+    def colours():
+        # beside the text in the middle
+        return {rank: colour_at(browser, x - 30, y - 30) for rank, (x, y) in places.items()}
+
+    before = colours()
+    assert before[0] == before[1] != before[2]
+    browser.move(*places[3])
+    frames(browser)
+    lit = colours()
+    assert {rank for rank in range(8) if lit[rank] == before[rank]} == {2, 3}
+    browser.move(5, 5)
+    frames(browser)
+    assert colours() == before
+
+
+def pressed(browser):
+    return browser.run(
+        """[...document.querySelectorAll("#dims button")].filter(
+             (each) => each.ariaPressed === "true").map((each) => each.firstChild.data)"""
+    )
+
+
+# Buttons, digits, letters and the list of combinations all choose the dims.
+def test_dims_switch(show):
+    browser = show(grid_scene("tp=2,cp=2,dp=4"))
+    assert pressed(browser) == ["tp=2"]
+    browser.run("document.querySelectorAll('#dims button')[2].click()")
+    assert pressed(browser) == ["tp=2", "dp=4"]
+    assert text_of(browser, "live") == "Groups over tp+dp: 2"
+    browser.key("1")
+    assert pressed(browser) == ["dp=4"]
+    browser.key("c")
+    assert pressed(browser) == ["cp=2", "dp=4"]
+    browser.key("0")
+    assert pressed(browser) == ["tp=2", "cp=2", "dp=4"]
+    browser.run(
+        """(() => { const list = document.getElementById("combination");
+             list.value = "tp+cp"; list.dispatchEvent(new Event("change")); })()"""
+    )
+    assert pressed(browser) == ["tp=2", "cp=2"]
+    combinations = browser.run("document.getElementById('combination').length")
+    assert combinations == 2**3 - 1
+    browser.move(*center_of(browser, 6))
+    assert about(browser)["groups"][0] == ["tp+cp", "4 5 6 7"]
+
+
+# Arrows walk from cell to cell, across the frames of hosts; what is there is spoken.
+def test_keyboard(show):
+    browser = show(grid_scene("tp=4,dp=4", on=4))
+    browser.run("document.getElementById('picture').focus({ focusVisible: true })")
+    assert browser.run("document.activeElement.matches(':focus-visible')")
+    browser.key("ArrowRight")
+    seen = {about(browser)["heading"]}
+    for key in ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp") * 2:
+        for _ in range(4):
+            browser.key(key)
+            heading = about(browser)["heading"]
+            seen.add(heading)
+            assert text_of(browser, "live").startswith(f"{heading}, host")
+    assert len(seen) >= 8
+    browser.key("Enter")  # keeps the group lit
+    assert text_of(browser, "group-shown").endswith(" of 4")
+    browser.key("Escape")
+    assert text_of(browser, "group-shown") == "all 4"
+    assert about(browser)["heading"] == "Point at a rank"
+
+
+def test_one_group_after_the_other(show):
+    browser = show(grid_scene("tp=2,dp=3"))
+    seen = []
+    for _ in range(4):
+        browser.key("]")
+        seen.append(text_of(browser, "group-shown"))
+    assert seen == ["0 of 3", "1 of 3", "2 of 3", "all 3"]
+    browser.key("[")
+    assert text_of(browser, "group-shown") == "2 of 3"
+
+
+def search(browser, text):
+    browser.key("/")
+    assert browser.run("document.activeElement.id") == "query"
+    browser.type(text)
+    browser.key("Enter")
+    found = text_of(browser, "found")
+    browser.key("Escape")
+    return found, about(browser)["heading"]
+
+
+# A rank of many is found by number, by coordinates and by host, and its host is opened.
+def test_search(show):
+    browser = show(grid_scene("tp=8,cp=2,dp=64,pp=4", on="host=8,domain=64"))
+    assert search(browser, "3137") == ("rank 3137", "Rank 3137")
+    where = about(browser)["where"]
+    # 3137 = 1 + 8 * 0 + 16 * 4 + 1024 * 3
+    assert where == {"host": "host392", "domain": "domain49", "at": "tp=1, cp=0, dp=4, pp=3"}
+    assert browser.run("hypercomm.picture.panes[0].shown.level") == -1
+    assert search(browser, "tp=7, dp=63,cp=1,pp=3") == ("rank 4095", "Rank 4095")
+    assert search(browser, "dp=2")[0] == "rank 32, the first with tp, cp, pp 0"
+    assert search(browser, "host17") == ("host host17", "host17")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("4096", "no rank 4096; there are 0…4095"),
+        ("tp=8", "tp is 0…7, not 8"),
+        ("xp=1", "no dim xp; there are tp, dp"),
+        ("tp=1,dp", '"dp" is not like tp=1'),
+        ("nowhere", '"nowhere" is no rank, no coordinates like tp=7,dp=511, and no host'),
+    ],
+)
+def test_search_in_vain(show, typed, said):
+    browser = show(grid_scene("tp=8,dp=512", on=8))
+    assert search(browser, typed)[0] == said
+
+
+# Above a thousand ranks hosts stand for them; the wheel opens what the pointer is on.
+def test_hosts_open_by_zoom(show):
+    browser = show(grid_scene("tp=8,dp=1024", on="host=8,domain=64"))
+    level = "hypercomm.picture.panes[0].shown.level"
+    assert browser.run(level) == 0
+    x, y = center_of(browser, 4321)
+    browser.move(x, y)
+    assert about(browser)["heading"] == "host540"
+    assert about(browser)["where"]["ranks"] == "4320…4327, 8 of them"
+    for _ in range(12):
+        browser.wheel(x, y, -240)
+    frames(browser)
+    assert browser.run(level) == -1
+    browser.move(x + 1, y)
+    assert about(browser)["heading"] == "Rank 4321"
+    browser.run("document.getElementById('zoom-fit').click()")
+    frames(browser)
+    browser.click(x, y)
+    frames(browser)
+    assert browser.run(level) == -1
+
+
+# TP=4, DP=16, PP=4 on domains of 72: 0 of 64, 12 of 16 and 64 of 64 groups leave a domain.
+def test_groups_that_leave_a_domain(show):
+    browser = show(grid_scene("tp=4,dp=16,pp=4", on="host=4,domain=72"))
+    found = []
+    for dim in ("tp", "dp", "pp"):
+        browser.run(f"hypercomm.choose(['{dim}'])")
+        found.append(browser.run("document.querySelector('#crossing dd:last-child').textContent"))
+    assert found == ["0 of 64", "12 of 16", "64 of 64"]
+
+
+# The hover of 4,096 ranks, all drawn, is answered within a frame: the event, and all that is drawn.
+@pytest.mark.alone
+def test_hover_is_within_a_frame(show):
+    browser = show(grid_scene("tp=8,cp=2,dp=64,pp=4", on="host=8,domain=64", dims=("dp",)))
+    browser.run(
+        """(() => { const list = document.getElementById("detail");
+             list.value = "-1"; list.dispatchEvent(new Event("change")); })()"""
+    )
+    frames(browser)
+    assert browser.run("hypercomm.picture.panes[0].shown.list.length") == 4096
+    times = browser.run(
+        """(async () => {
+          const { canvas } = hypercomm;
+          const stage = canvas.getBoundingClientRect();
+          const copy = new OffscreenCanvas(1, 1);
+          const ctx = copy.getContext("2d", { willReadFrequently: true });
+          const times = new Array(60).fill(Infinity);
+          for (let i = 0; i < 3 * times.length; i++) { // each place thrice: others use the machine
+            await new Promise(requestAnimationFrame);
+            const place = i % times.length;
+            const begun = performance.now();
+            canvas.dispatchEvent(new PointerEvent("pointermove", {
+              clientX: stage.x + 30 + (stage.width - 60) * ((place * 37) % 60) / 60,
+              clientY: stage.y + 30 + (stage.height - 60) * ((place * 53) % 60) / 60,
+              bubbles: true, pointerType: "mouse",
+            }));
+            if (hypercomm.frameAsked) hypercomm.frame();
+            ctx.drawImage(canvas, 0, 0);
+            ctx.getImageData(0, 0, 1, 1); // only now is all of it drawn
+            times[place] = Math.min(times[place], performance.now() - begun);
+          }
+          return times;
+        })()"""
+    )
+    median, worst = statistics.median(times), statistics.quantiles(times, n=20)[-1]
+    print(f"hover at 4,096 ranks: median {median:.1f} ms, 95 % within {worst:.1f} ms")
+    assert worst < FRAME_MS
+
+
+def change_scene():
+    before, after = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=3")
+    changes = (
+        Change(("tp",), ("tp",), "partly", "4 -> 3 x 2", 3),
+        Change(("dp",), (), "gone", "2 x 4", 0),
+        Change((), ("dp",), "new", "2 x 3", 0),
+    )
+    return ChangeScene("one less", before, after, changes, dims=("tp",), summary="3 are kept")
+
+
+# With one dp less the groups over tp are kept but for the last one, whose ranks are in no grid.
+def test_change(show):
+    browser = show(change_scene())
+    assert "3 are kept" in text_of(browser, "about")
+    results = browser.run(
+        """hypercomm.picture.panes.map(({ colouring }) =>
+             Array.from({ length: colouring.count }, (_, group) => colouring.result(group)))"""
+    )
+    assert results == [["kept"] * 3 + ["gone"], ["kept"] * 3]
+    browser.move(*center_of(browser, 7))
+    assert about(browser)["where"] == {"before": "tp=1, dp=3", "after": "not in it"}
+    assert about(browser)["groups"] == [["tp · gone", "6 7"]]
+    browser.move(*center_of(browser, 5))
+    assert about(browser)["groups"] == [["tp · kept", "4 5"]] * 2
+    browser.run("document.querySelectorAll('#changes button')[1].click()")
+    browser.move(*center_of(browser, 4))
+    assert about(browser)["groups"] == [["dp · gone", "0 2 4 6"]]
+    browser.run("document.querySelectorAll('#changes button')[2].click()")
+    browser.move(*center_of(browser, 3))
+    assert about(browser)["groups"] == [["dp · new", "1 3 5"]]
+
+
+def cell_of(browser, row, column):
+    return browser.run(
+        f"""(() => {{
+          const {{ view, canvas }} = hypercomm;
+          const stage = canvas.getBoundingClientRect();
+          return [stage.x + view.toX({column} + 0.5), stage.y + view.toY({row} + 0.5)];
+        }})()"""
+    )
+
+
+def test_matrix(show):
+    cells = [(source, 8 + (source + k) % 4, 2**20 * (k + 1)) for source in range(8) for k in (0, 1)]
+    topology = read_topology(4, 12)
+    browser = show(
+        MatrixScene("who", tuple(range(8)), tuple(range(8, 12)), cells, "B", 2**25, topology)
+    )
+    amounts = {(source, target): amount for source, target, amount in cells}
+    for source, target in product(range(8), range(8, 12)):
+        browser.move(*cell_of(browser, source, target - 8))
+        said = about(browser)
+        assert said["heading"] == f"{source} → {target}"
+        amount = amounts.get((source, target), 0)
+        assert said["where"]["amount"] == (f"{amount // 2**20} MiB" if amount else "nothing")
+        assert said["where"]["sends"] == f"rank {source}, host{source // 4}"
+        assert said["where"]["receives"] == f"rank {target}, host2"
+    assert search(browser, "5>10") == ("5 → 10", "5 → 10")
+    assert about(browser)["where"]["exactly"] == "2,097,152 B"
+    assert search(browser, "9>10")[0] == "rank 9 sends nothing here; try 0>8"
+    browser.run("document.getElementById('picture').focus({ focusVisible: true })")
+    search(browser, "0>8")
+    browser.key("ArrowDown")
+    browser.key("ArrowRight")
+    assert text_of(browser, "live") == "Rank 1 sends 1 MiB to rank 9"
+
+
+# 2,048 rows do not fit one by one: squares of several stand for them, and are added up.
+def test_matrix_of_many(show):
+    size = 2048
+    cells = [(rank, (rank + 1) % size, 2) for rank in range(size)]
+    browser = show(MatrixScene("ring", tuple(range(size)), tuple(range(size)), cells, "elements"))
+    browser.move(*cell_of(browser, 0, 0))
+    side = browser.run("hypercomm.picture.bin")
+    assert side > 1
+    assert about(browser)["heading"] == f"0…{side - 1} → 0…{side - 1}"
+    assert about(browser)["where"]["amount"] == f"{2 * (side - 1)} elements"
+
+
+def test_modules(show):
+    grids = (
+        ("vision", RankLayout.parse("tp=2,dp=2")),
+        ("llm", RankLayout([4, 2], ["tp", "pp"], 4)),
+    )
+    browser = show(GridScene("both", grids, dims=("tp",), edges=(("vision", "llm"),)))
+    assert (
+        text_of(browser, "modules")
+        == "allAvisiontp=2,dp=24 ranks from 0→Bllmtp=4,pp=28 ranks from 4"
+    )
+    browser.move(*center_of(browser, 10))
+    assert about(browser)["where"] == {"module": "llm", "llm": "tp=2, pp=1"}
+    assert about(browser)["groups"] == [["tp", "8 9 10 11"], ["pp", "6 10"]]
+    browser.run("document.querySelectorAll('#modules button')[1].click()")
+    assert pressed(browser) == ["tp=2"]
+    browser.move(*center_of(browser, 10))
+    assert about(browser)["where"] == {"module": "llm", "spare": "in no grid"}
+
+
+# A module of other dims keeps the colours of those that it has.
+def test_modules_on_the_same_ranks(show):
+    grids = (("dense", RankLayout.parse("tp=2,dp=4")), ("expert", RankLayout.parse("ep=4,dp=2")))
+    browser = show(GridScene("views", grids, dims=("tp",)))
+    browser.run("document.querySelectorAll('#modules button')[1].click()")
+    assert pressed(browser) == ["ep=4"]
+    browser.move(*center_of(browser, 6))
+    assert about(browser)["groups"] == [["ep", "4 5 6 7"], ["dp", "2 6"]]
+
+
+# Light and dark, as the system has it and as the reader chooses.
+def test_themes(show):
+    browser = show(grid_scene("tp=2,dp=4"), dark=True)
+    dark = colour_at(browser, 10, 400)
+    assert max(dark) < 60
+    browser.run("document.getElementById('theme').click()")
+    frames(browser)
+    assert text_of(browser, "theme") == "Theme: light"
+    assert min(colour_at(browser, 10, 400)) > 200
+    browser.run("document.getElementById('theme').click()")
+    frames(browser)
+    assert colour_at(browser, 10, 400) == dark
+
+
+# 400 pixels wide, nothing is wider than the window.
+@pytest.mark.parametrize("kind", ["grid", "change"])
+def test_narrow(show, kind):
+    scene = grid_scene("tp=4,cp=2,dp=4,pp=4", on=8) if kind == "grid" else change_scene()
+    browser = show(scene, size=(400, 900))
+    assert browser.run("document.documentElement.scrollWidth") <= 400
+    browser.move(*center_of(browser, 3))
+    assert about(browser)["heading"] == "Rank 3"
+
+
+# What a screen reader has: names of everything that has the focus, and the picture in words.
+def test_names_for_screen_readers(show):
+    browser = show(grid_scene("tp=4,dp=4", on=4))
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    named = {}
+    for node in nodes:
+        role = node.get("role", {}).get("value")
+        named.setdefault(role, []).append(node.get("name", {}).get("value", ""))
+    for role in ("button", "combobox", "searchbox", "toolbar", "application"):
+        assert named[role], role
+        assert all(named[role]), (role, named[role])
+    assert named["application"] == ["tp=4,dp=4: 16 ranks, tp=4,dp=4, in 4 hosts"]
+
+
+# A million ranks come as blocks of domains; the last one is found, with its host opened.
+def test_a_million(show):
+    browser = show(grid_scene("tp=8,cp=2,dp=1024,pp=64", on="host=8,domain=64"))
+    assert browser.run("hypercomm.picture.panes[0].shown.list.length") == 256
+    assert search(browser, "1048575") == ("rank 1048575", "Rank 1048575")
+    assert about(browser)["where"]["at"] == "tp=7, cp=1, dp=1023, pp=63"
+    assert about(browser)["where"]["host"] == "host131071"
+
+
+# Every name is text: markup in a dim, a module and a title comes out as it went in.
+def test_hostile_names(show):
+    evil = "</script><img/src=x/onerror=alert(1)>".replace("=", "")
+    scene = GridScene(evil, ((evil, RankLayout([2, 2], [evil, "dp"])),), dims=(evil,))
+    browser = show(scene)
+    assert text_of(browser, "title") == evil
+    assert pressed(browser) == [f"{evil}=2"]
+    assert browser.run("document.images.length") == 0
+
+
+# The two checks at the end of each test can fail: of an error, and of what the policy forbids.
+def test_complaints_are_heard(browser, tmp_path):
+    browser.open(page(grid_scene("tp=2")), tmp_path)
+    browser.run("setTimeout(() => { throw new Error('so'); })")
+    browser.run("new Image().src = 'http://localhost:9/x.png'")
+    browser.run("fetch('http://localhost:9/y').catch(() => 0)")
+    frames(browser)
+    text = json.dumps(browser.complaints())
+    assert "Error: so" in text
+    assert "x.png" in text
+    assert "localhost:9/y" in text
