@@ -14,7 +14,8 @@ from hypercomm.layout import RankMapping
 from hypercomm.layout.mapping.buckets import Parameter
 from hypercomm.layout.mapping.cuts import resolve_axes
 from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.transfers.tensors import as_tensor, check_buffer, check_device, may_share
+from hypercomm.transfers.memory import Overlaps
+from hypercomm.transfers.tensors import as_tensor, check_buffer, check_device
 
 Tensors = dict[str, Tensor]
 
@@ -211,13 +212,9 @@ def _refuse_shared(
     sent: Tensors, received: Tensors, found: Mapping[str, RankMapping], rank: int
 ) -> None:
     """Refuse buffers that hold what is still to be sent; one that stays as it is may be shared."""
-    by_memory: dict[int, list[str]] = {}
-    for name, tensor in sent.items():
-        by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    overlapping = Overlaps(sent)
     for name, buffer in received.items():
-        for other in by_memory.get(buffer.untyped_storage().data_ptr(), ()):
-            if not may_share(sent[other], buffer):
-                continue
+        for other in overlapping.with_(buffer):
             if found[other] == found[name] and _stays(sent[other], buffer, found[name], rank):
                 continue
             raise LayoutError(

@@ -64,7 +64,8 @@ def transfer_state(
             mapping of that stage's ranks (`layout.select(pp=0)`).
         state: On a source rank its parts of the parameters, by name.
         into: On a target rank the tensors that receive, by name. On a rank of both ends, none may
-            share memory with `state`, unless it keeps exactly what it has.
+            share memory with `state`, unless it keeps exactly what it has; memory that is mapped
+            at two addresses is not noticed.
         shards: Which dims cut which parameters, and along which axis: {"*.qkv.weight": {"tp": 0},
             "*": {}}. Of patterns as in `fnmatch`, the first that matches a name counts. A dim that
             is not named replicates. Default: the mapping's own shards, for all.

@@ -59,29 +59,6 @@ def check_device(tensor: Tensor, group: ProcessGroup | None, what: str = "tensor
         )
 
 
-def may_share(one: Tensor, other: Tensor) -> bool:
-    """Whether elements of both may be at one address; False for apart ones, columns and rows."""
-    if not one.numel() or not other.numel():
-        return False
-    pitches = {stride * each.element_size() for each in (one, other) for stride in each.stride()}
-    return all(_meet(one, other, pitch) for pitch in {0, *pitches})
-
-
-def _meet(one: Tensor, other: Tensor, pitch: int) -> bool:
-    """Whether the bytes of both meet in rows of this pitch laid above each other; 0: one row."""
-    extents = []
-    for each in (one, other):
-        size = each.element_size()
-        steps = zip(each.shape, each.stride(), strict=True)
-        across = [(n - 1) * step * size for n, step in steps if not pitch or step * size % pitch]
-        extents.append(sum(across) + size)
-    ahead, behind = other.data_ptr() - one.data_ptr(), one.data_ptr() - other.data_ptr()
-    if pitch:
-        ahead, behind = ahead % pitch, behind % pitch
-        return ahead < extents[0] or behind < extents[1]
-    return ahead < extents[0] and behind < extents[1]
-
-
 def post(receives: Iterable[tuple[int, Tensor]], sends: Iterable[tuple[int, Tensor]]) -> list[Work]:
     """Begin to receive from ranks and to send to ranks, all at once: no order can block.
 

@@ -22,12 +22,12 @@ from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
 from hypercomm.transfers.consent import consent
+from hypercomm.transfers.memory import may_share
 from hypercomm.transfers.tensors import (
     as_tensor,
     check_buffer,
     check_device,
     mark_written,
-    may_share,
     post,
 )
 

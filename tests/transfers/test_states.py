@@ -1,5 +1,6 @@
 """Whole states on real gloo processes: every part arrives, whatever fails; both ends hear why."""
 
+import numpy as np
 import pytest
 import torch
 from ranks import state_ranks
@@ -8,6 +9,7 @@ from hypercomm import RankLayout, RankMapping, transfer_state
 from hypercomm.errors import LayoutError
 from hypercomm.launch import run_ranks
 from hypercomm.testing import fake_world
+from hypercomm.transfers.memory import Overlaps
 
 CASES = [
     ("tp=2,dp=2", "tp=2", 4, 1 << 20),
@@ -138,6 +140,33 @@ def test_a_rank_in_both():
             "of torch.float32 in into"
         ) in shapes
         assert right == ([0, 0, 1, 1], [0, 1, 2]), rank
+
+
+# Addresses count, not storages: those of a numpy array's views are different ones.
+def test_memory_of_several_storages():
+    room = np.zeros(8, np.float32)
+    state = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
+    into = {"a": torch.from_numpy(room[2:6]), "b": torch.zeros(4)}
+    assert len({each.untyped_storage().data_ptr() for each in (*state.values(), into["a"])}) == 3
+    with fake_world(1):
+        with pytest.raises(
+            LayoutError, match=r"into\['a'\] shares memory with state\['.'\], which"
+        ):
+            transfer_state(ALONE, state, into=into, shards={"*": {}})
+        same = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
+        assert transfer_state(ALONE, state, into=same, shards={"*": {}}) == 0
+
+
+# Which spans overlap, beside a look at every pair.
+def test_overlaps():
+    room = torch.zeros(40)
+    spans = [(begin, end) for begin in range(0, 40, 3) for end in range(begin, 40, 7)]
+    tensors = {f"{begin}..{end}": room[begin:end] for begin, end in spans}
+    overlaps = Overlaps(tensors)
+    for begin, end in spans:
+        wanted = {f"{b}..{e}" for b, e in spans if max(b, begin) < min(e, end)}
+        assert set(overlaps.with_(room[begin:end])) == wanted
+    assert set(Overlaps({"even": room[::2]}).with_(room[1::2])) == set()
 
 
 ALONE = RankMapping("tp=1", "tp=1", along=None)
