@@ -22,6 +22,9 @@ from hypercomm.layout.reading.shown import shown
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin|dump))?$")
 """How the name of a dump ends: with the rank."""
 
+_USUAL = re.compile(r"(trace|rank|watch|dump)\w*$")
+"""What stands before the rank where no dump that can be read says how the others are named."""
+
 _MOST_NAMED = 3
 
 _BROKEN = (
@@ -107,18 +110,27 @@ def _says_nothing(place: Path, files: list[Path], notes: list[str]) -> str:
 
 
 def _read_files(files: list[Path], notes: list[str]) -> tuple[list[RankRecord], dict[int, str]]:
-    found, unreadable, ignored = [], {}, []
+    found, broken, ignored = [], [], []
+    prefixes: set[str] = set()
     for file in files:
         match = _RANK.search(file.name)
         if match is None:
             ignored.append(file.name)
             continue
+        before = file.name[: match.start()]
         try:
             found.append(_read_file(file, int(match[1])))
+            prefixes.add(before)
         except _BROKEN as error:
             why = f"{file.name} cannot be read: {_why(error)}"
-            unreadable[int(match[1])] = why
-            notes.append(why)
+            broken.append((before, int(match[1]), why))
+    unreadable = {}
+    for before, rank, why in broken:
+        notes.append(why)
+        if before in prefixes or _USUAL.search(before):
+            unreadable[rank] = why
+        else:  # as "core.1"
+            notes[-1] += "; no dump is named like it, so it is left out"
     if ignored:
         more = f" and {len(ignored) - _MOST_NAMED} more" if len(ignored) > _MOST_NAMED else ""
         names = ", ".join(ignored[:_MOST_NAMED])

@@ -18,6 +18,9 @@ FINISHED = "finished"
 WORLD = "WORLD"
 """What the group of all ranks is called."""
 
+FROM_ANYBODY = "recv_anysource"
+"""What torch calls a receive that takes what any member sends."""
+
 Sizes = tuple[tuple[int, ...], ...]
 
 _ONE_SHAPE = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"}
@@ -67,6 +70,11 @@ class Call:
     def is_finished(self) -> bool:
         """Whether it has ended well."""
         return self.state == FINISHED
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or receive."""
+        return self.peer is not None or self.op == FROM_ANYBODY
 
     def signature(self) -> tuple[object, ...]:
         """Return what must be equal on all members; of shapes, the number of elements."""

@@ -12,9 +12,23 @@ import attrs
 from hypercomm.blame.comparing import Difference, differences
 from hypercomm.blame.folder import read_folder
 from hypercomm.blame.order import out_of_order
-from hypercomm.blame.records import Evidence, GroupId, call_form
-from hypercomm.blame.waiting import Wait, all_waits, circle_in, ends_of, graph_of, who_waits
-from hypercomm.blame.words import says_absent, says_circle, says_different, says_stuck
+from hypercomm.blame.records import FROM_ANYBODY, Evidence, GroupId, call_form
+from hypercomm.blame.waiting import (
+    Wait,
+    all_waits,
+    circle_in,
+    ends_of,
+    graph_of,
+    is_in,
+    who_waits,
+)
+from hypercomm.blame.words import (
+    says_absent,
+    says_circle,
+    says_different,
+    says_missing,
+    says_stuck,
+)
 from hypercomm.layout import RankLayout
 
 CLEAR, BLAMED, UNCLEAR = "clear", "blamed", "unclear"
@@ -108,11 +122,10 @@ class Verdict:
         }
 
     def by_group(self) -> dict[GroupId, list[Wait]]:
-        """Return the calls that do not end, by group, one for each number."""
-        found: dict[GroupId, dict[tuple[int, int | None, str], Wait]] = {}
+        """Return the calls that do not end, by group: one for each number, and each message."""
+        found: dict[GroupId, dict[tuple[object, ...], Wait]] = {}
         for wait in self.waits:
-            key = wait.call.number, wait.call.peer, wait.call.op
-            found.setdefault(wait.group, {}).setdefault(key, wait)
+            found.setdefault(wait.group, {}).setdefault(_in_common(wait), wait)
         return {group: list(waits.values()) for group, waits in found.items()}
 
     def waiting_in(self, wait: Wait) -> list[int]:
@@ -120,8 +133,7 @@ class Verdict:
         return [
             other.rank
             for other in self.waits
-            if other.group == wait.group
-            and (other.call.number, other.call.peer) == (wait.call.number, wait.call.peer)
+            if other.group == wait.group and _in_common(other) == _in_common(wait)
         ]
 
     def _rank_form(self, rank: int) -> dict[str, Any]:
@@ -143,6 +155,14 @@ class Verdict:
             "call": dict(call_form(wait.call)),
             "absent": list(wait.absent),
         }
+
+
+def _in_common(wait: Wait) -> tuple[object, ...]:
+    """What those have in common who wait in one call; of a message, each end is alone."""
+    call = wait.call
+    if call.is_message:
+        return call.number, call.op, call.peer, wait.rank
+    return (call.number,)
 
 
 _MOST_CALLS = 16
@@ -218,6 +238,9 @@ def judge(evidence: Evidence) -> Verdict:
         stuck = [wait for wait in waits if not wait.absent]
         if stuck:
             findings = [_stuck(evidence, stuck)]
+    missing = sorted(set(range(evidence.world_size)) - evidence.ranks.keys())
+    if not findings and missing:
+        findings = [Finding("no dump", (), tuple(missing), (), (), says_missing(evidence, missing))]
     findings.sort(key=lambda finding: (not finding.culprits, -len(finding.waiting)))
     return Verdict(evidence, tuple(findings), tuple(waits))
 
@@ -274,7 +297,8 @@ def _absent(
         if wait.rank == rank
         and not wait.absent
         and wait.call.state != "queued"
-        and (wait.call.peer is None or _is_in(evidence, wait))
+        and wait.call.op != FROM_ANYBODY
+        and (wait.call.peer is None or is_in(evidence, wait.rank, wait.call))
     ]
     return Finding(
         kind="stuck" if inside else kind,
@@ -297,9 +321,3 @@ def _stuck(evidence: Evidence, stuck: Sequence[Wait]) -> Finding:
         waiting=(),
         says=says_stuck(evidence, stuck),
     )
-
-
-def _is_in(evidence: Evidence, wait: Wait) -> bool:
-    """Whether a rank is at a message's call: gloo says of none that it ended before a wait()."""
-    place = evidence.ranks[wait.rank].place
-    return not place or wait.call.where in place

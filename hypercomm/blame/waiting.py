@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from hypercomm.blame.records import WORLD, Call, Evidence, GroupId, RankRecord
+from hypercomm.blame.records import FROM_ANYBODY, WORLD, Call, Evidence, GroupId, RankRecord
 from hypercomm.blame.watched import KEPT
 
 
@@ -78,6 +78,8 @@ def _message_waits(evidence: Evidence, group: GroupId, members: list[RankRecord]
     for member in members:
         for channel, calls in member.messages.get(group, {}).items():
             call = next((each for each in calls if not each.is_finished), None)
+            if call is not None and call.op == FROM_ANYBODY and is_in(evidence, member.rank, call):
+                yield Wait(member.rank, group, call, ())
             if call is None or call.peer is None or call.peer == member.rank:
                 continue
             kind, _, route = channel.partition(" ")
@@ -94,6 +96,18 @@ def _message_waits(evidence: Evidence, group: GroupId, members: list[RankRecord]
             yield Wait(member.rank, group, call, absent)
 
 
+def is_in(evidence: Evidence, rank: int, call: Call) -> bool:
+    """Tell whether a rank is at a message's call: gloo says of none that it ended before a wait().
+
+    Args:
+        evidence: What the ranks left behind.
+        rank: Whose call it is.
+        call: The call.
+    """
+    place = evidence.ranks[rank].place
+    return not place or call.where in place
+
+
 def _may_have_lost(record: RankRecord, group: GroupId) -> bool:
     """Whether messages of a group may be gone from its ring, or came from anybody."""
     channels = record.messages.get(group, {})
@@ -103,7 +117,7 @@ def _may_have_lost(record: RankRecord, group: GroupId) -> bool:
 
 def _queued(evidence: Evidence, wait: Wait) -> Wait:
     """Count as absent those whose device has not started what that of others has."""
-    if wait.call.state != "started" or wait.call.peer is not None:
+    if wait.call.state != "started" or wait.call.is_message:
         return wait
     queued = []
     for rank in wait.group.ranks:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hypercomm.blame.records import Call, GroupId, RankRecord
+from hypercomm.blame.records import FROM_ANYBODY, Call, GroupId, RankRecord
 from hypercomm.layout import RankLayout
 
 MARK = "hypercomm_watch"
@@ -52,7 +52,7 @@ def read(found: Mapping[str, Any], file: str) -> RankRecord:
         record.names[group] = str(entry["title"])
         for fields in entry["calls"]:
             call = _call(fields)
-            if call.op == "recv_anysource":  # numbered by itself, and of no sender
+            if call.op == FROM_ANYBODY:  # numbered by itself, and of no sender
                 record.messages.setdefault(group, {}).setdefault("recv anybody", []).append(call)
             elif call.peer is None:
                 record.calls.setdefault(group, []).append(call)

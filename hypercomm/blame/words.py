@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypercomm.blame.comparing import Difference
 from hypercomm.blame.order import Votes
-from hypercomm.blame.records import Call, Evidence, GroupId
+from hypercomm.blame.records import FROM_ANYBODY, Call, Evidence, GroupId
 from hypercomm.blame.waiting import Wait
 from hypercomm.layout.reading.notation import format_ranks
 
@@ -22,6 +22,8 @@ def call_in_group(evidence: Evidence, group: GroupId, call: Call) -> str:
     if call.peer is not None:
         way = "to" if call.op == "send" else "from"
         return f"{call.op} number {call.number} {way} rank {call.peer} in {of}"
+    if call.op == FROM_ANYBODY:
+        return f"recv number {call.number} from anybody in {of}"
     return f"{call.op} number {call.number} of {of}"
 
 
@@ -37,11 +39,13 @@ def says_absent(
         waiting: Who waits for it, also by way of others.
     """
     first = min(waits, key=lambda wait: wait.call.order)
-    inside = [w.rank for w in waits if (w.group, w.call.number) == (first.group, first.call.number)]
+    alike = (first.group, first.call.number, first.call.op, first.call.peer)
+    inside = [w.rank for w in waits if (w.group, w.call.number, w.call.op, w.call.peer) == alike]
     what = call_in_group(evidence, first.group, first.call)
     if first.call.peer is not None:
         answer = "sent" if first.call.op == "recv" else "received"
-        says = f"{evidence.who(rank)} has not {answer} what rank {first.rank} waits for in {what}"
+        verb = "wait" if len(inside) > 1 else "waits"
+        says = f"{evidence.who(rank)} has not {answer} what {_ranks(inside)} {verb} for in {what}"
     else:
         verb = "wait" if len(inside) > 1 else "waits"
         record = evidence.ranks.get(rank)
@@ -156,6 +160,21 @@ def _skipped(evidence: Evidence, found: Difference, rank: int, usual: Call) -> s
     return f"it has left out {usual.op}, which the others call first"
 
 
+def says_missing(evidence: Evidence, missing: Sequence[int]) -> str:
+    """Say that what is there has ended, and that ranks are not there.
+
+    Args:
+        evidence: What the ranks left behind.
+        missing: Those of which nothing can be read.
+    """
+    has = "have" if len(missing) > 1 else "has"
+    return (
+        f"what {len(evidence.ranks)} of {evidence.world_size} ranks called agrees, and has ended; "
+        f"{_ranks(missing)} {has} no dump that can be read, and may wait for anybody: the dumps do "
+        f"not tell"
+    )
+
+
 def says_stuck(evidence: Evidence, stuck: Sequence[Wait]) -> str:
     """Say that all have entered a call which does not end.
 
@@ -163,7 +182,16 @@ def says_stuck(evidence: Evidence, stuck: Sequence[Wait]) -> str:
         evidence: What the ranks left behind.
         stuck: The call, of some of its members.
     """
-    first = stuck[0]
+    alone = [wait for wait in stuck if wait.call.op == FROM_ANYBODY]
+    first = next((wait for wait in stuck if wait not in alone), None)
+    if first is None:
+        each = [
+            f"{evidence.who(wait.rank)} waits in "
+            f"{call_in_group(evidence, wait.group, wait.call)}{_at(wait.call)}, and no member is "
+            f"known to have sent to it: the dumps do not tell who was to"
+            for wait in alone
+        ]
+        return "\n".join(each)
     failed = next((wait.call.error for wait in stuck if wait.call.error), "")
     why = f"; it failed: {failed}" if failed else ""
     return (

@@ -138,6 +138,28 @@ def test_messages(tmp_path):
     assert "rank 0 has not sent what rank 1 waits for in recv number 2 from rank 0" in str(verdict)
 
 
+# Each receiver of one rank is listed; those who wait for as much are named together.
+def test_two_receivers(tmp_path):
+    dumps = Dumps(4)
+    dumps.message(3, "WORLD", "recv", 0)
+    dumps.message(0, "WORLD", "send", 3)
+    for rank in (1, 2, 3):
+        dumps.message(rank, "WORLD", "recv", 0, state="runs")
+    verdict = blame(dumps.write(tmp_path))
+    assert verdict.culprits == (0,)
+    assert str(verdict) == (
+        "rank 0 has not sent what ranks 1..2 wait for in recv number 1 from rank 0 in WORLD "
+        "(ranks 0..3); rank 3 waits for it, too, or for those that do"
+    )
+    (waits,) = verdict.by_group().values()
+    assert [(wait.rank, verdict.waiting_in(wait)) for wait in waits] == [
+        (1, [1]),
+        (2, [2]),
+        (3, [3]),
+    ]
+    assert [wait["rank"] for wait in verdict.to_dict()["groups"][0]["waits"]] == [1, 2, 3]
+
+
 # A ring that has turned: what a rank did in a group is lost, so that it is not blamed.
 def test_turned_ring(tmp_path):
     dumps = Dumps(2)
@@ -225,6 +247,36 @@ def test_cut_off(tmp_path):
         assert (verdict.culprits, verdict.findings[0].kind) == ((), "unreadable")
         assert "nccl_trace_rank_2 cannot be read: " in str(verdict)
         assert verdict.evidence.notes[0].startswith("nccl_trace_rank_2 cannot be read: ")
+
+
+# A file that is no dump, and is not named as one, is nobody's; without any other, it is said.
+def test_files_of_others(tmp_path):
+    dumps = Dumps(3)
+    for rank in (0, 2):
+        dumps.call(rank, "WORLD", state="runs")
+    folder = dumps.write(tmp_path)
+    for name in ("core.1", "core.4711", "stderr.1"):
+        (folder / name).write_bytes(b"\x7fELF")
+    verdict = blame(folder)
+    assert [(f.kind, f.culprits) for f in verdict.findings] == [("absent", (1,))]
+    assert (verdict.evidence.world_size, verdict.evidence.unreadable) == (3, {})
+    assert all("no dump is named like it" in note for note in verdict.evidence.notes)
+    (folder / "nccl_trace_rank_1").unlink()
+    assert [(f.kind, f.culprits) for f in blame(folder).findings] == [("no dump", (1,))]
+
+
+# What has ended on one rank of four says nothing of the others.
+def test_one_of_four(tmp_path):
+    folder = job().write(tmp_path, but=[0, 1, 3])
+    verdict = blame(folder)
+    assert (verdict.outcome, verdict.culprits) == ("unclear", ())
+    assert str(verdict) == (
+        "what 1 of 4 ranks called agrees, and has ended; ranks 0..1, 3 have no dump that can be "
+        "read, and may wait for anybody: the dumps do not tell"
+    )
+    for rank in (0, 1, 3):
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(b"{")
+    assert "ranks 0..1, 3 have no dump that can be read" in str(blame(folder))
 
 
 class Evil:

@@ -92,3 +92,15 @@ def test_posted_early(tmp_path):
     verdict = blame(tmp_path / "kept")
     assert (verdict.culprits, verdict.outcome) == ((1,), "blamed"), str(verdict)
     assert "in endless_loop" in str(verdict)
+
+
+# A rank that takes a message from anybody, and gets none, waits: for whom, nothing tells.
+def test_from_anybody(tmp_path):
+    args = str(tmp_path / "records"), str(tmp_path / "kept")
+    with contextlib.suppress(RankFailedError):
+        run_ranks(blame_ranks.from_anybody, 3, args=args, timeout=60)
+    verdict = blame(tmp_path / "kept")
+    assert (verdict.culprits, verdict.outcome) == ((), "unclear"), str(verdict)
+    assert str(verdict).startswith("rank 2 (dp=2; host ")
+    assert "waits in recv number 1 from anybody in WORLD (ranks 0..2) at " in str(verdict)
+    assert "in takes_from_anybody, and no member is known to have sent to it" in str(verdict)

@@ -55,6 +55,13 @@ def test_nobody(in_process, tmp_path):
     assert done.stdout.startswith("nobody waits for anybody: what 2 ranks called agrees")
 
 
+# One finished rank of two is no proof that nobody waits.
+def test_a_dump_is_missing(in_process, tmp_path):
+    done = in_process("blame", str(Dumps(2).write(tmp_path, but=[1])))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("what 1 of 2 ranks called agrees, and has ended; rank 1 has no")
+
+
 def test_bad_calls(in_process, folder, tmp_path):
     for arguments, words in [
         ([str(tmp_path / "none")], "cannot read the folder"),

@@ -196,3 +196,23 @@ def posted_early(folder, kept):
         else:
             dist.irecv(torch.ones(1), 0)
             endless_loop()
+
+
+def takes_from_anybody():
+    """A message that nobody sends."""
+    dist.recv(torch.ones(1))
+
+
+def from_anybody(folder, kept):
+    """Rank 2 takes what nobody sends; the others are done, and stay."""
+    rank = dist.get_rank()
+    grid = HyperCommGrid([3], ["dp"])
+    if rank == 0:
+        expected = {0: 1, 1: 1, 2: 2}
+        threading.Thread(target=keep, args=(folder, kept, expected), daemon=True).start()
+    threading.Thread(target=end, args=(kept,), daemon=True).start()
+    with grid.watch(0.3, folder):
+        dist.barrier()
+        if rank == 2:
+            takes_from_anybody()
+    time.sleep(60)
