@@ -3,6 +3,7 @@
     pip install '.[test,viz]' && python benchmarks
 
 Writes results.json and growth.png into --out. README.md tells what the figures do not show.
+With --merge the tables of --only take their places among the last results, and on the page.
 With --compare a few are measured, and held against those of the page; nothing is written.
 """
 
@@ -27,6 +28,7 @@ import connecting
 import large_worlds
 import mappings
 import megatron_state
+import page
 import real_ranks
 import staleness
 import states
@@ -133,6 +135,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
     parser.add_argument("--compare", action="store_true", help="what became worse; two minutes")
+    parser.add_argument("--merge", action="store_true", help="into the last results and the page")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -141,6 +144,10 @@ def main() -> None:
     if options.compare:
         worse = staleness.worse_than(PAGE / "results.json")
         sys.exit("\n".join(["worse than on the page:", *worse]) if worse else 0)
+    if options.merge and options.quick and options.out == PAGE:
+        parser.error("--quick measures on another scale than the page; give another --out")
+    if options.merge:
+        page.read(options.out)  # before minutes are spent
     tables = quick() if options.quick else every(options.runs, options.nprocs)
     for name in options.only or tables:
         begin = time.perf_counter()
@@ -148,6 +155,9 @@ def main() -> None:
             rows += table.rows()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
     print(as_text(rows))
+    if options.merge:
+        page.write(options.out, rows, told)
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"machine": told, "rows": rows}
     (options.out / "results.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -19,16 +19,18 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import calls
     import measure
+    import page
     import peers
     import staleness
     import store
 
     yield SimpleNamespace(
-        calls=calls, measure=measure, peers=peers, staleness=staleness, store=store
+        calls=calls, measure=measure, page=page, peers=peers, staleness=staleness, store=store
     )
     names = (
         "calls",
         "measure",
+        "page",
         "peers",
         "connecting",
         "staleness",
@@ -119,6 +121,38 @@ def test_goals(modules):
         *["at", "most", "0.7", "of", "peer:", "NOT", "reached"],
     ]
     assert text[2].split() == ["peer", "4.00", "ms", "4.00..40.0", "1"]
+
+
+# The page's table is that of results.json; what is measured later takes its place in both.
+def test_the_page(modules, tmp_path):
+    page, measure = modules.page, modules.measure
+    text = (BENCHMARKS / "README.md").read_text()
+    report = json.loads((BENCHMARKS / "results.json").read_text())
+    assert page.shown(report) in text
+    for name in ("README.md", "results.json"):
+        (tmp_path / name).write_text((BENCHMARKS / name).read_text())
+    old = next(row["what"] for row in report["rows"] if row["what"].startswith("growth: "))
+    rows = [
+        row
+        for what in (old, "a table")
+        for row in measure.Table(what, "ms", {"hypercomm": [2.0], "peer": [4.0]}, "peer").rows()
+    ]
+    told = {"date": "2030-01-02", "torch": "9.9", "commit": "abc", "load_before": 0.25}
+    for _ in range(2):  # a second time changes nothing
+        page.write(tmp_path, rows, told)
+        later = json.loads((tmp_path / "results.json").read_text())
+        assert later["later"] == [{**told, "tables": [old, "a table"]}]
+        names = list(dict.fromkeys(row["what"] for row in report["rows"]))
+        assert list(dict.fromkeys(row["what"] for row in later["rows"])) == [*names, "a table"]
+        assert [row["median"] for row in later["rows"] if row["what"] == old] == [2.0, 4.0]
+    written = (tmp_path / "README.md").read_text()
+    assert page.shown(later) in written
+    assert f"on 2030-01-02, torch 9.9, at abc, load 0.2: {old}; a table." in written
+    assert written.split(page.END)[1] == text.split(page.END)[1]
+    (tmp_path / "README.md").write_text("no place")
+    with pytest.raises(SystemExit, match="between which the table goes"):
+        page.write(tmp_path, rows, told)
+    assert json.loads((tmp_path / "results.json").read_text()) == later
 
 
 # A toy whose calls can be counted by hand: `start` calls `step` three times, which calls `leaf`
