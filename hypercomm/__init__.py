@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
+    from hypercomm.joining import Renewed as Renewed
     from hypercomm.joining import join as join
     from hypercomm.joining import live_topology as live_topology
+    from hypercomm.joining import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
@@ -45,6 +47,7 @@ _HOMES = {
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
+    "Renewed": "hypercomm.joining",
     "cli": "hypercomm.cli",
     "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
@@ -54,6 +57,7 @@ _HOMES = {
     "layout": "hypercomm.layout",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "megatron_requests": "hypercomm.compat.megatron.groups.requests",
+    "renew_world": "hypercomm.joining",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
     "transfer": "hypercomm.transfers.transfer",
@@ -68,12 +72,14 @@ __all__ = [
     "RankGroups",
     "RankLayout",
     "RankMapping",
+    "Renewed",
     "__version__",
     "create_megatron_pgs",
     "join",
     "live_topology",
     "megatron_grids",
     "megatron_requests",
+    "renew_world",
     "run_ranks",
     "transfer",
     "transfer_state",

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from hypercomm import HyperCommGrid, RankLayout, errors
+from hypercomm import HyperCommGrid, RankLayout, errors, renew_world
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups import c10d
@@ -654,6 +654,36 @@ GRID_CALLS = [
         ValueError,
         errors.GroupOptionsError,
         "timeout must be a datetime.timedelta, got 3; write timedelta(seconds=...)",
+    ),
+    (
+        in_a_world(lambda _: renew_world([0, 1])),
+        RuntimeError,
+        errors.JoinError,
+        "the ranks of this world are not there: it is a fake or a simulated one",
+    ),
+    (
+        in_a_world(lambda _: renew_world([0, 8])),
+        ValueError,
+        errors.LayoutError,
+        "ranks must be in range(8), got 8",
+    ),
+    (
+        in_a_world(lambda _: renew_world([0, 0])),
+        ValueError,
+        errors.LayoutError,
+        "ranks must hold one rank at least, and each once, got (0, 0)",
+    ),
+    (
+        in_a_world(lambda _: renew_world([0], store="store")),
+        RuntimeError,
+        errors.JoinError,
+        "store must be a store of torch.distributed, got 'store'",
+    ),
+    (
+        lambda: renew_world([0]),
+        RuntimeError,
+        errors.NotInitializedError,
+        ("torch.distributed is not initialised; call torch.distributed.init_process_group()"),
     ),
     (
         in_a_world(lambda grid: grid.survivors(None)),

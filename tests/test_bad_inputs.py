@@ -27,6 +27,7 @@ from hypercomm import (
     RankLayout,
     RankMapping,
     join,
+    renew_world,
     testing,
     transfer,
     transfer_state,
@@ -212,6 +213,9 @@ GOOD = {
     "join.timeout": lambda: timedelta(seconds=1),
     "join.environment": lambda: {"RANK": "0", "WORLD_SIZE": "2"},
     "join.need_launcher": lambda: False,
+    "renew_world.ranks": lambda: [1, 0],
+    "renew_world.store": lambda: None,
+    "renew_world.timeout": lambda: timedelta(seconds=1),
     "run_ranks.function": lambda: os.getpid,
     "run_ranks.args": lambda: (),
     "fake_world.rank": lambda: 3,
@@ -464,6 +468,8 @@ def own_targets():
     yield from methods_of(RankMapping, "RankMapping", EMPTY, tuple(MAPPINGS))
     yield Target("transfer", ("world", "nothing"), lambda _: transfer, inspect.signature(transfer))
     yield Target("join", ("nothing", "world"), lambda _: join, inspect.signature(join))
+    signature = inspect.signature(renew_world)
+    yield Target("renew_world", ("world", "nothing"), lambda _: renew_world, signature)
     signature = inspect.signature(transfer_state)
     yield Target("transfer_state", ("world", "nothing"), lambda _: transfer_state, signature)
     for target in functions_of(stages, EMPTY):

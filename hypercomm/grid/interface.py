@@ -387,6 +387,7 @@ class GridInterface(GridQuestions):
             creation,
         )
         if (job := current_or_none()) is not self._state.job and job is not None:
+            self._owner.check_numbers(job)
             check_world(base, job.size, "any")
             self._state.job = job
         return specify(key, view, base, given.get("derive"), options, share or of_grid.share)

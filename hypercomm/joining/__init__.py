@@ -1,7 +1,9 @@
-"""`hypercomm.join()`: torch.distributed, initialised from what a launcher has left."""
+"""`hypercomm.join()`: torch.distributed, initialised from what a launcher has left, or anew."""
 
 from hypercomm.joining.join import join as join
 from hypercomm.joining.joined import Joined as Joined
 from hypercomm.joining.live import live_topology as live_topology
+from hypercomm.joining.renewing import Renewed as Renewed
+from hypercomm.joining.renewing import renew_world as renew_world
 
-__all__ = ["Joined", "join", "live_topology"]
+__all__ = ["Joined", "Renewed", "join", "live_topology", "renew_world"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,6 +53,9 @@ class Job:
         backend: The backend of WORLD.
         has_store: Whether the ranks can meet in a store; those of a fake world are not there.
         choices: How groups are created in it, by what was asked for.
+        renewals: How often its ranks have met to make a new one, by place.
+        before: The job that it came of, if some ranks of that one made it.
+        numbers: The number there of each of its ranks.
     """
 
     rank: int
@@ -60,6 +63,9 @@ class Job:
     backend: str
     has_store: bool
     choices: dict[Hashable, Any] = attrs.field(factory=dict)
+    renewals: Counter[str] = attrs.field(factory=Counter)
+    before: Job | None = None
+    numbers: tuple[int, ...] = ()
     _grids: KnownGrids | None = None
     _namespace: str | None = None
 
@@ -96,6 +102,19 @@ class Job:
     def _plain(self) -> str:
         """The namespace of a job that no address tells from others."""
         return f"hypercomm/{self.size}"
+
+    def comes_of(self, before: Job, numbers: tuple[int, ...]) -> None:
+        """Note which job this one came of, and the number there of each of its ranks."""
+        self.before, self.numbers = before, numbers
+
+    def numbers_in(self, other: Job | None) -> tuple[int, ...] | None:
+        """Return the number of each rank in a job that this one came of; None: it did not."""
+        numbers, at = tuple(range(self.size)), self
+        while at is not other:
+            if at.before is None:
+                return None
+            numbers, at = tuple(at.numbers[number] for number in numbers), at.before
+        return numbers
 
     def is_current(self) -> bool:
         """Whether this process still takes part in it."""

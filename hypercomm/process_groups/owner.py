@@ -63,9 +63,9 @@ class GroupOwner:
         created: What exists, by key, in the order of creation.
         steps: What its ranks do in one order.
         calls: Held by the thread that makes a step.
-        is_verified: As given.
-        shape: What its groups are named by, after a reshape.
+        is_verified, shape: As given.
         successions: What its ranks may go on as, without those that are lost.
+        job: Whose numbers its ranks have; None before there is one.
         is_reshaping: Whether nothing may be planned or destroyed, as a reshape would lose it.
     """
 
@@ -89,6 +89,7 @@ class GroupOwner:
         self.is_verified = is_verified
         self.successions = Successions(steps.agreement, are_all=is_verified)
         self.shape = shape
+        self.job = current_or_none()
         self.calls = threading.Lock()
         self._tries: Counter[GroupKey] = Counter()
         self._process = os.getpid()
@@ -245,8 +246,8 @@ class GroupOwner:
             name = "/".join(filter(None, within))
         look = steps.lookout(job, title, is_met=step is not None) if job.has_store else ENDLESS.look
         patience = Patience(look, deadline)
-        told = spec.layout, spec.groups, planned.options, title, patience, job
-        return Attempt(name, *told, is_met=step is not None)
+        given = planned.options, title, patience, job, step is not None
+        return Attempt(name, spec.layout, spec.groups, *given)
 
     def file(self, planned: PlannedGroup) -> None:
         """File a plan whose group exists, unless the grid is destroyed by now."""
@@ -349,7 +350,7 @@ class GroupOwner:
             return [item for item in gone if item is not None]
 
     def live(self) -> list[GroupKey]:
-        """Return the keys of the groups that exist and that this owner must end."""
+        """Return the keys of the groups that this owner must end."""
         if os.getpid() != self._process or c10d.is_other_world():
             return []
         return [
@@ -388,3 +389,12 @@ class GroupOwner:
             )
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
+
+    def check_numbers(self, job: Job) -> None:
+        """Refuse a job whose ranks have other numbers than those of the grid."""
+        self.job = self.job or job
+        if job is not self.job and job.numbers_in(self.job) is not None:
+            raise CreationError(
+                f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
+                f"call reshape(target, ranks=...) with those of the new one"
+            )

@@ -42,6 +42,8 @@ class Reshaped:
         kept: Each key whose group survived, with the key that it had.
         created: The keys whose groups were created, in that order.
         destroyed: The keys whose groups were destroyed, or that are no more.
+        numbers: Where WORLD was renewed since, the number that each of its ranks had in the
+            layout that was; else None.
     """
 
     before: RankLayout
@@ -49,6 +51,7 @@ class Reshaped:
     kept: tuple[tuple[GroupKey, GroupKey], ...]
     created: tuple[GroupKey, ...]
     destroyed: tuple[GroupKey, ...]
+    numbers: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         counts = len(self.kept), len(self.created), len(self.destroyed)
@@ -65,8 +68,11 @@ class Reshaped:
 
     @property
     def lost(self) -> Lost:
-        """What is lost with the ranks that the grid goes on without."""
-        return Lost(self.before, self.after)
+        """What is lost with the ranks that the grid goes on without, as they were numbered."""
+        if self.numbers is None:
+            return Lost(self.before, self.after)
+        ranks, after = [self.numbers[rank] for rank in self.after.ranks], self.after
+        return Lost(self.before, RankLayout(after.shape, after.dim_names, ranks=ranks))
 
 
 @attrs.define
@@ -88,7 +94,8 @@ class _Draft:
         """Plan in a fresh owner what an old one has; asks nobody."""
         job = current_or_none()
         groups = [fresh.draft(spec, job) for spec in specs]
-        kept = _take_over(old, fresh, groups) if fresh.steps is old.steps else []
+        is_same_job = old.job is None or old.job is job
+        kept = _take_over(old, fresh, groups) if fresh.steps is old.steps and is_same_job else []
         return cls(fresh, groups, kept)
 
     def missing(self) -> Batch:
@@ -171,7 +178,9 @@ def reshape(
         for key, planned in old.created.items()
         if planned.pooled not in survivors or not any(_same(key, other) for other in still)
     ]
-    told = Reshaped(old.layout, fresh.layout, tuple(draft.kept), tuple(new), tuple(gone))
+    kept_keys, job = tuple(draft.kept), current_or_none()
+    numbers = None if job is None or job is old.job else job.numbers_in(old.job)
+    told = Reshaped(old.layout, fresh.layout, kept_keys, tuple(new), tuple(gone), numbers)
     return fresh, told, done.pending
 
 

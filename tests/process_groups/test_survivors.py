@@ -151,6 +151,48 @@ def test_who_waits_elsewhere(tmp_path):
     assert "rank 3" in got[2]
 
 
+# One of four dies, then the first of the rest: each time those that are left make a WORLD of their
+# own, in which the grid goes on; what is lost is told in the numbers from before.
+@pytest.mark.long
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_new_world(tmp_path, in_a_file):
+    losses = [([2], [0, 1, 3], "tp=1,dp=3"), ([0], [2, 1], "tp=2,dp=1")]
+    folder = str(tmp_path) if in_a_file else ""
+    got = run_scene(tmp_path, "renew", 4, losses, folder, victims=[0, 2])
+    new = {1: 1, 3: 2}  # numbers after the first loss
+    for rank, (first, second) in got.items():
+        left, here, early, lost, figures, whole, is_in, is_clean = first
+        assert (left, here) == ([0, 1, 3], [new[rank], 3, new[rank], 3])
+        assert early.startswith("CreationError: this grid (tp=2,dp=2) has numbers of ranks from")
+        assert lost == "2: tp=0,dp=1"
+        assert whole == 111
+        assert figures == groups_in([0, 1, 2], 1, new[rank])
+        assert is_in
+        assert is_clean
+        left, here, _, lost, figures, whole, is_in, is_clean = second
+        assert (left, here) == ([1, 2], [new[rank] - 1, 2] * 2)
+        assert lost == "0: dp=0"
+        assert whole == 11
+        assert figures == groups_in([1, 0], 2, new[rank] - 1)
+        assert is_in
+        assert is_clean
+
+
+# Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
+# meant is refused.
+@pytest.mark.long
+def test_a_new_world_without_one(tmp_path):
+    *got, (said, works) = run_scene(tmp_path, "renew_without_one", 4).values()
+    for rank, (words, missing, waited, total, number, whole) in enumerate(got):
+        assert words.startswith("renew_world() of ranks 0..")
+        assert "with the same ranks in one order" in words
+        assert missing == [[2, 3], [2, 3], [0, 1]][rank]
+        assert 2 <= waited < 2 + 3
+        assert (total, works) == (1111, 1111)
+        assert (number, whole) == ([1, 2, 0][rank], 111)
+    assert said.startswith("RankOutsideError: rank 3 is not among ranks, 0..2; only those of the")
+
+
 # Ranks that go on with different ranks all hear so, whoever comes late; nothing has changed, and
 # the next call works.
 @pytest.mark.parametrize("late", [-1, 0, 3])

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid, renew_world
 from hypercomm.errors import GroupCreationTimeout
 from hypercomm.process_groups.c10d import store as c10d
 from hypercomm.testing import registered_groups
@@ -124,6 +124,54 @@ def wait_elsewhere(rank, _):
     begin = time.monotonic()
     left = grid.survivors(timedelta(seconds=2))
     return [left, time.monotonic() - begin]
+
+
+def renew(rank, losses, folder, _):
+    """Lose ranks, once or again; the rest makes a WORLD of its own, and the grid goes on in it."""
+    told, number = [], rank
+    grid = HyperCommGrid("tp=2,dp=-1")
+    grid.create_pgs(["tp", "dp"])
+    for at, (victims, going, target) in enumerate(losses):
+        if number in victims:
+            die()
+        meet(target, dist.get_world_size() - len(victims))
+        left = grid.survivors(PATIENCE)
+        begin = time.monotonic()
+        store = dist.FileStore(f"{folder}/{at}") if folder else None
+        job = renew_world(left, store=store, timeout=PATIENCE)
+        waited = time.monotonic() - begin
+        said, _ = attempt(lambda: grid.create_pg("tp", name="early"))
+        result = grid.reshape(target, ranks=[job.numbers[one] for one in going])
+        whole = sum_over(dist.group.WORLD)
+        is_in = grid.is_current_rank_in_grid()
+        owned = set(filter(None, grid.pgs.values()))
+        is_clean = registered_groups() == {dist.group.WORLD, *owned}
+        here = [job.rank, job.size, dist.get_rank(), dist.get_world_size()]
+        told.append([left, here, said, result.lost.words, figures(grid), whole, is_in, is_clean])
+        assert waited < 20
+        number = job.rank
+    grid.destroy()
+    job.leave()
+    assert not dist.is_initialized()
+    return told
+
+
+def renew_without_one(rank, _):
+    """Rank 3 does not come, and rank 2 means other ranks, before the three do it."""
+    grid = HyperCommGrid("dp=4")
+    grid.create_pg("dp")
+    told, begin = [], time.monotonic()
+    if rank < 3:
+        wanted = [0, 1, 2] if rank == 2 else [0, 1, 2, 3]
+        try:
+            renew_world(wanted, timeout=timedelta(seconds=2))
+        except GroupCreationTimeout as error:
+            told = [str(error), list(error.missing), time.monotonic() - begin]
+    works = sum_over(grid.get_pg("dp"))
+    if rank < 3:
+        with renew_world([2, 0, 1], timeout=PATIENCE) as job:
+            return [*told, works, job.rank, sum_over(dist.group.WORLD)]
+    return [attempt(lambda: renew_world([0, 1, 2]))[0], works]
 
 
 def disagree(rank, lists, late, _):

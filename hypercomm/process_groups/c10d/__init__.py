@@ -55,6 +55,7 @@ from hypercomm.process_groups.c10d.groups import (
     abort,
     as_member,
     destroy,
+    end_world,
     forget_non_members,
     is_registered,
     kept,

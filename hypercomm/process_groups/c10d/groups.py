@@ -246,6 +246,16 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
         raise errors[0]
 
 
+def end_world() -> None:
+    """End WORLD, and with it every group of this process, without waiting for anybody."""
+    world = dist.group.WORLD
+    nccl = [group for group in registered() if is_nccl(backend_of(group))]
+    with contextlib.suppress(Exception):  # they go all the same
+        abort(sorted(nccl, key=lambda group: group is world))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
     """Let NCCL do within a `with` block what it is told of all groups, in one go."""
     device: Any = bound_device() or next(

@@ -138,11 +138,12 @@ def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
 def _why_alone(attempt: Attempt, error: BaseException) -> str:
     """Say why this rank failed, unless for want of others, or where they hear it at a meeting."""
     waited = (AttemptGivenUpError, MembersMissingError, MemberFailedError, LateError)
-    if attempt.is_met or attempt.own is None or isinstance(error, (*waited, HyperCommError)):
+    own = attempt.connecting
+    if attempt.is_met or own is None or isinstance(error, (*waited, HyperCommError)):
         return ""
     if not isinstance(error, Exception):
         return ""
-    rank, said = attempt.own.rank, (str(error).splitlines() or [""])[0][:_LONGEST_WORD]
+    rank, said = own.rank, (str(error).splitlines() or [""])[0][:_LONGEST_WORD]
     where = f"{format_coords(attempt.layout.coords(rank))}; host {this_host()}"
     return f"rank {rank} ({where}) failed: {type(error).__name__}: {said}"
 

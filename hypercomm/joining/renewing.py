@@ -1,0 +1,173 @@
+"""`renew_world`: a new WORLD of the ranks that are left of a job, or of some of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from hypercomm.errors import GroupCreationTimeout, JoinError, RankOutsideError
+from hypercomm.joining.devices import device_of_world
+from hypercomm.joining.joined import Joined
+from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.checks import as_ranks
+from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.reading.shown import shown
+from hypercomm.process_groups import c10d
+from hypercomm.process_groups.agreement.arrival import arrive
+from hypercomm.process_groups.agreement.driver import hold_for_all
+from hypercomm.process_groups.agreement.meeting import End, Meeting
+from hypercomm.process_groups.agreement.steps import limit_of
+from hypercomm.process_groups.agreement.whereabouts import name_late
+from hypercomm.process_groups.c10d.binding import bound_device
+from hypercomm.process_groups.c10d.store import store as store_of_world
+from hypercomm.process_groups.job import Job, current
+from hypercomm.process_groups.options import check_timeout
+
+CALL = "renew_world()"
+
+
+@attrs.frozen(kw_only=True)
+class Renewed(Joined):
+    """A job that goes on with some ranks of another one, which have new numbers.
+
+    Attributes:
+        numbers: The number that each rank of the old WORLD has in the new one.
+    """
+
+    numbers: dict[int, int] = attrs.field(factory=dict)
+
+
+def renew_world(
+    ranks: Iterable[int], *, store: Any = None, timeout: timedelta | None = None
+) -> Renewed:
+    """Make a new WORLD of some ranks of this one, as of those that are left after a death.
+
+    For what takes WORLD by default, and for a torch that cannot reconfigure one. All of `ranks`
+    call this, and nobody else; they meet in the job's store first, so that nothing has changed
+    where one does not come. Then the old WORLD is ended, with every process group of this process,
+    and the new one initialised with its backend and timeout. Ranks are numbered as they stand in
+    `ranks`. Grids go on by `grid.reshape(target, ranks=...)`, in the new numbers; what it lists as
+    lost is told in the old ones.
+
+    Args:
+        ranks: Numbers of the old WORLD, in the order of the new one; the same on all of them.
+        store: A store of torch's, such as a FileStore that is new, where they meet; default: the
+            job's, which is there as long as the process that serves it: rank 0, or torchrun's
+            agent. Where it is lost they can meet in one that is given.
+        timeout: How long to wait for the others; default: the timeout of WORLD.
+
+    Returns:
+        The new job, and each rank's number in it; a context manager like that of `join`.
+
+    Raises:
+        RankOutsideError: The calling rank is not among the ranks.
+        LayoutError: The ranks cannot be read.
+        JoinError: There is nowhere to meet, or the new WORLD could not be made: the old one is
+            then gone, so start the job again.
+        GroupCreationTimeout: A rank did not come; names it (`error.missing`).
+        OutcomeUnknownError: The job's store is gone.
+        NotInitializedError: torch.distributed is not initialised.
+        GroupOptionsError: `timeout` is no positive timedelta.
+
+    Example:
+        >>> import hypercomm
+        >>> _ = hypercomm.join(rank=0, size=1)
+        >>> with renew_world([0]) as job:  # with others, those of survivors()
+        ...     print(job.rank, job.size, job.numbers)
+        0 1 {0: 0}
+    """
+    check_timeout(timeout)
+    old = current()
+    given = as_ranks(ranks, "ranks", old.size)
+    if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise JoinError(f"store must be a store of torch.distributed, got {shown(store)}")
+    if not c10d.has_ranks() or c10d.is_other_world():
+        raise JoinError("the ranks of this world are not there: it is a fake or a simulated one")
+    if store is None and not old.has_store:
+        raise JoinError("this torch does not tell the job's store; give store= to meet in")
+    if old.rank not in given:
+        raise RankOutsideError(
+            f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
+            f"new WORLD call renew_world(): end this process"
+        )
+    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+    place = f"{'hypercomm' if store else old.namespace}/new world {digest}"
+    if store is None:
+        place = f"{place}/{_meet(old, given, place, timeout)}"
+        store = store_of_world()
+    return _renew(old, given, dist.PrefixStore(place, store))  # type: ignore[attr-defined]
+
+
+def _meet(job: Job, ranks: tuple[int, ...], place: str, timeout: timedelta | None) -> int:
+    """Wait until all have come, while the old WORLD is there; return which attempt it was."""
+    begin, limit_s = time.monotonic(), limit_of(timeout)
+    alone = RankLayout([1], ["rank"], ranks=[job.rank])  # others are named without coordinates
+
+    def explain(missing: tuple[int, ...]) -> Meeting[End]:
+        late, words = yield from name_late(job, missing, ranks, alone)
+        return End("missing", missing, words, late=late)
+
+    while True:
+        attempt = job.renewals[place]
+        meeting = arrive(f"{place}/{attempt}", job.rank, ranks, begin + limit_s, explain=explain)
+        end, pending = hold_for_all(meeting, limit_s, CALL)
+        job.renewals[place] += 1
+        if pending is not None:
+            raise pending
+        if end.kind == "agreed":
+            return attempt
+        waited = time.monotonic() - begin
+        if job.rank in end.ranks and waited < limit_s:
+            continue  # the others had given up on this rank: they may come again
+        raise GroupCreationTimeout(
+            f"{CALL} of ranks {format_ranks(sorted(ranks))} waited {waited:.1f} s for "
+            f"{end.words or 'others'}; all of them must call it, with the same ranks in one order, "
+            f"or go on without those that do not come",
+            missing=end.ranks,
+            waited=timedelta(seconds=waited),
+        )
+
+
+def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
+    """End the old WORLD, and make the new one."""
+    backend, timeout = old.backend, c10d.world_timeout(old.backend)
+    options: dict[str, Any] = {"timeout": timeout}
+    if (device := bound_device()) is not None:
+        options["device_id"] = device
+    rank, size = ranks.index(old.rank), len(ranks)
+    c10d.let_threads_finish()
+    c10d.end_world()
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+    except Exception as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise JoinError(
+            f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
+            f"({' '.join(str(error).split())}); the old one is gone: start the job again"
+        ) from error
+    current().comes_of(old, ranks)
+    address, port = c10d.meeting_place() or (None, None)
+    world = dist.group.WORLD
+    return Renewed(
+        launcher=CALL,
+        rank=rank,
+        size=size,
+        local_rank=None,
+        local_size=None,
+        host=socket.gethostname(),
+        address=address,
+        port=port,
+        backend=backend,
+        device=device_of_world(world),
+        made=[world],
+        numbers={number: at for at, number in enumerate(ranks)},
+    )
