@@ -8,6 +8,7 @@ says what each is.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import socket
@@ -92,19 +93,28 @@ def _nvlink_domain() -> str | None:
     """The NVLink domain of this rank's GPU; None where nothing tells."""
     if not torch.cuda.is_available():
         return None
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        try:
-            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-            device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            info = nvml.c_nvmlGpuFabricInfo_t()
-            nvml.nvmlDeviceGetGpuFabricInfo(device, info)
-        finally:
-            nvml.nvmlShutdown()
-        return domain_of(bytes(info.clusterUuid), info.cliqueId, info.state)
+        return ask_nvml(importlib.import_module("pynvml"), f"GPU-{uuid}")
     except Exception:  # noqa: BLE001 - whatever NVML lacks here, hosts are known without it
         return None
+
+
+def ask_nvml(nvml: Any, uuid: str) -> str | None:
+    """Ask NVML for the NVLink domain of a GPU.
+
+    Args:
+        nvml: The module pynvml.
+        uuid: The GPU's, as in "GPU-...".
+    """
+    nvml.nvmlInit()
+    try:
+        device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        info = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
+    finally:
+        nvml.nvmlShutdown()
+    return domain_of(bytes(info.clusterUuid), info.cliqueId, info.state)
 
 
 def domain_of(cluster: bytes, clique: int, state: int) -> str | None:

@@ -120,6 +120,72 @@ def test_best_order_against_all_orders_of_all_layouts(part):
         check_against_hand(sizes, seed)
 
 
+def draw_call():
+    """A layout, a machine with hosts of several sizes in any order, and traffic."""
+    sizes = dict(zip("abc", random.choice(list(shapes(random.randrange(2, 25)))), strict=False))
+    ranks = math.prod(sizes.values())
+    hosts = {}
+    while sum(count for count, _ in hosts.values()) < ranks:
+        hosts[f"n{len(hosts)}"] = (random.choice([1, 2, 4, 4, 4]), random.choice("xyz"))
+    if random.random() < 0.4:
+        hosts["spare"] = (4, "x")
+    offset = random.choice([0, 0, sum(count for count, _ in hosts.values()) - ranks])
+    layout = RankLayout([*sizes.values()], [*sizes], offset)
+    patterns = ["ring", "chain", "all-to-all"]
+    traffic = {dim: Traffic(2520 * random.randrange(9), random.choice(patterns)) for dim in sizes}
+    return layout, hosts, traffic
+
+
+def check_report(layout, hosts, traffic, path):
+    """Compare a report, and all that it proposes, with plain Python."""
+    host_of = [host for host, (count, _) in hosts.items() for _ in range(count)]
+    units = {"host": host_of, "leaf": [hosts[host][1] for host in host_of]}
+    path.write_text("".join(f"{host} slots={count}\n" for host, (count, _) in hosts.items()))
+    found = place(
+        layout,
+        on=[path, {host: leaf for host, (_, leaf) in hosts.items()}],
+        traffic=traffic,
+    )
+    for placed in [found, *(proposal.placed for proposal in found.proposals)]:
+        if not {*placed.layout.dim_names} <= {*layout.dim_names}:
+            continue  # a dim in two has traffic of its own
+        gpus = placed.gpus or [*range(len(host_of))]
+        order, own, waited = placed.layout.dim_names, placed.layout.sizes, 0
+        for dim in order:
+            groups = groups_by_hand(order, own, [dim])
+            for level, unit_of in units.items():
+                if own[dim] == 1:
+                    continue
+                first = placed.layout.rank_offset
+                here = [[unit_of[gpus[first + rank]] for rank in group] for group in groups]
+                counts = [len(set(group)) for group in here]
+                spread = placed.find(dim, level)
+                assert (spread.groups, spread.size) == (len(groups), own[dim])
+                assert spread.across == sum(count > 1 for count in counts)
+                assert (spread.least, spread.most) == (min(counts), max(counts))
+                kind = traffic[dim]
+                sent = sum(
+                    sent_by_hand(range(len(group)), group, kind.bytes, kind.pattern)
+                    for group in here
+                )
+                assert spread.bytes == sent
+                waited += sent
+        assert placed.cost.waited == waited
+    kinds = [one.kind for one in found.proposals]
+    better = [one.placed for one in found.proposals if one.kind != "sizes"]
+    assert all(placed.cost < found.cost for placed in better)
+    assert [placed.cost for placed in better] == sorted(placed.cost for placed in better)
+    assert len(kinds) == len({*kinds})
+
+
+# A report says what plain Python counts, and so does all that it proposes, which costs less.
+@pytest.mark.parametrize("seed", range(3))
+def test_reports_by_hand(seed, tmp_path):
+    random.seed(seed)
+    for _ in range(25):
+        check_report(*draw_call(), tmp_path / "hosts")
+
+
 # ---- figures of others --------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ Machine = Callable[[int], Topology]
 """All GPUs that there are: of a machine that is given by blocks, at least so many."""
 
 _MOST_SPLITS = 8
+_MOST_RANKS = 2**17
+"""The most ranks for which a dim is split: each split is a search of its own."""
 _MOST_SPARES = 6
 _MOST_TRIES = 24
 _WORTH = 0.9
@@ -203,7 +205,12 @@ def _using(now: _Now, name: str, used: int, largest: int) -> Proposal | None:
 def _splits(now: _Now, costs: Costs) -> Iterator[Proposal]:
     """Cut a dim of data parallelism in two: shards inside, what is reduced of them outside."""
     traffic = now.placed.traffic
-    if now.placed.is_assumed or sum(size > 1 for size in now.sizes.values()) >= MOST_DIMS:
+    too_many = now.placed.layout.size > _MOST_RANKS
+    if (
+        too_many
+        or now.placed.is_assumed
+        or sum(size > 1 for size in now.sizes.values()) >= MOST_DIMS
+    ):
         return
     for dim, size in now.sizes.items():
         mine = [dims for dims in traffic if dim in dims]
