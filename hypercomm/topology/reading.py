@@ -71,7 +71,7 @@ def _read_yaml(text: str, source: str) -> Found:
 def _read_content(content: object, source: str) -> Found:
     """Read what a file of JSON or YAML holds."""
     if isinstance(content, list) and content:
-        return read_slurm_yaml(content, source)
+        return read_slurm_yaml(content, source, source.partition("#")[2])
     if isinstance(content, Mapping) and content:
         return read_labels(content, source)
     raise TopologyError(
@@ -98,10 +98,11 @@ def read_topology(
 
     Args:
         on: GPUs for each host, 8; those of each level too, "8,72" or "host=8,domain=72"; a path of
-            a hostfile, of SLURM's topology.conf or topology.yaml, or of switches or Topograph's
-            labels by host as JSON or YAML; a node list as SLURM writes it; a mapping of hosts to
-            switches or labels; or several of these: the first one names the hosts in order, the
-            others say more of them. A `Topology` is taken as it is.
+            a hostfile, of SLURM's topology.conf or topology.yaml (topology.yaml#racks for one that
+            is not its default), or of switches or Topograph's labels by host as JSON or YAML; a
+            node list as SLURM writes it; a mapping of hosts to switches or labels; or several of
+            these: the first one names the hosts in order, the others say more of them. A `Topology`
+            is taken as it is.
         world_size: The number of ranks; default: as many as there are GPUs.
         gpus_per_host: The GPUs of hosts of which nothing tells. Default: the ranks are spread
             evenly.
@@ -254,9 +255,10 @@ def _once(hosts: Sequence[str], text: str) -> dict[str, int | None]:
 
 def _read_file(path: str | os.PathLike[str]) -> Found:
     source = os.fspath(path)
-    if not isinstance(source, str) or not _is_file(source):
+    name = source.partition("#")[0] if isinstance(source, str) and not _is_file(source) else source
+    if not isinstance(name, str) or not _is_file(name):
         raise TopologyError(f"{shown(source)} is no file; on must be {_KINDS}")
-    text, suffix = text_of(source), Path(source).suffix.lower()
+    text, suffix = text_of(name), Path(name).suffix.lower()
     reader = next(read for _, fits, read in READERS if fits(suffix, text))
     return reader(text, source)
 

@@ -76,8 +76,11 @@ def read_switches(text: str, source: str) -> Found:
     return _found(switches, blocks, sizes, source)
 
 
-def read_slurm_yaml(content: Sequence[Any], source: str, wanted: str | None = None) -> Found:
+def read_slurm_yaml(content: Sequence[Any], source: str, wanted: str = "") -> Found:
     """Read what a topology.yaml holds: its default topology, or the one that is wanted.
+
+    What the other topologies say of the same hosts is read, too: often one of them has the blocks,
+    another the tree.
 
     Args:
         content: The list of topologies.
@@ -93,16 +96,30 @@ def read_slurm_yaml(content: Sequence[Any], source: str, wanted: str | None = No
         >>> dict(found.levels["domain"])
         {'n1': 'b1', 'n2': 'b1'}
     """
-    every = [_mapping(one, source) for one in content]
-    names = [one.get("topology") for one in every]
-    default = [one for one in every if one.get("cluster_default") is True] or every
-    chosen = [one for one in every if one.get("topology") == wanted] if wanted else default
-    if not chosen:
-        raise TopologyError(f"{source} has no topology {shown(wanted)}; there are {names}")
-    where = f"{source}, topology {shown(chosen[0].get('topology'))}"
-    tree, block = chosen[0].get("tree"), chosen[0].get("block")
+    every = {str(_mapping(one, source).get("topology")): one for one in content}
+    default = [name for name, one in every.items() if one.get("cluster_default") is True]
+    name = wanted or (default or [*every])[0]
+    if name not in every:
+        raise TopologyError(f"{source} has no topology {wanted!r}; there are {[*every]}")
+    found = _of_yaml(every.pop(name), f"{source}, topology {name!r}")
+    if found is None:
+        raise TopologyError(
+            f"{source}, topology {name!r} is neither a tree nor of blocks; there are also "
+            f"{[*every]}: name one behind the file, as in topology.yaml#racks"
+        )
+    levels = dict(found.levels)
+    for other, one in every.items():
+        more = _of_yaml(one, f"{source}, topology {other!r}")
+        if more is not None and found.slots.keys() <= more.slots.keys():
+            levels = {**more.levels, **levels}
+    return Found(source, found.slots, levels)
+
+
+def _of_yaml(topology: Mapping[str, Any], where: str) -> Found | None:
+    """Read one topology; None where it has no levels."""
+    tree, block = topology.get("tree"), topology.get("block")
     if tree is None and block is None:
-        raise TopologyError(f"{where} is neither a tree nor of blocks; there are {names}")
+        return None
     switches: list[_Unit] = []
     blocks: list[_Unit] = []
     sizes = [0]
@@ -114,7 +131,7 @@ def read_slurm_yaml(content: Sequence[Any], source: str, wanted: str | None = No
         sizes = [
             _count(str(size), where) for size in (given if isinstance(given, list) else [given])
         ]
-    return _found(switches, blocks, sizes, source)
+    return _found(switches, blocks, sizes, where)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

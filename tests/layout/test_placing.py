@@ -209,6 +209,11 @@ def test_nvl72():
     assert {*np.bincount(spare.topology.level("domain").of_rank)} == {64}
     assert spare.text_for("sbatch").splitlines()[-1] == "#SBATCH --segment=16"
     assert spare.text_for("nvlink-domain") == "NVLINK_DOMAIN_SIZE=64\n"
+    experts = place("tp=4,ep=16,dp=2,pp=2", on="4,64").text_for("nvlink-domain")
+    assert experts.split() == [
+        "NVLINK_DOMAIN_SIZE=64",
+        "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=16",
+    ]
     sizes = placed.take("sizes")
     assert str(sizes.layout) == "tp=4,dp=18,pp=4"
     assert across(sizes, "domain") == {"tp": (0, 72), "dp": (0, 16), "pp": (72, 72)}

@@ -114,6 +114,29 @@ def test_topology_yaml(file):
     assert units(topology)["spine"] == ["top"] * 4
 
 
+# Other topologies of the file say more of the same hosts; "#name" takes another than the default.
+def test_several_in_topology_yaml(file):
+    blocks = """
+- topology: nvl
+  block:
+    block_sizes: [1, 2]
+    blocks:
+      - {block: b1, nodes: "node[01-03]"}
+      - {block: b2, nodes: "node04,node05"}
+"""
+    path = file("topology.yaml", SLURM_YAML + blocks)
+    topology = read_topology(path, 4)
+    assert topology.names == ("host", "domain", "block-2", "leaf", "spine")
+    assert units(topology)["domain"] == ["b1", "b1", "b1", "b2"]
+    other = read_topology(f"{path}#nvl", 5)
+    assert other.names == ("host", "domain", "block-2")
+    assert other.level("block-2").units == 1
+    with pytest.raises(TopologyError, match=r"has no topology 'x'; there are \['flat', 'racks'"):
+        read_topology(f"{path}#x", 4)
+    with pytest.raises(TopologyError, match="'flat' is neither a tree nor of blocks"):
+        read_topology(f"{path}#flat", 4)
+
+
 # Topograph's labels of both releases, and what kubectl prints; nodes without labels are no GPUs'.
 def test_labels(file):
     new = {"fabric.topograph.run/tier-0": "l1", "fabric.topograph.run/tier-1": "s1"}

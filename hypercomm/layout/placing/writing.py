@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from hypercomm.errors import FileKeptError, LayoutError
+from hypercomm.layout.placing.traffic import kind_of
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import as_flag, check_choice
 from hypercomm.layout.reading.shown import shown
@@ -79,9 +81,20 @@ def _sbatch(layout: RankLayout, topology: Topology) -> str:
 
 
 def _nvlink(layout: RankLayout, topology: Topology) -> str:
-    """The size that Megatron's performance scripts export for expert parallelism by NVLink."""
+    """The ranks of a domain, and those of ep in it, as Megatron Bridge's recipes export them."""
     _, segment, per_host = _counts(layout, topology)
-    return f"NVLINK_DOMAIN_SIZE={segment * per_host}"
+    lines = [f"NVLINK_DOMAIN_SIZE={segment * per_host}"]
+    for dim in layout.dim_names:
+        if kind_of(dim) == "ep":
+            units = topology.level("domain").of_rank[layout.groups(dim).to_array()]
+            counts = {count for group in units.tolist() for count in Counter(group).values()}
+            if len(counts) > 1:
+                raise LayoutError(
+                    f"{dim} groups have {sorted(counts)} ranks in a domain; they must have equally "
+                    f"many in each: leave GPUs out, or change the order of dims"
+                )
+            lines.append(f"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN={counts.pop()}")
+    return "\n".join(lines)
 
 
 def _counts(layout: RankLayout, topology: Topology) -> tuple[int, int, int]:
