@@ -13,7 +13,7 @@ from hypercomm import RankLayout
 from hypercomm.errors import FileKeptError, LayoutError, TopologyError, WorldSizeError
 from hypercomm.layout import Card, Traffic, place
 from hypercomm.layout.placing.search import Costs, best_order
-from hypercomm.topology import Level, Topology
+from hypercomm.topology import Level, Topology, read_topology
 
 pytestmark = pytest.mark.torch_free
 
@@ -295,6 +295,18 @@ def test_split():
     assert split.traffic[("dp_inner",)].bytes == round(whole * (inner - 1) / inner)
     assert split.traffic[("dp_outer",)].bytes == round(whole / inner * (outer - 1) / outer)
     assert placed.best.layout.dim_names != split.layout.dim_names
+
+
+# With cp of size 1 the groups of dp and of dp+cp are the same, and both send.
+def test_dims_of_size_1():
+    placed = place("dp=4,cp=1,tp=2", on=2, traffic={"dp": 3, "dp+cp": 5, "tp": 9})
+    assert placed.cost.waited == 2 * 2 * (3 + 5) + 4 * 2 * 9
+    assert placed.best.cost.waited == 2 * 4 * (3 + 5)
+    assert str(placed.best.layout) == "tp=2,dp=4,cp=1"
+    costs = Costs(read_topology(2, 8), {"host": 1})
+    sent = {("dp",): Traffic(3), ("dp", "cp"): Traffic(5), ("tp",): Traffic(9)}
+    _, cost = best_order({"dp": 4, "cp": 1, "tp": 2}, sent, costs)
+    assert cost == placed.best.cost
 
 
 # Layouts with gaps, or in an order of their own, keep their ranks.

@@ -168,15 +168,19 @@ class _Search:
         costs: Costs,
     ) -> None:
         self.names, self.sizes, self.costs = names, sizes, costs
-        wanted = {
-            frozenset(dim for dim in dims if sizes[dim] > 1): one for dims, one in traffic.items()
-        }
-        self.wanted = {dims: one for dims, one in wanted.items() if dims and one.bytes}
+        self.alone: dict[str, list[Traffic]] = {dim: [] for dim in names}
+        self.joint: list[tuple[Dims, Traffic]] = []
+        for dims, one in traffic.items():
+            large = tuple(dim for dim in dims if sizes[dim] > 1)
+            if len(large) == 1 and one.bytes:
+                self.alone[large[0]].append(one)
+            elif large and one.bytes:
+                self.joint.append((large, one))
+        self.known: dict[tuple[str, int], Cost] = {}
         self.place = {dim: number for number, dim in enumerate(names)}
         self.order: Dims = tuple(names)
         self.cost = Cost()
         self.inversions = -1
-        self.known: dict[tuple[str, int], list[tuple[frozenset[str], Traffic]]] = {}
 
     def extend(self, chosen: Dims, cost: Cost, inversions: int) -> None:
         """Look at all orders that begin with some dims."""
@@ -195,14 +199,19 @@ class _Search:
 
     def _added(self, chosen: Dims, dim: str, stride: int) -> Cost:
         """What the groups cost of which `dim` is the last one to be placed."""
-        added = Cost()
-        for dims, traffic in self.wanted.items():
-            if dim in dims and dims.issubset((*chosen, dim)):
+        added = self.known.get((dim, stride))
+        if added is None:
+            axis, added = Axis(self.sizes[dim], stride), Cost()
+            for one in self.alone[dim]:
+                added += self.costs.of([axis], one)
+            self.known[dim, stride] = added
+        for dims, one in self.joint:
+            if dim in dims and all(other in chosen or other == dim for other in dims):
                 axes = [Axis(self.sizes[dim], stride)]
                 inner = 1
                 for other in chosen:
                     if other in dims:
                         axes.append(Axis(self.sizes[other], inner))
                     inner *= self.sizes[other]
-                added += self.costs.of(axes, traffic)
+                added += self.costs.of(axes, one)
         return added
