@@ -58,6 +58,20 @@ class Drawing:
         """
         return _svg_of(self.scene)
 
+    def html(self) -> str:
+        """Return the picture as one HTML page: hover, keys and search light up groups.
+
+        It loads nothing else, and needs no network.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> "</html>" in RankLayout.parse("tp=2,dp=3").draw().html()
+            True
+        """
+        from hypercomm.draw.page import page
+
+        return page(self.scene)
+
     def png(self) -> bytes:
         """Return the picture as PNG, as the SVG is in light colours.
 
@@ -96,7 +110,7 @@ class Drawing:
         return terminal.as_text(lines, colour)
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Write the picture into a file; its ending says of which kind: .svg, .png, .txt.
+        """Write the picture into a file; its ending says of which kind: .svg, .html, .png, .txt.
 
         Args:
             path: The file.
@@ -140,6 +154,7 @@ class Drawing:
 
 KINDS: dict[str, Callable[[Drawing], str | bytes]] = {
     ".svg": Drawing.svg,
+    ".html": Drawing.html,
     ".png": Drawing.png,
     ".txt": lambda drawing: f"{drawing.text(width=100, color=False)}\n",
 }

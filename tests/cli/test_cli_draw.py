@@ -108,12 +108,13 @@ def test_force(in_process, tmp_path):
 
 # The figures to reach, of whole processes: seconds by ranks.
 @pytest.mark.alone
+@pytest.mark.parametrize("kind", ["svg", "html"])
 @pytest.mark.parametrize(
     ("sizes", "limit_s"),
     [("tp=8,dp=16,pp=8", 2), ("tp=8,dp=512,pp=16", 10), ("tp=8,dp=8192,pp=16", 20)],
 )
-def test_speed(tmp_path, sizes, limit_s):
-    file = tmp_path / "grid.svg"
+def test_speed(tmp_path, sizes, limit_s, kind):
+    file = tmp_path / f"grid.{kind}"
     command = [sys.executable, "-m", "hypercomm", "draw", sizes, "-o", str(file)]
     taken = []
     for _ in range(2):  # the first may find its files cold

@@ -14,13 +14,17 @@ DRAWING = RankLayout.parse("tp=2,cp=2,dp=2").draw(on=8)
 
 
 # What is written is what the methods return; the ending says which, in any case.
-@pytest.mark.parametrize("name", ["grid.svg", "GRID.SVG", "grid.txt"])
+@pytest.mark.parametrize("name", ["grid.svg", "GRID.SVG", "grid.txt", "grid.html"])
 def test_save(tmp_path, name):
     file = tmp_path / name
     DRAWING.save(file)
     text = file.read_text(encoding="utf-8")
-    svg = name.lower().endswith(".svg")
-    assert text == (DRAWING.svg() if svg else DRAWING.text(width=100, color=False) + "\n")
+    made = {
+        "svg": DRAWING.svg(),
+        "html": DRAWING.html(),
+        "txt": DRAWING.text(width=100, color=False) + "\n",
+    }
+    assert text == made[name.lower().rpartition(".")[2]]
 
 
 # A file that exists is kept, byte by byte, unless it is to be replaced.
