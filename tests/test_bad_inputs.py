@@ -36,6 +36,7 @@ from hypercomm.compat.deepspeed import Mpu, topology_axes
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import parallel_state as mpu
 from hypercomm.compat.megatron import presets, process_groups_config
+from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError
 from hypercomm.launch import run as launch
 from hypercomm.launch.launchers import VARIABLES
@@ -69,6 +70,7 @@ MAPPINGS = [
     RankMapping(LAYOUT, RankLayout([8], ["dp"], ranks=[8, 1, 2, 3, 4, 5, 6, 7]), leaders=True),
     RankMapping(LAYOUT, RankLayout([3], ["tp"], 8), along=None, shards={"tp": 0}).inverse(),
 ]
+DIFFERENCE = difference.difference(LAYOUT, RankLayout([4, 2], ["tp", "dp"]))
 
 TRAFFIC = Traffic(5, "ring")
 CARD = Card(hidden=8, layers=4, sequence=16, micro_batches=2, parameters=1000)
@@ -109,6 +111,11 @@ GOOD = {
     "RankMapping.broadcast_siblings.rank": lambda: 8,
     "RankMapping.slices.pair": lambda: (0, 8),
     "RankMapping.shape": lambda: [8, 8, 8],
+    "RankLayout.draw.groups": lambda: ["tp", "dp"],
+    "HyperCommGrid.draw.groups": lambda: ["tp", "tp+dp"],
+    "GridSet.draw.groups": lambda: ["tp", "tp+dp"],
+    "Drawing.width": lambda: 60,
+    "Drawing.color": lambda: True,
     "transfer.mapping": lambda: MAPPINGS[0],
     "transfer.tensor": lambda: torch.zeros(8, 8, 8),
     "transfer.groups": lambda: None,
@@ -239,15 +246,18 @@ GOOD = {
     "dim_names": lambda: ["tp", "cp", "dp"],
     "dims": lambda: ["tp"],
     "dp": lambda: 2,
+    "edges": lambda: "chain",
     "expert_model_parallel_size": lambda: 2,
     "group_desc": lambda: "described",
     "index": lambda: 0,
+    "itemsize": lambda: 2,
     "kwargs": dict,
     "layout": lambda: LAYOUT,
     "mask": lambda: [True, False, True],
     "name": lambda: "named",
     "nprocs": lambda: 2,
     "numerator": lambda: 6,
+    "on": lambda: 8,
     "order": lambda: "tp-cp-ep-dp-pp",
     "parallel_size": lambda: [2, 2, 2],
     "periodic": lambda: True,
@@ -281,6 +291,7 @@ LEFT_OUT = {
     "notation.format_sizes": "writes what was checked",
     "notation.format_coords": "writes what was checked",
     "Placed.write": "makes files; layout/test_placing.py has its bad calls",
+    "Drawing.save": "writes files; draw/test_drawing_files.py has its bad calls",
     "HyperCommGrid.watch": "makes folders and a thread; blame/test_watch.py has its bad calls",
     "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
     "Simulation": "made by simulate, whose arguments are",
@@ -486,6 +497,8 @@ def own_targets():
     yield from methods_of(Placed, "Placed", EMPTY, (PLACED,))
     compare = difference.difference
     yield Target("difference", EMPTY, lambda _: compare, inspect.signature(compare))
+    yield from methods_of(type(DIFFERENCE), "LayoutDifference", EMPTY, (DIFFERENCE,))
+    yield from methods_of(Drawing, "Drawing", EMPTY, (LAYOUT.draw(), DIFFERENCE.draw()))
     yield constructor(GridSet, ("world", "nothing"))
     yield from methods_of(GridSet, "GridSet", IN_SET, find=lambda: STAGE.grids)
     for name in ("megatron_grids", "create_megatron_pgs", "megatron_requests"):

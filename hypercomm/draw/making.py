@@ -16,6 +16,7 @@ from hypercomm.errors import DrawingError, LayoutError, UnknownDimError
 from hypercomm.layout.numbering.numbering import Dims as AnyDims
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.checks import LARGEST_WORLD, as_dims, as_tuple
+from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.topology import Topology, read_topology
 from hypercomm.topology.reading import On
@@ -34,7 +35,7 @@ def drawing_of_grids(
     grids: Mapping[str, Numbering],
     on: On | None,
     dims: AnyDims | None,
-    groups: Iterable[AnyDims] | None = None,
+    groups: Iterable[AnyDims] | str | None = None,
     edges: Iterable[tuple[str, str]] | str | None = None,
 ) -> Drawing:
     """Draw one grid, or several.
@@ -44,11 +45,12 @@ def drawing_of_grids(
         grids: Each with its name.
         on: Where the ranks are, as for `read_topology`; None: nobody knows.
         dims: The dims whose groups are lit; default: the first one larger than 1.
-        groups: Several such, each for a picture of its own.
+        groups: Several such, each for a picture of its own: a sequence, or text as in "tp,dp+cp".
         edges: Pairs of names, of which the first sends to the second; "chain": each to the next.
 
     Raises:
         LayoutError: There are too many ranks, or a dim is in no grid.
+        NotationError: `groups` as text cannot be read.
         DrawingError: `edges` names no grids of these.
         TopologyError: `on` cannot be read, or holds fewer ranks.
     """
@@ -56,7 +58,10 @@ def drawing_of_grids(
     wanted = None if dims is None else known(dims, grids.values())
     panels: Panels = () if wanted is None else (wanted,)
     if groups is not None:
-        panels = tuple(known(each, grids.values()) for each in as_tuple(groups, "groups"))
+        asked = parse_groups(groups) if isinstance(groups, str) else as_tuple(groups, "groups")
+        panels = tuple(known(each, grids.values()) for each in asked)
+        if not panels:
+            raise LayoutError("groups is empty; name at least one, as in ['tp', 'dp+cp']")
     elif wanted is None and max(grid.size for grid in grids.values()) <= FEW_RANKS:
         every = dict.fromkeys(dim for grid in grids.values() for dim in long_dims(grid))
         panels = tuple((dim,) for dim in every)[:MOST_PANELS] if len(grids) == 1 else ()

@@ -38,7 +38,7 @@ class GridLooks(GridLive):
         on: On | None = None,
         dims: Dims | None = None,
         *,
-        groups: Iterable[Dims] | None = None,
+        groups: Iterable[Dims] | str | None = None,
     ) -> Drawing:
         """Return a picture of the grid; arguments and errors as for `RankLayout.draw`.
 

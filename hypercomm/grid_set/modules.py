@@ -73,7 +73,7 @@ class GridModules(Mapping[str, HyperCommGrid]):
         on: On | None = None,
         dims: Dims | None = None,
         *,
-        groups: Iterable[Dims] | None = None,
+        groups: Iterable[Dims] | str | None = None,
         edges: Iterable[tuple[str, str]] | Literal["chain"] | None = None,
     ) -> Drawing:
         """Return a picture of all grids; `on`, `dims` and `groups` as for `RankLayout.draw`.
@@ -81,7 +81,7 @@ class GridModules(Mapping[str, HyperCommGrid]):
         Args:
             on: Where the ranks are.
             dims: The dims whose groups are lit, of those grids that have them.
-            groups: Several such, each for a picture of its own.
+            groups: Several such, as in "tp,dp+cp", each for a picture of its own.
             edges: Pairs of grids, of which the first sends to the second, as modules of a pipeline
                 do; "chain": each to the next.
 

@@ -266,7 +266,7 @@ class RankLayout(Written):
         on: On | None = None,
         dims: Dims | None = None,
         *,
-        groups: Iterable[Dims] | None = None,
+        groups: Iterable[Dims] | str | None = None,
     ) -> Drawing:
         """Return a picture of the layout: its ranks on their hosts, and its groups as colours.
 
@@ -275,7 +275,7 @@ class RankLayout(Written):
                 as "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: not shown.
             dims: The dims whose groups are lit. Default: each has a picture of its own up to 64
                 ranks; beyond, the first.
-            groups: Several such, each for a picture of its own.
+            groups: Several such, as in "tp,dp+cp", each for a picture of its own.
 
         Returns:
             A drawing: print it, look at it in a notebook, `save` it as SVG, PNG or HTML.
