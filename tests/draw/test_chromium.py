@@ -356,10 +356,25 @@ def test_change(show):
     assert about(browser)["groups"] == [["tp · kept", "4 5"]] * 2
     browser.run("document.querySelectorAll('#changes button')[1].click()")
     browser.move(*center_of(browser, 4))
-    assert about(browser)["groups"] == [["dp · gone", "0 2 4 6"]]
+    assert about(browser)["groups"] == [["dp · gone", "0 2 4 6"], ["dp · new", "0 2 4"]]
     browser.run("document.querySelectorAll('#changes button')[2].click()")
     browser.move(*center_of(browser, 3))
-    assert about(browser)["groups"] == [["dp · new", "1 3 5"]]
+    assert about(browser)["groups"] == [["dp · gone", "1 3 5 7"], ["dp · new", "1 3 5"]]
+
+
+# tp=4 is what tp+cp was: beside the groups over tp that are gone stand none that are new.
+def test_change_of_names(show):
+    before, after = RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")
+    changes = (
+        Change(("tp",), (), "gone", "4 x 2", 0),
+        Change(("tp", "cp"), ("tp",), "kept", "2 x 4", 2),
+    )
+    browser = show(ChangeScene("names", before, after, changes))
+    browser.move(*center_of(browser, 6))
+    assert about(browser)["groups"] == [["tp · gone", "6 7"]]
+    browser.run("document.querySelectorAll('#changes button')[1].click()")
+    browser.move(*center_of(browser, 5))
+    assert about(browser)["groups"] == [["tp+cp · kept", "4 5 6 7"], ["tp · kept", "4 5 6 7"]]
 
 
 def cell_of(browser, row, column):

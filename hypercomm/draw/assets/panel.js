@@ -185,6 +185,8 @@ function showChanges(picture, choose) {
     return make("li", {}, button);
   });
   place.replaceChildren(make("h3", {}, "Groups over, before → after"), make("ul", { class: "rows" }, ...rows));
+  const chosen = rows[picture.row];
+  chosen.parentElement.scrollTop = chosen.offsetTop - chosen.parentElement.offsetTop - 40;
 }
 
 function showDetails(picture, choose) {

@@ -12,7 +12,8 @@ class RanksPicture {
     this.places = this.panes.map(() => ({ x: 0, y: 0 }));
     this.inset = { left: 0, top: this.isChange ? 26 : 0 };
     this.grid = this.isChange || grids.length === 1 || !areDisjoint(grids, this.world) ? 0 : -1; // -1: all
-    this.row = Math.max(0, (scene.changes ?? []).findIndex(({ before }) => before.join() === scene.dims.join()));
+    const isAsked = ({ before }) => before.length > 0 && before.join() === scene.dims.join();
+    this.row = Math.max(0, (scene.changes ?? []).findIndex(isAsked));
     this.dims = new Set(scene.dims);
     if (!this.dims.size) this.dims.add(this.firstDim());
     this.arrange(1.6);
@@ -37,13 +38,20 @@ class RanksPicture {
     const { theme, world, grids } = this;
     if (this.isChange) {
       const change = this.scene.changes[this.row] ?? { before: [], after: [] };
-      const before = [grids[0], new Set(change.before)];
-      const after = [grids[1], new Set(change.after)];
+      const before = [grids[0], new Set(this.dimsOf(change, "before", "after"))];
+      const after = [grids[1], new Set(this.dimsOf(change, "after", "before"))];
       this.panes[0].colour(new ChangeColouring(theme, world, before, after, "gone"));
       this.panes[1].colour(new ChangeColouring(theme, world, after, before, "new"));
     } else {
       this.panes[0].colour(new Colouring(theme, world, this.shownGrids, this.dims));
     }
+  }
+
+  /** The dims on one side of a change: beside groups that are gone, the new ones over the same dims. */
+  dimsOf(change, side, other) {
+    const isPartner = (each) => !each[other].length && each[side].join() === change[other].join();
+    const partner = change[side].length ? change : this.scene.changes.find(isPartner);
+    return partner?.[side] ?? [];
   }
 
   arrange(aspect) {
