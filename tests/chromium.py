@@ -115,24 +115,36 @@ class Chromium:
                 raise TimeoutError(f"{condition} is not so after {PATIENCE} seconds")
             time.sleep(0.02)
 
-    def open(self, text, folder, *, size=(1280, 800), dark=False):
-        """Show a document, as a file, and wait until it has drawn itself."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=size[0],
-            height=size[1],
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+    def open(self, text, folder, *, size=(1280, 800), dark=False, still=True):
+        """Show a document, as a file, and wait until it has drawn itself.
+
+        Args:
+            text: The document.
+            folder: Where its file is written.
+            size: Of the window, in pixels.
+            dark: Whether the system prefers dark.
+            still: Whether the system prefers no motion, so that nothing takes time.
+        """
+        self.resize(*size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        still = {"name": "prefers-reduced-motion", "value": "reduce"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme, still])
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme, motion])
         path = Path(folder) / "page.html"
         path.write_text(text, encoding="utf-8")
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
         self.wait("document.documentElement?.dataset.ready === 'yes'")
+
+    def resize(self, width, height):
+        """Give the window another size, in pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def move(self, x, y):
         """Move the mouse."""

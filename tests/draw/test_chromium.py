@@ -281,6 +281,46 @@ def test_hosts_open_by_zoom(show):
     assert browser.run(level) == -1
 
 
+# With motion a host is flown to, and so is the whole; both arrive.
+def test_motion(show):
+    browser = show(grid_scene("tp=8,dp=1024", on="host=8,domain=64"), still=False)
+    whole = browser.run("hypercomm.view.scale")
+    x, y = center_of(browser, 4321)
+    browser.move(x, y)
+    browser.click(x, y)
+    browser.wait("hypercomm.view.flight === null && hypercomm.picture.panes[0].shown.level === -1")
+    x, y = center_of(browser, 4323)  # of the same host, which is in the middle now
+    assert 0 < x < 980
+    assert 100 < y < 800
+    browser.move(x, y)
+    assert about(browser)["heading"] == "Rank 4323"
+    browser.key("Home")
+    browser.wait(f"hypercomm.view.flight === null && hypercomm.view.scale === {whole}")
+
+
+# A window of another size keeps the place that was zoomed to; what shows all still does.
+def test_resize(show):
+    browser = show(grid_scene("tp=8,dp=64", on=8))
+    browser.resize(900, 700)
+    browser.wait("hypercomm.view.windowHeight < 650 && hypercomm.view.isFit")
+    assert search(browser, "77")[1] == "Rank 77"
+    browser.run("hypercomm.view.zoom(3)")
+    frames(browser)
+    scale = browser.run("hypercomm.view.scale")
+    middle = (
+        "hypercomm.view.fromPixels(hypercomm.view.windowWidth / 2, hypercomm.view.windowHeight / 2)"
+    )
+    before = browser.run(middle)
+    browser.resize(1000, 600)
+    browser.wait("hypercomm.view.windowHeight < 550")
+    assert browser.run("hypercomm.view.scale") == scale
+    assert browser.run(middle) == pytest.approx(before)
+    browser.run("document.getElementById('zoom-fit').click()")
+    browser.wait("hypercomm.view.isFit")
+    browser.move(*center_of(browser, 500))
+    assert about(browser)["heading"] == "Rank 500"
+
+
 # TP=4, DP=16, PP=4 on domains of 72: 0 of 64, 12 of 16 and 64 of 64 groups leave a domain.
 def test_groups_that_leave_a_domain(show):
     browser = show(grid_scene("tp=4,dp=16,pp=4", on="host=4,domain=72"))

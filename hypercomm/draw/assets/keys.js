@@ -43,7 +43,7 @@ function onPicture(page, key) {
 function anywhere(page, view, key) {
   if (key === "+" || key === "=") view.zoom(1.5);
   else if (key === "-" || key === "_") view.zoom(1 / 1.5);
-  else if (key === "Home") view.fly(view.whole);
+  else if (key === "Home") page.showAll();
   else if (key === "[") page.stepGroup(-1);
   else if (key === "]") page.stepGroup(1);
   else return toggleByKey(page, key);
@@ -75,7 +75,7 @@ function escape(page, isTyping) {
   } else if (page.held || page.cursor) {
     page.clear();
   } else {
-    page.view.fly(page.view.whole);
+    page.showAll();
   }
 }
 
@@ -88,7 +88,7 @@ function listenToFields(page) {
   const { view, theme, picture } = page;
   byId("zoom-in").onclick = () => view.zoom(1.5);
   byId("zoom-out").onclick = () => view.zoom(1 / 1.5);
-  byId("zoom-fit").onclick = () => view.fly(view.whole);
+  byId("zoom-fit").onclick = () => page.showAll();
   byId("group-before").onclick = () => page.stepGroup(-1);
   byId("group-after").onclick = () => page.stepGroup(1);
   byId("theme").onclick = () => {

@@ -44,9 +44,25 @@ class Page {
       canvas.width = Math.round(width * sharpness);
       canvas.height = Math.round(height * sharpness);
     }
-    this.picture.arrange(width / height);
+    if (this.view.isFit) this.rearrange(width / height);
     this.view.setWindow(width, height);
     this.frame(); // at once: an emptied canvas would flash
+  }
+
+  /** Give the picture the shape of the window; it stays all in sight. */
+  rearrange(aspect) {
+    this.picture.arrange(aspect);
+    this.view.fit();
+  }
+
+  showAll() {
+    const { view, picture } = this;
+    const { width, height } = picture;
+    picture.arrange(view.windowWidth / view.windowHeight);
+    // A picture of another shape than before has no way from one place to the other.
+    const isSame = width === picture.width && height === picture.height;
+    if (isSame) view.fly(view.whole);
+    else view.fit();
   }
 
   changed() {

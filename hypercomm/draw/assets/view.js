@@ -9,12 +9,17 @@ class View {
     this.picture = picture;
     this.changed = changed;
     this.flight = null;
-    this.setWindow(1, 1);
+    Object.assign(this, { windowWidth: 1, windowHeight: 1 });
+    this.fit();
   }
 
+  /** Take a new size: who sees all still does, and who has zoomed in keeps what is in the middle. */
   setWindow(width, height) {
+    const { isFit } = this;
+    const [x, y] = this.fromPixels(this.windowWidth / 2, this.windowHeight / 2);
     Object.assign(this, { windowWidth: width, windowHeight: height });
-    this.fit();
+    if (isFit) this.fit();
+    else this.place({ scale: this.scale, x: x - width / 2 / this.scale, y: y - height / 2 / this.scale });
   }
 
   get fitScale() {
