@@ -2,7 +2,8 @@
 
 const CELL = -1; // the level of a rank; 0 is the innermost level of units, as in the topology
 const PAD = 0.14;
-const HEADERS = [0.36, 0.5, 0.8, 1.3, 2]; // of frames, from the inside to the outside
+const HEADERS = [0.36, 0.6, 0.9, 1.3, 2]; // of frames at least, from the inside to the outside
+const HEADER_SHARE = 0.045; // of a frame's width, so that names grow with what they name
 const GAPS = [0, 0.16, 0.36, 0.8, 1.6, 3]; // between cells, hosts, domains, ...
 
 class Boxes {
@@ -69,7 +70,8 @@ class Boxes {
       const [stepX, stepY] = [width + gap, height + gap];
       const columns = columnsFor(this.kids[level].most, stepX, stepY, isAlone ? aspect : 1.7, isTop);
       const rows = Math.ceil(this.kids[level].most / columns);
-      const header = isTop ? 0 : HEADERS[Math.min(level, HEADERS.length - 1)];
+      const least = HEADERS[Math.min(level, HEADERS.length - 1)];
+      const header = isTop ? 0 : Math.max(least, HEADER_SHARE * columns * stepX);
       const pad = isTop ? 0 : PAD * (1 + level);
       this.frames.push({ columns, stepX, stepY, header, pad, kidWidth: width, kidHeight: height });
       width = columns * stepX - gap + 2 * pad;
@@ -177,7 +179,7 @@ function columnsFor(count, width, height, aspect, isTop) {
     const rows = Math.ceil(count / columns);
     const shape = Math.abs(Math.log((columns * width) / (rows * height) / aspect));
     const empty = (columns * rows - count) / (columns * rows);
-    const isRound = isTop && columns % 8 === 0 ? 0 : isTop && count > 16 ? 0.05 : 0;
+    const isRound = !isTop || count <= 16 || columns % 4 === 0 ? 0 : 0.35;
     const cost = shape + (isTop ? 0.8 : 6) * empty + isRound;
     if (cost < least) [best, least] = [columns, cost];
   }
