@@ -477,6 +477,10 @@ def test_modules(show):
     browser.move(*center_of(browser, 10))
     assert about(browser)["where"] == {"module": "llm", "llm": "tp=2, pp=1"}
     assert about(browser)["groups"] == [["tp", "8 9 10 11"], ["pp", "6 10"]]
+    assert search(browser, "tp=3, pp=1") == ("rank 11", "Rank 11")  # of the first that has them
+    assert search(browser, "llm tp=1")[0] == "rank 5, the first with pp 0"
+    assert search(browser, "vision tp=1,dp=1") == ("rank 3", "Rank 3")
+    assert search(browser, "12")[0] == "no rank 12; there are 0…11"
     browser.run("document.querySelectorAll('#modules button')[1].click()")
     assert pressed(browser) == ["tp=2"]
     browser.move(*center_of(browser, 10))

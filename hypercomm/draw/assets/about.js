@@ -84,7 +84,9 @@ function unitsAround(picture, spot) {
 
 /** "Host gpu-17", but "host17" alone. */
 function unitTitle(level, name) {
-  return name.toLowerCase().startsWith(level) ? name : `${level[0].toUpperCase()}${level.slice(1)} ${name}`;
+  return name.toLowerCase().startsWith(level)
+    ? name
+    : `${level[0].toUpperCase()}${level.slice(1)} ${name}`;
 }
 
 function aboutUnit(picture, spot) {
@@ -100,7 +102,12 @@ function aboutUnit(picture, spot) {
   const groups = [...held.keys()].filter((group) => group >= 0).sort((a, b) => a - b);
   const ranks = `${picture.world.rankAt(low)}…${picture.world.rankAt(high)}`;
   const where = unitsAround(picture, spot).map((each) => [each.name, each.unit]);
-  where.push(["ranks", size === 1 ? String(picture.world.rankAt(low)) : `${ranks}, ${size.toLocaleString("en")} of them`]);
+  where.push([
+    "ranks",
+    size === 1
+      ? String(picture.world.rankAt(low))
+      : `${ranks}, ${size.toLocaleString("en")} of them`,
+  ]);
   if (held.has(SPARE)) where.push(["spare", `${held.get(SPARE)} in no grid`]);
   let whole = 0;
   const some = groups.map((group) => {
@@ -108,7 +115,15 @@ function aboutUnit(picture, spot) {
     const size = grid.groupSize(own);
     const here = held.get(group);
     whole += here === size;
-    return { label: colouring.name(group), number, count: 0, size, here, ranks: [], colour: colouring.fill(group) };
+    return {
+      label: colouring.name(group),
+      number,
+      count: 0,
+      size,
+      here,
+      ranks: [],
+      colour: colouring.fill(group),
+    };
   });
   if (groups.length) where.push(["groups", `${groups.length}, of which ${whole} wholly in here`]);
   const title = unitTitle(name, names[spot.index]);

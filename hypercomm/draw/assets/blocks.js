@@ -8,7 +8,8 @@ function blocksOf(grids, world) {
   if (world.size > 128) {
     const inner = blockLevel(grids, world, LARGEST_BLOCK);
     levels.push(inner);
-    if (inner.names.length > 512) levels.push({ ...blockLevel(grids, world, LARGEST_BLOCK ** 2), name: "large block" });
+    if (inner.names.length > 512)
+      levels.push({ ...blockLevel(grids, world, LARGEST_BLOCK ** 2), name: "large block" });
   }
   if (grids.length > 1 && areDisjoint(grids, world)) levels.push(moduleLevel(grids, world));
   return levels;
@@ -58,7 +59,12 @@ function blockLevel(grids, world, most) {
       of[slot] = bounds.length - 1;
     });
   }
-  return { name: "block", of, names: bounds.map(({ low, high }) => `${low}…${high}`), isGuess: true };
+  return {
+    name: "block",
+    of,
+    names: bounds.map(({ low, high }) => `${low}…${high}`),
+    isGuess: true,
+  };
 }
 
 /** More levels around the outermost one, for as long as it has more units than can be seen at once. */
@@ -72,7 +78,9 @@ function crowded(levels) {
     known.push({
       name: isGuess ? `larger ${name}` : `${LARGEST_BLOCK} ${plural(name)}`,
       of: of.map((unit) => Math.floor(unit / LARGEST_BLOCK)),
-      names: starts.map((unit, i) => `${names[unit].split("…")[0]}…${names[ends[i]].split("…").at(-1)}`),
+      names: starts.map(
+        (unit, i) => `${names[unit].split("…")[0]}…${names[ends[i]].split("…").at(-1)}`,
+      ),
       isGuess: true,
     });
   }
@@ -97,7 +105,8 @@ function shortener({ names, isGuess }) {
 /** Give slots that no unit holds a unit of their own. */
 function complete(level, world) {
   const of = new Int32Array(world.size).fill(-1);
-  for (let slot = 0; slot < of.length; slot++) of[slot] = level.isGuess ? level.of[slot] : level.of[world.rankAt(slot)] ?? -1;
+  for (let slot = 0; slot < of.length; slot++)
+    of[slot] = level.isGuess ? level.of[slot] : (level.of[world.rankAt(slot)] ?? -1);
   let isWhole = true;
   const spare = level.names.length;
   for (let slot = 0; slot < of.length; slot++) {

@@ -68,7 +68,13 @@ class Boxes {
       const isAlone = this.count(level) === 1; // it fills the window, as the picture does
       const gap = GAPS[Math.min(level, GAPS.length - 1)];
       const [stepX, stepY] = [width + gap, height + gap];
-      const columns = columnsFor(this.kids[level].most, stepX, stepY, isAlone ? aspect : 1.7, isTop);
+      const columns = columnsFor(
+        this.kids[level].most,
+        stepX,
+        stepY,
+        isAlone ? aspect : 1.7,
+        isTop,
+      );
       const rows = Math.ceil(this.kids[level].most / columns);
       const least = HEADERS[Math.min(level, HEADERS.length - 1)];
       const header = isTop ? 0 : Math.max(least, HEADER_SHARE * columns * stepX);
@@ -111,7 +117,9 @@ class Boxes {
   }
 
   sizes(level) {
-    return level === this.top ? { kidWidth: this.width, kidHeight: this.height } : this.frames[level + 1];
+    return level === this.top
+      ? { kidWidth: this.width, kidHeight: this.height }
+      : this.frames[level + 1];
   }
 
   /** What stands at a point, no finer than a level: {level, index}, or null. */
@@ -145,7 +153,10 @@ class Boxes {
       const top = y + frame.pad + frame.header;
       const from = Math.max(0, Math.floor((seen.left - left) / frame.stepX));
       const to = Math.min(frame.columns, Math.ceil((seen.right - left) / frame.stepX));
-      const last = Math.min(Math.ceil(count / frame.columns), Math.ceil((seen.bottom - top) / frame.stepY));
+      const last = Math.min(
+        Math.ceil(count / frame.columns),
+        Math.ceil((seen.bottom - top) / frame.stepY),
+      );
       for (let row = Math.max(0, Math.floor((seen.top - top) / frame.stepY)); row < last; row++) {
         for (let column = from; column < to; column++) {
           const turn = row * frame.columns + column;

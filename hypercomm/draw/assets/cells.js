@@ -43,7 +43,8 @@ class CellPicture {
     const finest = detail === "auto" ? CELL : detail;
     while (level > finest) {
       const isFirst = level === boxes.top;
-      const size = Math.min(boxes.sizes(level - 1).kidWidth, boxes.sizes(level - 1).kidHeight) * scale;
+      const size =
+        Math.min(boxes.sizes(level - 1).kidWidth, boxes.sizes(level - 1).kidHeight) * scale;
       const least = level - 1 === CELL ? LEAST_PIXELS : LEAST_HEIGHT;
       const isTooSmall = size < (detail === "auto" ? least : 1);
       if (!isFirst && isTooSmall) break;

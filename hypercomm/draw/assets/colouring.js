@@ -79,7 +79,8 @@ class ChangeColouring extends Colouring {
     super(theme, world, [grid], dims);
     this.otherwise = otherwise;
     this.isKept = new Uint8Array(this.count);
-    if (!dims.size || !otherDims.size || grid.groupSize(dims) !== other.groupSize(otherDims)) return;
+    if (!dims.size || !otherDims.size || grid.groupSize(dims) !== other.groupSize(otherDims))
+      return;
     const there = other.groupOfSlots(otherDims, world);
     const partner = new Int32Array(this.count).fill(PLAIN);
     this.isKept.fill(1);

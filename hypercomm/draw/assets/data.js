@@ -70,7 +70,8 @@ class World {
 
   /** The slot of a rank, -1 where it has none. */
   slotOf(rank) {
-    if (!this.list) return rank >= this.first && rank < this.first + this.size ? rank - this.first : -1;
+    if (!this.list)
+      return rank >= this.first && rank < this.first + this.size ? rank - this.first : -1;
     let low = 0;
     let high = this.list.length;
     while (low < high) {

@@ -31,7 +31,7 @@ class Grid {
 
   /** The coordinates of a rank; null where it is not held. */
   coordsOf(rank) {
-    let rest = this.listed ? this.positions.get(rank) ?? -1 : rank - this.offset;
+    let rest = this.listed ? (this.positions.get(rank) ?? -1) : rank - this.offset;
     const coords = new Array(this.shape.length);
     for (let axis = this.shape.length - 1; axis >= 0; axis--) {
       coords[axis] = Math.floor(rest / this.strides[axis]);
@@ -47,7 +47,10 @@ class Grid {
   }
 
   groupSize(dims) {
-    return this.shape.reduce((product, size, axis) => product * (dims.has(this.dims[axis]) ? size : 1), 1);
+    return this.shape.reduce(
+      (product, size, axis) => product * (dims.has(this.dims[axis]) ? size : 1),
+      1,
+    );
   }
 
   groupCount(dims) {
@@ -78,7 +81,9 @@ class Grid {
     const ranks = [];
     for (;;) {
       ranks.push(this.rankAt(coords));
-      const axis = inner.find((each) => ++coords[each] < this.shape[each] || ((coords[each] = 0), false));
+      const axis = inner.find(
+        (each) => ++coords[each] < this.shape[each] || ((coords[each] = 0), false),
+      );
       if (axis === undefined) return ranks;
     }
   }

@@ -60,7 +60,11 @@ function toggleByKey(page, key) {
     return true;
   }
   const begun = names.filter((dim) => dim.toLowerCase().startsWith(key.toLowerCase()));
-  const dim = /[1-9]/.test(key) ? names[Number(key) - 1] : begun.length === 1 ? begun[0] : undefined;
+  const dim = /[1-9]/.test(key)
+    ? names[Number(key) - 1]
+    : begun.length === 1
+      ? begun[0]
+      : undefined;
   if (dim === undefined) return false;
   page.toggle(dim);
   return true;
@@ -101,7 +105,10 @@ function listenToFields(page) {
     page.changed();
   });
   const query = byId("query");
-  query.placeholder = picture instanceof MatrixPicture ? `${picture.sources[0]}>${picture.targets.at(-1)}` : `${picture.world.rankAt(picture.world.size >> 1)} or ${example(picture)}`;
+  query.placeholder =
+    picture instanceof MatrixPicture
+      ? `${picture.sources[0]}>${picture.targets.at(-1)}`
+      : `${picture.world.rankAt(picture.world.size >> 1)} or ${example(picture)}`;
   query.addEventListener("input", () => showFound(""));
   byId("search").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -115,7 +122,8 @@ function listenToFields(page) {
 function goTo(page, spot) {
   const { picture, view } = page;
   page.moveTo(spot);
-  const isSeen = !spot.pane || spot.level === spot.pane.shown.level || spot.level > spot.pane.shown.level;
+  const isSeen =
+    !spot.pane || spot.level === spot.pane.shown.level || spot.level > spot.pane.shown.level;
   const isLarge = picture.box(spot).width * view.scale > 14;
   if (isSeen && isLarge) return;
   let around = spot;
@@ -124,5 +132,8 @@ function goTo(page, spot) {
   }
   const box = picture.box(around);
   const rim = spot.pane ? 0.6 * box.width : 8;
-  view.open({ x: box.x - rim, y: box.y - rim, width: box.width + 2 * rim, height: box.height + 2 * rim }, 40);
+  view.open(
+    { x: box.x - rim, y: box.y - rim, width: box.width + 2 * rim, height: box.height + 2 * rim },
+    40,
+  );
 }

@@ -23,7 +23,10 @@ class Page {
     });
     listenToKeys(this);
     listenToFields(this);
-    canvas.addEventListener("focus", () => this.isKeyboard() && this.moveTo(this.cursor ?? this.picture.first()));
+    canvas.addEventListener(
+      "focus",
+      () => this.isKeyboard() && this.moveTo(this.cursor ?? this.picture.first()),
+    );
     canvas.addEventListener("blur", () => this.redraw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.changeTheme());
     new ResizeObserver(() => this.resize()).observe(byId("stage"));
@@ -174,7 +177,9 @@ class Page {
       this.number = groups[pane][0] + (pane > 0 ? this.picture.panes[0].colouring.count : 0);
     }
     const count = this.picture.groupCount ?? 0;
-    byId("group-shown").textContent = this.held ? `${this.number} of ${count.toLocaleString("en")}` : `all ${count.toLocaleString("en")}`;
+    byId("group-shown").textContent = this.held
+      ? `${this.number} of ${count.toLocaleString("en")}`
+      : `all ${count.toLocaleString("en")}`;
     this.redraw();
   }
 
@@ -269,7 +274,12 @@ class Page {
 
 function isSame(one, other) {
   if (!one || !other) return one === other;
-  return one.pane === other.pane && one.level === other.level && one.index === other.index && one.bin === other.bin;
+  return (
+    one.pane === other.pane &&
+    one.level === other.level &&
+    one.index === other.index &&
+    one.bin === other.bin
+  );
 }
 
 async function start() {
@@ -279,7 +289,8 @@ async function start() {
   let picture;
   if (scene.kind === "matrix") {
     const given = {};
-    for (const name of ["sources", "targets", "rows", "columns", "amounts"]) given[name] = await unpack(scene[name]);
+    for (const name of ["sources", "targets", "rows", "columns", "amounts"])
+      given[name] = await unpack(scene[name]);
     picture = new MatrixPicture(scene, given, levels, theme);
   } else {
     picture = new RanksPicture(scene, await readGrids(scene), levels, theme);
@@ -291,6 +302,12 @@ async function start() {
 }
 
 start().catch((error) => {
-  byId("stage").append(make("p", { class: "failed", role: "alert" }, `The picture could not be drawn: ${error.message}`));
+  byId("stage").append(
+    make(
+      "p",
+      { class: "failed", role: "alert" },
+      `The picture could not be drawn: ${error.message}`,
+    ),
+  );
   throw error;
 });

@@ -65,7 +65,16 @@ class MatrixPicture {
       ctx.fillStyle = ink;
       ctx.textAlign = "center";
       ctx.textBaseline = "middle";
-      write(ctx, theme, amountText(amount, this.scene.unit).replace(/ (elements|parts)$/, ""), x + side / 2, y + side / 2, side * 0.86, side * 0.26, 500);
+      write(
+        ctx,
+        theme,
+        amountText(amount, this.scene.unit).replace(/ (elements|parts)$/, ""),
+        x + side / 2,
+        y + side / 2,
+        side * 0.86,
+        side * 0.26,
+        500,
+      );
     }
     this.paintHeads(pen, view);
   }
@@ -103,7 +112,9 @@ class MatrixPicture {
     ctx.fillText("sends ↓", fromX - 6, fromY - 11);
     ctx.font = `11px ${theme.font}`;
     const digits = String(Math.max(...[this.sources.at(-1), this.targets.at(-1)])).length;
-    const every = (room) => [1, 2, 4, 8, 16, 32].find((n) => n * view.scale >= room) ?? 2 ** Math.ceil(Math.log2(room / view.scale));
+    const every = (room) =>
+      [1, 2, 4, 8, 16, 32].find((n) => n * view.scale >= room) ??
+      2 ** Math.ceil(Math.log2(room / view.scale));
     const across = every(digits * 7 + 5);
     const down = every(13);
     const head = (text, x, y, isLit) => {
@@ -116,13 +127,21 @@ class MatrixPicture {
       ctx.fillText(text, x, y);
     };
     ctx.textAlign = "center";
-    for (let column = Math.max(0, Math.floor(view.x)); column < Math.min(this.width, view.seen.right); column++) {
+    for (
+      let column = Math.max(0, Math.floor(view.x));
+      column < Math.min(this.width, view.seen.right);
+      column++
+    ) {
       const x = view.toX(column + 0.5);
       if (column % across === 0 && x > left) head(this.targets[column], x, fromY - 11, false);
     }
     if (lit) head(this.targets[lit.column], view.toX(lit.column + 0.5), fromY - 11, true);
     ctx.textAlign = "right";
-    for (let row = Math.max(0, Math.floor(view.y)); row < Math.min(this.height, view.seen.bottom); row++) {
+    for (
+      let row = Math.max(0, Math.floor(view.y));
+      row < Math.min(this.height, view.seen.bottom);
+      row++
+    ) {
       const y = view.toY(row + 0.5);
       if (row % down === 0 && y > top) head(this.sources[row], fromX - 6, y, false);
     }
@@ -151,7 +170,13 @@ class MatrixPicture {
 
   adapt({ row, column }) {
     const { bin } = this;
-    return { row: row - (row % bin), column: column - (column % bin), bin, level: CELL, index: row * this.width + column };
+    return {
+      row: row - (row % bin),
+      column: column - (column % bin),
+      bin,
+      level: CELL,
+      index: row * this.width + column,
+    };
   }
 
   visible(spot) {
@@ -163,7 +188,12 @@ class MatrixPicture {
   }
 
   box({ row, column, bin }) {
-    return { x: column, y: row, width: Math.min(bin, this.width - column), height: Math.min(bin, this.height - row) };
+    return {
+      x: column,
+      y: row,
+      width: Math.min(bin, this.width - column),
+      height: Math.min(bin, this.height - row),
+    };
   }
 
   step(spot, right, down) {
@@ -189,14 +219,25 @@ class MatrixPicture {
     const [from, to] = [ends(this.sources, spot.row), ends(this.targets, spot.column)];
     const amount = this.amountAt(spot);
     const what = amount ? amountText(amount, this.scene.unit) : "nothing";
-    const where = [["sends", this.placed(from)], ["receives", this.placed(to)], ["amount", what]];
-    if (amount && this.scene.unit === "B" && amount >= 1024) where.push(["exactly", `${amount.toLocaleString("en")} B`]);
+    const where = [
+      ["sends", this.placed(from)],
+      ["receives", this.placed(to)],
+      ["amount", what],
+    ];
+    if (amount && this.scene.unit === "B" && amount >= 1024)
+      where.push(["exactly", `${amount.toLocaleString("en")} B`]);
     if (this.scene.whole && amount) {
       where.push(["share", `${((100 * amount) / this.scene.whole).toPrecision(3)} % of the whole`]);
     }
     if (from === to && amount) where.push(["note", "the same rank: it stays where it is"]);
     const heading = `${from} → ${to}`;
-    return { heading, where, groups: [], speech: `Rank ${from} sends ${what} to rank ${to}`, tip: `${heading} · ${what}` };
+    return {
+      heading,
+      where,
+      groups: [],
+      speech: `Rank ${from} sends ${what} to rank ${to}`,
+      tip: `${heading} · ${what}`,
+    };
   }
 
   placed(rank) {

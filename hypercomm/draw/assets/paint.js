@@ -35,13 +35,18 @@ function paintFrame({ ctx, theme }, view, picture, level, unit) {
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
   const room = width - 2 * pad * view.scale;
-  ctx.fillText(fitting(ctx, picture.levels[level], unit, room), left, y + (pad + header * 0.62) * view.scale * 0.86);
+  ctx.fillText(
+    fitting(ctx, picture.levels[level], unit, room),
+    left,
+    y + (pad + header * 0.62) * view.scale * 0.86,
+  );
 }
 
 /** A unit's name, or where that of some unit is too long what tells them apart, or nothing. */
 function fitting(ctx, level, unit, room) {
   const name = level.names[unit];
-  const areAllShort = level.longest <= name.length || ctx.measureText("0".repeat(level.longest)).width <= room;
+  const areAllShort =
+    level.longest <= name.length || ctx.measureText("0".repeat(level.longest)).width <= room;
   if (areAllShort && ctx.measureText(name).width <= room) return name;
   const short = level.short(name);
   return shortened(ctx, short, room) || shortened(ctx, short.replace(/…$/, ""), room);
@@ -90,7 +95,16 @@ function paintCell({ ctx, theme }, view, picture, slot) {
     write(ctx, theme, rank, middle, y + side * (sign ? 0.4 : 0.5), inner * 0.78, side * 0.36, 600);
     write(ctx, theme, sign, middle, y + side * 0.74, inner * 0.86, side * 0.24, 400);
   } else {
-    write(ctx, theme, group < 0 ? "" : picture.colouring.short(group), middle, y + side / 2 + 0.5, inner * 0.9, side * 0.5, 500);
+    write(
+      ctx,
+      theme,
+      group < 0 ? "" : picture.colouring.short(group),
+      middle,
+      y + side / 2 + 0.5,
+      inner * 0.9,
+      side * 0.5,
+      500,
+    );
   }
 }
 
@@ -149,7 +163,8 @@ function paintUnit({ ctx, theme }, view, picture, unit) {
     }
   }
   ctx.restore();
-  if (inner > 5 && picture.isLeft(level, unit)) paintWedge(ctx, left + inner, top + tall, Math.min(tall, inner) * 0.38);
+  if (inner > 5 && picture.isLeft(level, unit))
+    paintWedge(ctx, left + inner, top + tall, Math.min(tall, inner) * 0.38);
   if (!groups.length && held.has(SPARE)) paintSpare(ctx, theme, left, top, inner, tall);
   if (tall < 15 || inner < 24) return;
   ctx.fillStyle = groups.length ? INK_ON_FILL : theme.faint;
@@ -164,7 +179,16 @@ function paintUnit({ ctx, theme }, view, picture, unit) {
   }
   ctx.font = `600 ${Math.min(15, tall * 0.26)}px ${theme.font}`;
   ctx.fillText(fitting(ctx, picture.levels[level], unit, inner * 0.92), middle, y + height * 0.36);
-  write(ctx, theme, groups.length ? many : "no group", middle, y + height * 0.68, inner * 0.9, Math.min(13, tall * 0.22), 400);
+  write(
+    ctx,
+    theme,
+    groups.length ? many : "no group",
+    middle,
+    y + height * 0.68,
+    inner * 0.9,
+    Math.min(13, tall * 0.22),
+    400,
+  );
 }
 
 /** A dark corner, at the right below: a group goes on elsewhere. */
@@ -184,7 +208,8 @@ function lightUp(pen, view, picture, spots) {
   const { left, right, top, bottom } = view.seen;
   for (const index of spots) {
     const box = picture.boxes.box(picture.shown.level, index);
-    if (box.x > right || box.y > bottom || box.x + box.width < left || box.y + box.height < top) continue;
+    if (box.x > right || box.y > bottom || box.x + box.width < left || box.y + box.height < top)
+      continue;
     paintSpot(pen, view, picture, index);
     if (picture.shown.level !== CELL) continue;
     outline(ctx, view, box, theme.ink, Math.min(2, box.width * view.scale * 0.12), 0);
@@ -204,7 +229,13 @@ function outline(ctx, view, box, colour, width, away) {
   ctx.lineWidth = width;
   ctx.beginPath();
   const small = Math.min(wide, tall);
-  ctx.roundRect(x - away, y - away, wide + 2 * away, tall + 2 * away, small > 14 ? 5 : Math.max(0, away));
+  ctx.roundRect(
+    x - away,
+    y - away,
+    wide + 2 * away,
+    tall + 2 * away,
+    small > 14 ? 5 : Math.max(0, away),
+  );
   ctx.stroke();
 }
 

@@ -5,7 +5,8 @@ function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === true) element.setAttribute(name, "");
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value);
   }
   element.append(...children);
   return element;
@@ -26,21 +27,39 @@ function swatch(colour) {
 function showAbout(about, invitation) {
   const place = byId("about");
   if (!about) {
-    place.replaceChildren(make("h2", {}, invitation.heading), make("p", { class: "faint" }, invitation.text),
-      ...invitation.notes.map((note) => make("p", {}, note)));
+    place.replaceChildren(
+      make("h2", {}, invitation.heading),
+      make("p", { class: "faint" }, invitation.text),
+      ...invitation.notes.map((note) => make("p", {}, note)),
+    );
     return;
   }
   const where = make("dl", { class: "where" });
-  for (const [label, text] of about.where) where.append(make("dt", {}, label), make("dd", {}, text));
+  for (const [label, text] of about.where)
+    where.append(make("dt", {}, label), make("dd", {}, text));
   const groups = about.groups.map(groupItem);
   if (about.more > 0) groups.push(make("li", { class: "faint" }, `and ${about.more} more groups`));
-  place.replaceChildren(make("h2", {}, about.heading), where, make("ul", { class: "groups" }, ...groups));
+  place.replaceChildren(
+    make("h2", {}, about.heading),
+    where,
+    make("ul", { class: "groups" }, ...groups),
+  );
 }
 
 function groupItem({ label, number, count, size, ranks, colour, here }) {
   const title = here === undefined ? `group ${number} of ${count.toLocaleString("en")}` : "";
-  const note = here === undefined ? `${size.toLocaleString("en")} ${size === 1 ? "rank" : "ranks"}` : `${here.toLocaleString("en")} of ${size.toLocaleString("en")} ranks`;
-  const head = make("div", { class: "head" }, swatch(colour), make("b", {}, label), ` ${title} `, make("span", { class: "faint" }, note));
+  const note =
+    here === undefined
+      ? `${size.toLocaleString("en")} ${size === 1 ? "rank" : "ranks"}`
+      : `${here.toLocaleString("en")} of ${size.toLocaleString("en")} ranks`;
+  const head = make(
+    "div",
+    { class: "head" },
+    swatch(colour),
+    make("b", {}, label),
+    ` ${title} `,
+    make("span", { class: "faint" }, note),
+  );
   const rest = size > ranks.length ? " …" : "";
   const item = make("li", colour ? { class: "lit" } : {}, head);
   if (ranks.length) item.append(make("div", { class: "ranks" }, ranks.join(" ") + rest));
@@ -54,14 +73,21 @@ function showLegend(picture) {
     const shades = picture.theme.isDark ? [...amounts].reverse() : amounts;
     const ramp = make("div", { class: "ramp" }, ...shades.map((shade) => swatch(shade)));
     const { bin } = picture;
-    const ends = make("div", { class: "ends" }, make("span", {}, "little"), make("span", {}, amountText(picture.bins(bin).largest, picture.scene.unit)));
+    const ends = make(
+      "div",
+      { class: "ends" },
+      make("span", {}, "little"),
+      make("span", {}, amountText(picture.bins(bin).largest, picture.scene.unit)),
+    );
     const title = bin > 1 ? `From ${bin} sources to ${bin} targets` : "From a source to a target";
     place.replaceChildren(make("h3", {}, title), ramp, ends);
     return;
   }
   if (picture.isChange) {
     const { results, marks } = picture.theme.palette;
-    const items = Object.entries(results).map(([name, colour]) => make("li", {}, swatch(colour), `${marks[name]} ${name}`));
+    const items = Object.entries(results).map(([name, colour]) =>
+      make("li", {}, swatch(colour), `${marks[name]} ${name}`),
+    );
     place.replaceChildren(make("h3", {}, "Groups"), make("ul", { class: "inline" }, ...items));
     return;
   }
@@ -69,15 +95,35 @@ function showLegend(picture) {
   const { parts } = picture.panes[0].colouring;
   const last = Math.max(...parts.map(({ grid, own }) => grid.groupCount(own))) - 1;
   const fills = picture.theme.palette.fills.slice(0, last + 1);
-  const items = fills.map((colour, i) => make("li", {}, swatch(colour), parts.length > 1 ? String(i) : `g${i}`));
-  const text = last >= fills.length ? `Group 8 has the colour of group 0, and so on, up to ${last}.` : "";
-  const many = picture.panes[0].shown.level === CELL ? [] : [make("li", {}, swatch(picture.theme.palette.mixed), "many"), make("li", {}, make("span", { class: "wedge", "aria-hidden": "true" }), "a group goes on elsewhere")];
-  const spare = picture.panes[0].colouring.groupOf.includes(SPARE) ? [make("li", {}, swatch(null), "spare")] : [];
+  const items = fills.map((colour, i) =>
+    make("li", {}, swatch(colour), parts.length > 1 ? String(i) : `g${i}`),
+  );
+  const text =
+    last >= fills.length ? `Group 8 has the colour of group 0, and so on, up to ${last}.` : "";
+  const many =
+    picture.panes[0].shown.level === CELL
+      ? []
+      : [
+          make("li", {}, swatch(picture.theme.palette.mixed), "many"),
+          make(
+            "li",
+            {},
+            make("span", { class: "wedge", "aria-hidden": "true" }),
+            "a group goes on elsewhere",
+          ),
+        ];
+  const spare = picture.panes[0].colouring.groupOf.includes(SPARE)
+    ? [make("li", {}, swatch(null), "spare")]
+    : [];
   place.replaceChildren(
     make("h3", {}, `Groups over ${dims}`),
     make("ul", { class: "inline" }, ...items, ...many, ...spare),
     make("p", { class: "faint" }, text),
-    make("p", { class: "faint" }, "Dashed: what else the rank pointed at is in a group with, over one dim."),
+    make(
+      "p",
+      { class: "faint" },
+      "Dashed: what else the rank pointed at is in a group with, over one dim.",
+    ),
   );
 }
 
@@ -92,7 +138,14 @@ function showCrossing(picture) {
       const { count } = pane.colouring;
       if (!count || isGuess) return;
       const label = picture.panes.length > 1 ? `${name}, ${["before", "after"][i]}` : name;
-      rows.push(make("dt", {}, label), make("dd", {}, `${pane.crossing(level).toLocaleString("en")} of ${count.toLocaleString("en")}`));
+      rows.push(
+        make("dt", {}, label),
+        make(
+          "dd",
+          {},
+          `${pane.crossing(level).toLocaleString("en")} of ${count.toLocaleString("en")}`,
+        ),
+      );
     });
   });
   place.append(make("h3", {}, "Groups that leave a"), make("dl", { class: "where" }, ...rows));
@@ -108,14 +161,26 @@ function showDims(picture, toggle) {
   const place = byId("dims");
   const names = picture instanceof MatrixPicture || picture.isChange ? [] : picture.dimNames;
   place.hidden = names.length === 0;
-  place.replaceChildren(...names.map((dim, i) => {
-    const sizes = picture.shownGrids.filter((grid) => grid.dims.includes(dim)).map((grid) => grid.shape[grid.dims.indexOf(dim)]);
-    const size = new Set(sizes).size === 1 ? `=${sizes[0]}` : "";
-    const button = make("button", { type: "button", "aria-pressed": String(picture.dims.has(dim)), title: `${dim} on or off  ${i + 1}` }, `${dim}${size}`);
-    if (i < 9) button.append(make("kbd", { "aria-hidden": "true" }, String(i + 1)));
-    button.addEventListener("click", () => toggle(dim));
-    return button;
-  }));
+  place.replaceChildren(
+    ...names.map((dim, i) => {
+      const sizes = picture.shownGrids
+        .filter((grid) => grid.dims.includes(dim))
+        .map((grid) => grid.shape[grid.dims.indexOf(dim)]);
+      const size = new Set(sizes).size === 1 ? `=${sizes[0]}` : "";
+      const button = make(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(picture.dims.has(dim)),
+          title: `${dim} on or off  ${i + 1}`,
+        },
+        `${dim}${size}`,
+      );
+      if (i < 9) button.append(make("kbd", { "aria-hidden": "true" }, String(i + 1)));
+      button.addEventListener("click", () => toggle(dim));
+      return button;
+    }),
+  );
 }
 
 /** Every combination of dims, with how many groups of how many ranks. */
@@ -145,14 +210,28 @@ function showModules(picture, choose) {
   place.hidden = scene.kind !== "grid" || grids.length < 2;
   if (place.hidden) return;
   const buttons = grids.map((grid, i) => {
-    const button = make("button", { type: "button", "aria-pressed": String(picture.grid === i), class: "module" },
-      make("span", { class: "letter" }, letterOf(i)), make("b", {}, grid.name || `grid ${i}`), make("span", {}, grid.title), make("span", { class: "faint" }, `${grid.size.toLocaleString("en")} ranks from ${grid.first}`));
+    const button = make(
+      "button",
+      { type: "button", "aria-pressed": String(picture.grid === i), class: "module" },
+      make("span", { class: "letter" }, letterOf(i)),
+      make("b", {}, grid.name || `grid ${i}`),
+      make("span", {}, grid.title),
+      make(
+        "span",
+        { class: "faint" },
+        `${grid.size.toLocaleString("en")} ranks from ${grid.first}`,
+      ),
+    );
     button.addEventListener("click", () => choose(i));
     return button;
   });
   const items = [];
   if (areDisjoint(grids, picture.world)) {
-    const all = make("button", { type: "button", "aria-pressed": String(picture.grid < 0), class: "module" }, make("b", {}, "all"));
+    const all = make(
+      "button",
+      { type: "button", "aria-pressed": String(picture.grid < 0), class: "module" },
+      make("b", {}, "all"),
+    );
     all.addEventListener("click", () => choose(-1));
     items.push(all);
   }
@@ -160,11 +239,28 @@ function showModules(picture, choose) {
   buttons.forEach((button, i) => {
     items.push(button);
     if (isChain && scene.edges.some(([from]) => from === i)) {
-      items.push(make("span", { class: "arrow", title: `${grids[i].name} sends to ${grids[i + 1].name}`, role: "img", "aria-label": "sends to" }, "→"));
+      items.push(
+        make(
+          "span",
+          {
+            class: "arrow",
+            title: `${grids[i].name} sends to ${grids[i + 1].name}`,
+            role: "img",
+            "aria-label": "sends to",
+          },
+          "→",
+        ),
+      );
     }
   });
   if (scene.edges.length && !isChain) {
-    items.push(make("span", { class: "edges" }, scene.edges.map(([from, to]) => `${grids[from].name} → ${grids[to].name}`).join(",  ")));
+    items.push(
+      make(
+        "span",
+        { class: "edges" },
+        scene.edges.map(([from, to]) => `${grids[from].name} → ${grids[to].name}`).join(",  "),
+      ),
+    );
   }
   place.replaceChildren(...items);
 }
@@ -177,14 +273,28 @@ function showChanges(picture, choose) {
   const { results, marks } = picture.theme.palette;
   const rows = picture.scene.changes.map((change, i) => {
     const colour = results[change.result];
-    const button = make("button", { type: "button", "aria-pressed": String(picture.row === i) },
+    const button = make(
+      "button",
+      { type: "button", "aria-pressed": String(picture.row === i) },
       swatch(colour ?? picture.theme.palette.mixed),
-      make("span", { class: "names" }, `${change.before.join("+") || "–"} → ${change.after.join("+") || "–"}`),
-      make("span", { class: "faint" }, `${change.counts} ${marks[change.result] ?? "±"} ${change.result}${change.result === "partly" ? `, ${change.kept} kept` : ""}`));
+      make(
+        "span",
+        { class: "names" },
+        `${change.before.join("+") || "–"} → ${change.after.join("+") || "–"}`,
+      ),
+      make(
+        "span",
+        { class: "faint" },
+        `${change.counts} ${marks[change.result] ?? "±"} ${change.result}${change.result === "partly" ? `, ${change.kept} kept` : ""}`,
+      ),
+    );
     button.addEventListener("click", () => choose(i));
     return make("li", {}, button);
   });
-  place.replaceChildren(make("h3", {}, "Groups over, before → after"), make("ul", { class: "rows" }, ...rows));
+  place.replaceChildren(
+    make("h3", {}, "Groups over, before → after"),
+    make("ul", { class: "rows" }, ...rows),
+  );
   const chosen = rows[picture.row];
   chosen.parentElement.scrollTop = chosen.offsetTop - chosen.parentElement.offsetTop - 40;
 }
@@ -193,7 +303,11 @@ function showDetails(picture, choose) {
   const label = byId("detail-label");
   label.hidden = picture instanceof MatrixPicture || !picture.levels.length;
   if (label.hidden) return;
-  const options = [["auto", "what fits"], [String(CELL), "ranks"], ...picture.levels.map(({ name }, level) => [String(level), plural(name)])];
+  const options = [
+    ["auto", "what fits"],
+    [String(CELL), "ranks"],
+    ...picture.levels.map(({ name }, level) => [String(level), plural(name)]),
+  ];
   const select = byId("detail");
   select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
   select.onchange = () => choose(select.value === "auto" ? "auto" : Number(select.value));

@@ -8,7 +8,9 @@ class RanksPicture {
     this.isGuess = levels.length === 0;
     const known = this.isGuess ? blocksOf(grids, this.world) : levels;
     this.levels = crowded(known.map((level) => complete(level, this.world)));
-    this.panes = (this.isChange ? grids : [null]).map(() => new CellPicture(this.world, this.levels));
+    this.panes = (this.isChange ? grids : [null]).map(
+      () => new CellPicture(this.world, this.levels),
+    );
     this.places = this.panes.map(() => ({ x: 0, y: 0 }));
     this.inset = { left: 0, top: this.isChange ? 26 : 0 };
     this.grid = this.isChange || grids.length === 1 || !areDisjoint(grids, this.world) ? 0 : -1; // -1: all
@@ -22,7 +24,12 @@ class RanksPicture {
 
   firstDim() {
     const grid = this.shownGrids[0];
-    return grid.dims[Math.max(0, grid.shape.findIndex((size) => size > 1))];
+    return grid.dims[
+      Math.max(
+        0,
+        grid.shape.findIndex((size) => size > 1),
+      )
+    ];
   }
 
   get shownGrids() {
@@ -60,7 +67,9 @@ class RanksPicture {
     for (const pane of this.panes) pane.arrange(aspect * share);
     const { width, height } = this.panes[0];
     const gap = this.isChange ? Math.max(0.8, height * 0.08) : 0;
-    this.places = this.panes.map((_, i) => (isWide ? { x: i * (width + gap), y: 0 } : { x: 0, y: i * (height + gap) }));
+    this.places = this.panes.map((_, i) =>
+      isWide ? { x: i * (width + gap), y: 0 } : { x: 0, y: i * (height + gap) },
+    );
     const last = this.places.at(-1);
     this.width = last.x + width;
     this.height = last.y + height;
@@ -95,7 +104,11 @@ class RanksPicture {
     ctx.textBaseline = "bottom";
     const text = `${i ? "After" : "Before"}  ${this.grids[i].title}`;
     const room = this.panes[0].width * view.scale;
-    ctx.fillText(shortened(ctx, text, Math.max(room, 60)), view.toX(this.places[i].x), view.toY(this.places[i].y) - 6);
+    ctx.fillText(
+      shortened(ctx, text, Math.max(room, 60)),
+      view.toX(this.places[i].x),
+      view.toY(this.places[i].y) - 6,
+    );
   }
 
   /** Fade all but some groups, given for each pane; where they are nearly all, nothing fades. */
@@ -115,7 +128,14 @@ class RanksPicture {
         ringOthers(pen, own, pane, this.otherSlots(spot));
       }
       const box = pane.box(spot);
-      outline(pen.ctx, own, box, pane === spot.pane ? pen.theme.focus : pen.theme.ink, pane === spot.pane ? 3 : 1.5, 1);
+      outline(
+        pen.ctx,
+        own,
+        box,
+        pane === spot.pane ? pen.theme.focus : pen.theme.ink,
+        pane === spot.pane ? 3 : 1.5,
+        1,
+      );
     }
   }
 
@@ -207,7 +227,13 @@ class RanksPicture {
   get summary() {
     const shown = this.isChange ? this.grids : this.shownGrids;
     const grids = shown.map((grid) => [grid.name, grid.title].filter(Boolean).join(" ")).join("; ");
-    const total = this.levels.filter(({ isGuess }) => !isGuess).map(({ name, names }) => `${names.length.toLocaleString("en")} ${names.length === 1 ? name : plural(name)}`).join(", ");
+    const total = this.levels
+      .filter(({ isGuess }) => !isGuess)
+      .map(
+        ({ name, names }) =>
+          `${names.length.toLocaleString("en")} ${names.length === 1 ? name : plural(name)}`,
+      )
+      .join(", ");
     const held = this.isChange ? this.world.size : shown.reduce((sum, grid) => sum + grid.size, 0);
     return `${held.toLocaleString("en")} ranks, ${grids}${total ? `, in ${total}` : ""}`;
   }

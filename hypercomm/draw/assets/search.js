@@ -8,17 +8,22 @@ function find(picture, typed) {
 }
 
 function findRank(picture, text) {
-  const grid = picture.shownGrids.find((each) => text.split(/[=,\s]+/).some((word) => each.dims.includes(word)));
-  if (/^(rank\s*)?\d+$/i.test(text)) {
-    const rank = Number(text.replace(/\D/g, ""));
-    const slot = picture.world.slotOf(rank);
-    const { first, size } = picture.world;
-    const last = picture.world.rankAt(size - 1);
-    if (slot < 0) return { error: `no rank ${rank}; there are ${picture.world.list ? `${size} from ${picture.world.rankAt(0)} to` : `${first}…`}${picture.world.list ? " " : ""}${last}` };
-    return { spot: cellSpot(picture, slot), text: `rank ${rank}` };
-  }
-  if (text.includes("=") && (grid || /^\s*\w+\s*=/.test(text))) return findCoordinates(picture, grid ?? picture.shownGrids[0], text);
-  return findUnit(picture, text);
+  if (/^(rank\s*)?\d+$/i.test(text)) return findNumber(picture, Number(text.replace(/\D/g, "")));
+  if (!text.includes("=")) return findUnit(picture, text);
+  const grids = picture.isChange ? picture.grids : picture.shownGrids;
+  const named = grids.filter(({ name }) => name && text.startsWith(`${name} `)); // "llm tp=3"
+  const asked = named.length ? text.slice(named[0].name.length) : text;
+  const every = (named.length ? named : grids).map((grid) => findCoordinates(picture, grid, asked));
+  return every.find(({ spot }) => spot) ?? every[0];
+}
+
+function findNumber(picture, rank) {
+  const { world } = picture;
+  const slot = world.slotOf(rank);
+  if (slot >= 0) return { spot: cellSpot(picture, slot), text: `rank ${rank}` };
+  const [first, last] = [world.rankAt(0), world.rankAt(world.size - 1)];
+  const between = world.list ? `${world.size}, from ${first} to ${last}` : `${first}…${last}`;
+  return { error: `no rank ${rank}; there are ${between}` };
 }
 
 function findCoordinates(picture, grid, text) {
@@ -48,10 +53,15 @@ function cellSpot(picture, index) {
 /** A host or another unit by its name, or by the end of it. */
 function findUnit(picture, text) {
   const wanted = text.toLowerCase();
-  for (const match of [(name) => name === wanted, (name) => name.endsWith(wanted), (name) => name.includes(wanted)]) {
+  for (const match of [
+    (name) => name === wanted,
+    (name) => name.endsWith(wanted),
+    (name) => name.includes(wanted),
+  ]) {
     for (const [level, { name, names }] of picture.levels.entries()) {
       const index = names.findIndex((each) => match(each.toLowerCase()));
-      if (index >= 0) return { spot: { pane: picture.panes[0], level, index }, text: `${name} ${names[index]}` };
+      if (index >= 0)
+        return { spot: { pane: picture.panes[0], level, index }, text: `${name} ${names[index]}` };
     }
   }
   return { error: `"${text}" is no rank, no coordinates like ${example(picture)}, and no host` };
@@ -59,17 +69,30 @@ function findUnit(picture, text) {
 
 function example(picture) {
   const grid = picture.shownGrids[0];
-  return grid.dims.slice(0, 2).map((dim, axis) => `${dim}=${grid.shape[axis] - 1}`).join(",");
+  return grid.dims
+    .slice(0, 2)
+    .map((dim, axis) => `${dim}=${grid.shape[axis] - 1}`)
+    .join(",");
 }
 
 function findPair(picture, text) {
-  const [source, target] = text.split(/\s*(?:>|→|,|\s|to)\s*/).filter(Boolean).map(Number);
+  const [source, target] = text
+    .split(/\s*(?:>|→|,|\s|to)\s*/)
+    .filter(Boolean)
+    .map(Number);
   const row = picture.rowOf.get(source);
-  if (row === undefined) return { error: `rank ${text.split(/\D/)[0] || text} sends nothing here; try ${picture.sources[0]}>${picture.targets[0]}` };
-  if (target !== undefined && !picture.columnOf.has(target)) return { error: `rank ${target} receives nothing here` };
+  if (row === undefined)
+    return {
+      error: `rank ${text.split(/\D/)[0] || text} sends nothing here; try ${picture.sources[0]}>${picture.targets[0]}`,
+    };
+  if (target !== undefined && !picture.columnOf.has(target))
+    return { error: `rank ${target} receives nothing here` };
   let column = picture.columnOf.get(target);
   for (let each = 0; column === undefined && each < picture.width; each++) {
     if (picture.cells.has(row * picture.width + each)) column = each;
   }
-  return { spot: { row, column: column ?? 0, bin: 1, level: CELL, index: 0 }, text: `${source} → ${picture.targets[column ?? 0]}` };
+  return {
+    spot: { row, column: column ?? 0, bin: 1, level: CELL, index: 0 },
+    text: `${source} → ${picture.targets[column ?? 0]}`,
+  };
 }

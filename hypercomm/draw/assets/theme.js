@@ -33,7 +33,10 @@ class Theme {
   /** The shade of an amount and the ink on it: more is darker, but in the dark lighter. */
   shade(amount, largest) {
     const { amounts } = this.palette;
-    const step = Math.min(amounts.length - 1, Math.floor((amount * amounts.length) / Math.max(largest, 1)));
+    const step = Math.min(
+      amounts.length - 1,
+      Math.floor((amount * amounts.length) / Math.max(largest, 1)),
+    );
     const index = this.isDark ? amounts.length - 1 - step : step;
     return { fill: amounts[index], ink: index < 4 ? INK_ON_FILL : "#ffffff" };
   }

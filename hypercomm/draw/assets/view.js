@@ -19,7 +19,12 @@ class View {
     const [x, y] = this.fromPixels(this.windowWidth / 2, this.windowHeight / 2);
     Object.assign(this, { windowWidth: width, windowHeight: height });
     if (isFit) this.fit();
-    else this.place({ scale: this.scale, x: x - width / 2 / this.scale, y: y - height / 2 / this.scale });
+    else
+      this.place({
+        scale: this.scale,
+        x: x - width / 2 / this.scale,
+        y: y - height / 2 / this.scale,
+      });
   }
 
   get fitScale() {
@@ -37,7 +42,10 @@ class View {
 
   /** The place that shows all, in the middle. */
   get whole() {
-    return this.around({ x: 0, y: 0, width: this.picture.width, height: this.picture.height }, this.fitScale);
+    return this.around(
+      { x: 0, y: 0, width: this.picture.width, height: this.picture.height },
+      this.fitScale,
+    );
   }
 
   around(box, scale) {
@@ -82,7 +90,11 @@ class View {
 
   pan(right, down) {
     this.stop();
-    this.place({ scale: this.scale, x: this.x - right / this.scale, y: this.y - down / this.scale });
+    this.place({
+      scale: this.scale,
+      x: this.x - right / this.scale,
+      y: this.y - down / this.scale,
+    });
   }
 
   /** Go to a place, but keep the middle of the window inside the picture. */
@@ -99,7 +111,11 @@ class View {
   /** Show a box as large as the window allows, moving there unless motion is unwanted. */
   open(box, largest = LARGEST_CELL) {
     const room = 0.86;
-    const scale = Math.min((this.windowWidth * room) / box.width, (this.windowHeight * room) / box.height, largest);
+    const scale = Math.min(
+      (this.windowWidth * room) / box.width,
+      (this.windowHeight * room) / box.height,
+      largest,
+    );
     this.fly(this.around(box, Math.max(scale, this.fitScale)));
   }
 
@@ -107,8 +123,10 @@ class View {
   reveal(box) {
     const { left, top, right, bottom } = this.seen;
     const rim = 30 / this.scale;
-    const x = box.x - rim < left ? box.x - rim : Math.max(left, left + box.x + box.width + rim - right);
-    const y = box.y - rim < top ? box.y - rim : Math.max(top, top + box.y + box.height + rim - bottom);
+    const x =
+      box.x - rim < left ? box.x - rim : Math.max(left, left + box.x + box.width + rim - right);
+    const y =
+      box.y - rim < top ? box.y - rim : Math.max(top, top + box.y + box.height + rim - bottom);
     if (x !== left || y !== top) this.place({ scale: this.scale, x, y });
   }
 
@@ -125,8 +143,15 @@ class View {
       const eased = part * (2 - part);
       const scale = from.scale * (goal.scale / from.scale) ** eased;
       // The share of the way that keeps the picture from swaying while its scale changes.
-      const way = from.scale === goal.scale ? eased : (1 / from.scale - 1 / scale) / (1 / from.scale - 1 / goal.scale);
-      this.place({ scale, x: from.x + (goal.x - from.x) * way, y: from.y + (goal.y - from.y) * way });
+      const way =
+        from.scale === goal.scale
+          ? eased
+          : (1 / from.scale - 1 / scale) / (1 / from.scale - 1 / goal.scale);
+      this.place({
+        scale,
+        x: from.x + (goal.x - from.x) * way,
+        y: from.y + (goal.y - from.y) * way,
+      });
       this.flight = part < 1 ? requestAnimationFrame(step) : null;
     };
     this.flight = requestAnimationFrame(step);
@@ -153,12 +178,16 @@ function listenToPointers(canvas, view, { pointed, clicked, left }) {
   };
   const here = (event) => ({ x: event.offsetX, y: event.offsetY });
 
-  canvas.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
-    if (event.shiftKey) view.pan(-event.deltaY * lines, 0);
-    else view.zoom(Math.exp(-event.deltaY * lines * 0.0022), event.offsetX, event.offsetY);
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
+      if (event.shiftKey) view.pan(-event.deltaY * lines, 0);
+      else view.zoom(Math.exp(-event.deltaY * lines * 0.0022), event.offsetX, event.offsetY);
+    },
+    { passive: false },
+  );
 
   canvas.addEventListener("pointerdown", (event) => {
     down.set(event.pointerId, here(event));
