@@ -18,6 +18,9 @@ from hypercomm.layout.reading.notation import format_coords
 _LINES, _COLUMNS = 24, 80
 """The smallest screen that is thought of; the shell's next line is one of its lines."""
 
+_NARROW = 60
+"""Columns below which strides and sockets are left out."""
+
 _FIXED = 2 + 3 + 2
 """Lines that are always there: the head of the groups, the communicators, and what they say."""
 
@@ -77,16 +80,19 @@ def show(lines: Sequence[str], found: dict[str, Any], left_out: int) -> None:
 
 
 def _groups(found: dict[str, Any]) -> Any:
-    titles = map(numbers, ("groups", "size", "strides", "hosts"))
+    is_narrow = console().width < _NARROW
+    titles = map(numbers, ("groups", "size", *(() if is_narrow else ("strides",)), "hosts"))
     own = Column(f"group of rank {found['rank']}", no_wrap=True)
-    made = table(Column("dims", no_wrap=True), *titles, own, show_edge=False)
-    for groups in found["groups"]:
+    names = [escape(str(Key(groups["view"], groups["dims"]))) for groups in found["groups"]]
+    dims = Column("dims", no_wrap=True, min_width=max(map(len, names), default=0))
+    made = table(dims, *titles, own, show_edge=False)
+    for name, groups in zip(names, found["groups"], strict=True):
         example = groups["example"]
         made.add_row(
-            escape(str(Key(groups["view"], groups["dims"]))),
+            name,
             f"{groups['groups']:,}",
             f"{groups['size']:,}",
-            " ".join(map(str, groups["strides"])),
+            *(() if is_narrow else (" ".join(map(str, groups["strides"])),)),
             "..".join(f"{count:,}" for count in dict.fromkeys(groups["hosts_per_group"])),
             " ".join(map(str, example))
             if groups["size"] <= 4
@@ -97,15 +103,19 @@ def _groups(found: dict[str, Any]) -> Any:
 
 def _show_communicators(found: dict[str, Any]) -> None:
     out, all_of_them = console(), found["communicators"]
-    titles = ("groups", "NCCL", "gloo", "shared", "NCCL", "gloo")
-    made = table("each rank's", *map(numbers, titles), box=None, header_style="bold")
+    is_narrow = out.width < _NARROW
+    sockets = () if is_narrow else ("gloo",)
+    titles = ("groups", "NCCL", *sockets, "shared", "NCCL", *sockets)
+    label = Column("" if is_narrow else "each rank's", no_wrap=True)
+    made = table(label, *map(numbers, titles), box=None, header_style="bold")
     listed = len(found["groups"])
-    for title, key in (("single dims", "single_dims"), (f"all {listed} above", "groups")):
+    rows = {"single dims": "single_dims", f"all {listed} above": "groups"}
+    for title, key in rows.items():
         cells: list[str] = []
         for counted in (all_of_them[key]["never"], all_of_them[key]["identical"]):
-            groups, sockets = counted["process_groups"], counted["gloo_sockets"]
-            cells += [f"{groups:,}", _size(counted["nccl_bytes"]), f"{sockets:,}"]
-        made.add_row(title, *cells)
+            cells += [f"{counted['process_groups']:,}", _size(counted["nccl_bytes"])]
+            cells += [f"{counted['gloo_sockets']:,}" for _ in sockets]
+        made.add_row(title.rpartition(" ")[0] if is_narrow else title, *cells)
     out.print(made)
     each = _size(all_of_them["nccl_bytes_each"])
     out.print(
