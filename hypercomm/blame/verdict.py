@@ -300,15 +300,17 @@ def _absent(
         and wait.call.op != FROM_ANYBODY
         and (wait.call.peer is None or is_in(evidence, wait.rank, wait.call))
     ]
+    taking = [wait for wait in waits if wait.rank == rank and wait.call.op == FROM_ANYBODY]
+    says = says_stuck(evidence, inside) if inside else says_absent(evidence, rank, direct, waiting)
+    if taking and not inside:
+        says += f"; {says_stuck(evidence, taking)}"
     return Finding(
         kind="stuck" if inside else kind,
-        culprits=() if inside or kind == "unreadable" else (rank,),
+        culprits=() if inside or taking or kind == "unreadable" else (rank,),
         involved=(rank,),
         waits=direct,
         waiting=waiting,
-        says=says_stuck(evidence, inside)
-        if inside
-        else says_absent(evidence, rank, direct, waiting),
+        says=says,
     )
 
 

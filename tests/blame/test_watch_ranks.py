@@ -94,9 +94,11 @@ def test_posted_early(tmp_path):
     assert "in endless_loop" in str(verdict)
 
 
-# A rank that takes a message from anybody, and gets none, waits: for whom, nothing tells.
-def test_from_anybody(tmp_path):
-    args = str(tmp_path / "records"), str(tmp_path / "kept")
+# A rank that takes a message from anybody, and gets none, waits: for whom, nothing tells. So it is
+# not to blame either where others wait for it.
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_from_anybody(tmp_path, is_awaited):
+    args = str(tmp_path / "records"), str(tmp_path / "kept"), is_awaited
     with contextlib.suppress(RankFailedError):
         run_ranks(blame_ranks.from_anybody, 3, args=args, timeout=60)
     verdict = blame(tmp_path / "kept")
@@ -104,3 +106,5 @@ def test_from_anybody(tmp_path):
     assert str(verdict).startswith("rank 2 (dp=2; host ")
     assert "waits in recv number 1 from anybody in WORLD (ranks 0..2) at " in str(verdict)
     assert "in takes_from_anybody, and no member is known to have sent to it" in str(verdict)
+    missed = "has not entered all_reduce number 2 of WORLD (ranks 0..2), in which ranks 0..1 wait"
+    assert (missed in str(verdict)) == is_awaited

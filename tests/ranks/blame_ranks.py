@@ -203,16 +203,18 @@ def takes_from_anybody():
     dist.recv(torch.ones(1))
 
 
-def from_anybody(folder, kept):
-    """Rank 2 takes what nobody sends; the others are done, and stay."""
+def from_anybody(folder, kept, is_awaited):
+    """Rank 2 takes what nobody sends; the others are done, or wait for it."""
     rank = dist.get_rank()
     grid = HyperCommGrid([3], ["dp"])
     if rank == 0:
-        expected = {0: 1, 1: 1, 2: 2}
+        expected = {0: 1 + is_awaited, 1: 1 + is_awaited, 2: 2}
         threading.Thread(target=keep, args=(folder, kept, expected), daemon=True).start()
     threading.Thread(target=end, args=(kept,), daemon=True).start()
     with grid.watch(0.3, folder):
         dist.barrier()
         if rank == 2:
             takes_from_anybody()
+        elif is_awaited:
+            dist.all_reduce(torch.ones(1))
     time.sleep(60)
