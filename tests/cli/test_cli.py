@@ -124,7 +124,7 @@ def session_of(process):
 
 
 def assert_session_is_empty(process):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON_S
     while session_of(process) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not session_of(process)
@@ -161,7 +161,7 @@ def test_ctrl_c_at_the_start(seconds):
             time.sleep(0.01)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert_session_is_empty(process)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from busy import late_s
 from ranks import rank_functions
 
 from hypercomm.errors import LaunchError, LayoutError, NotInitializedError, RankFailedError
@@ -24,7 +25,7 @@ def is_alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def assert_gone(pids, seconds=5):
+def assert_gone(pids, seconds=20):
     deadline = time.monotonic() + seconds
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -88,7 +89,7 @@ def test_a_rank_that_dies(function, args, reason):
     pids, begin = [], time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         run_ranks(function, 4, args=args, on_message=lambda _, pid: pids.append(pid))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < late_s(10)
     assert caught.value.rank == args[0]
     assert caught.value.reason.startswith(reason)
     assert_gone(pids)
@@ -173,7 +174,9 @@ if __name__ == "__main__":
 
 # Whatever ends the caller, its ranks and the fork server end with it.
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_caller_that_ends(tmp_path, number):
     script = tmp_path / "script.py"
@@ -192,9 +195,9 @@ def test_a_caller_that_ends(tmp_path, number):
             os.killpg(caller.pid, number)  # as a terminal does
         else:
             caller.send_signal(number)
-        caller.communicate(timeout=10)
+        caller.communicate(timeout=30)
     assert_gone(pids)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
             os.killpg(caller.pid, 0)  # fails once no process of the session is left

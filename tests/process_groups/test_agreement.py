@@ -20,7 +20,7 @@ USUAL = [{"dims": "tp"}, {"dims": "dp"}, {"dims": ["tp", "dp"]}]
 # A rank with another tp size, order, offset or set of dims is named within five seconds, with both
 # values, by itself or by those that wait for it; nothing is left; and all can build the same grid.
 @pytest.mark.long
-@pytest.mark.parametrize("comes", ["first", "last"])
+@pytest.mark.parametrize("comes", [pytest.param("first", marks=pytest.mark.slow), "last"])
 @pytest.mark.parametrize(
     ("odd", "arguments", "words"),
     [
