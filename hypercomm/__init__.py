@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hypercomm.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
     from hypercomm.joining import Renewed as Renewed
-    from hypercomm.joining import join as join
     from hypercomm.joining import live_topology as live_topology
     from hypercomm.joining import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks

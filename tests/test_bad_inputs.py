@@ -257,7 +257,6 @@ GOOD = {
     "name": lambda: "named",
     "nprocs": lambda: 2,
     "numerator": lambda: 6,
-    "on": lambda: 8,
     "order": lambda: "tp-cp-ep-dp-pp",
     "parallel_size": lambda: [2, 2, 2],
     "periodic": lambda: True,
