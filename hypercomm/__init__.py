@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hypercomm.joining import Renewed as Renewed
     from hypercomm.joining import live_topology as live_topology
     from hypercomm.joining import renew_world as renew_world
+    from hypercomm.joining.join import join as join
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
