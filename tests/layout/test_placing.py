@@ -483,13 +483,13 @@ def test_bad_calls(call, error, says):
     assert str(caught.value) == says
 
 
-# Six dims on 16,384 GPUs take less than two seconds, proposals included.
+# Six dims on 16,384 GPUs take less than two seconds, proposals included; of the processor's, as the
+# machine may be busy.
 @pytest.mark.alone
 def test_speed():
     traffic = "tp=40G,cp=3G,ep=10G,dp=6G,pp=0.1G,x=1G"
-    sizes = "tp=4,cp=2,ep=8,dp=8,pp=16,x=2"
-    start = time.perf_counter()
-    placed = place(sizes, on="4,72,576", traffic=traffic)
-    assert time.perf_counter() - start < 2
+    start = time.process_time()
+    placed = place("tp=4,cp=2,ep=8,dp=8,pp=16,x=2", on="4,72,576", traffic=traffic)
+    assert time.process_time() - start < 2
     assert placed.layout.size == 16384
     assert [proposal.kind for proposal in placed.proposals] == ["spare", "order"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import attrs
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.layout.placing.placed import Placed, Proposal, look
-from hypercomm.layout.placing.search import MOST_DIMS, Costs, Dims, best_order
+from hypercomm.layout.placing.search import MOST_DIMS, Cost, Costs, Dims, best_order
 from hypercomm.layout.placing.spread import units_of_groups
 from hypercomm.layout.placing.traffic import Traffic, kind_of
 from hypercomm.layout.rank_layout import RankLayout
@@ -52,8 +52,7 @@ class _Now:
         """Propose an order of dims on some GPUs."""
         now = self.placed
         ranks = now.layout.ranks if topology is now.topology else range(now.layout.size)
-        shape = [self.sizes[dim] for dim in order]
-        layout = RankLayout(shape, order, ranks=ranks)
+        layout = _numbered(self.sizes, order, ranks)
         return Proposal(kind, words, self.seen(layout, topology, now.traffic, gpus), now)
 
     def seen(
@@ -76,6 +75,14 @@ class _Now:
             groups=[layout.order_dims(dims) for dims in more if {*dims} <= {*layout.dim_names}],
             gpus=gpus,
         )
+
+
+def _numbered(sizes: Mapping[str, int], order: Dims, ranks: Sequence[int]) -> RankLayout:
+    """Number ranks in an order of dims; ranks without gaps need no list."""
+    shape = [sizes[dim] for dim in order]
+    if isinstance(ranks, range):
+        return RankLayout(shape, order, ranks.start)
+    return RankLayout(shape, order, ranks=ranks)
 
 
 def propose(placed: Placed, machine: Machine) -> tuple[Proposal, ...]:
@@ -108,9 +115,9 @@ def propose(placed: Placed, machine: Machine) -> tuple[Proposal, ...]:
             if best.kind == "spare" and best.placed.cost.scaled(1) > floor.scaled(_WORTH):
                 continue
             made.append(best)
-    split = min(_splits(now, costs), key=lambda one: one.placed.cost, default=None)
-    if split is not None and split.placed.cost.scaled(1) < floor.scaled(_WORTH):
-        made.append(split)
+    split = min(_splits(now, costs), key=lambda one: one.cost, default=None)
+    if split is not None and split.cost.scaled(1) < floor.scaled(_WORTH):
+        made.append(split.proposal(now))
     made.sort(key=lambda one: one.placed.cost)
     return (*made, *_sizes(now))
 
@@ -202,7 +209,23 @@ def _using(now: _Now, name: str, used: int, largest: int) -> Proposal | None:
 # ---- a dim in two -------------------------------------------------------------------------------
 
 
-def _splits(now: _Now, costs: Costs) -> Iterator[Proposal]:
+@attrs.frozen
+class _Split:
+    """A dim in two: the sizes then, their best order and its cost."""
+
+    words: str
+    sizes: Mapping[str, int]
+    traffic: Mapping[Dims, Traffic]
+    order: Dims
+    cost: Cost
+
+    def proposal(self, now: _Now) -> Proposal:
+        layout = _numbered(self.sizes, self.order, now.placed.layout.ranks)
+        placed = now.seen(layout, now.placed.topology, self.traffic)
+        return Proposal("split", f"{self.words}, {'-'.join(self.order)}", placed, now.placed)
+
+
+def _splits(now: _Now, costs: Costs) -> Iterator[_Split]:
     """Cut a dim of data parallelism in two: shards inside, what is reduced of them outside."""
     traffic = now.placed.traffic
     too_many = now.placed.layout.size > _MOST_RANKS
@@ -225,12 +248,8 @@ def _splits(now: _Now, costs: Costs) -> Iterator[Proposal]:
                 here = {names[0]: inner, names[1]: size // inner}
                 sizes.update(here if other == dim else {other: count})
             sent = _split_traffic(traffic, dim, names, sizes)
-            order, _ = best_order(sizes, sent, costs)
-            base = now.placed.layout.ranks
-            layout = RankLayout([sizes[one] for one in order], order, ranks=base)
             words = f"{dim}={size} in two, {names[0]}={inner} and {names[1]}={size // inner}"
-            placed = now.seen(layout, now.placed.topology, sent)
-            yield Proposal("split", f"{words}, {'-'.join(order)}", placed, now.placed)
+            yield _Split(words, sizes, sent, *best_order(sizes, sent, costs))
 
 
 def _split_traffic(
