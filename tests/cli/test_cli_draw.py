@@ -98,6 +98,18 @@ def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, sentence):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 
+# Several --on tell one machine: the first names the hosts, the next says in which domain they are.
+def test_several_on(in_process, tmp_path):
+    hosts, switches = tmp_path / "hosts", tmp_path / "switches.json"
+    hosts.write_text("b slots=2\na slots=2\n")
+    switches.write_text('{"a": "s1", "b": "s2"}')
+    done = in_process("draw", "tp=2,dp=2", "--on", str(hosts), "--on", str(switches))
+    assert (done.returncode, done.stderr) == (0, "")
+    heads = [line.split() for line in done.stdout.splitlines()]
+    assert ["s2", "s1"] in heads
+    assert ["b", "a"] in heads
+
+
 # A file is replaced where that is asked for.
 def test_force(in_process, tmp_path):
     file = tmp_path / "grid.svg"

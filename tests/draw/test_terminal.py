@@ -31,9 +31,7 @@ DRAWINGS = [
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
 def test_widths(drawing, width):
     lines = drawing.text(width=width, color=False).splitlines()
-    too_wide = [line for line in lines if len(line) > width]
-    few = any(isinstance(number, int) for number in [width]) and width < 40
-    assert not too_wide or (few and "10000000" in drawing.text(width=width, color=False))
+    assert [line for line in lines if len(line) > width] == []
     assert all(line == line.rstrip() for line in lines)
 
 

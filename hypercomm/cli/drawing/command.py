@@ -37,10 +37,12 @@ def _read_dims(_: object, __: object, text: str | None) -> tuple[str, ...] | Non
 @click.option(
     "--on",
     metavar="HOSTS",
-    default="8",
+    multiple=True,
+    default=["8"],
     show_default=True,
-    help="Where ranks are: GPUs for each host, host=4,domain=72, a hostfile, SLURM's "
-    "topology.conf, ...; none: not shown.",
+    help="Where ranks are: GPUs for each host and domain (8 or 4,72), a hostfile, a node list, "
+    "topology.conf, topology.yaml, labels or switches as JSON; none: not shown. Several times: the "
+    "first names the hosts in order, others say more of them.",
 )
 @click.option(
     "--dims",
@@ -71,7 +73,7 @@ def draw(
     sizes: str,
     after: str | None,
     target: str | None,
-    on: str,
+    on: tuple[str, ...],
     dims: tuple[str, ...] | None,
     wanted: list[tuple[str, ...]] | None,
     world_size: int | None,
@@ -94,7 +96,7 @@ def draw(
         raise click.UsageError("--force needs a file: -o grid.svg")
     if output is not None:
         writable(output, force)  # before anything is worked out
-    where = None if on == "none" else on
+    where = None if on == ("none",) else on[0] if len(on) == 1 else on
     if target is not None:
         mapping = RankMapping(
             _layout(sizes, world_size, rank_offset),

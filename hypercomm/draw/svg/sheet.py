@@ -42,7 +42,6 @@ def _colours(of: dict[str, str]) -> list[str]:
         f".hc .rule{{stroke:{of['edge']};fill:none}}",
         f".hc .arrow{{stroke:{of['line']};stroke-width:2;fill:none}}",
         f".hc .tip{{fill:{of['line']}}}",
-        f".hc .spare{{fill:none;stroke:{of['edge']};stroke-dasharray:3 2}}",
     ]
 
 
