@@ -348,9 +348,12 @@ def test_hover_is_within_a_frame(show):
           const copy = new OffscreenCanvas(1, 1);
           const ctx = copy.getContext("2d", { willReadFrequently: true });
           const times = new Array(60).fill(Infinity);
-          for (let i = 0; i < 3 * times.length; i++) { // each place thrice: others use the machine
-            await new Promise(requestAnimationFrame);
+          // Each place thrice, and up to ten times where others use the machine meanwhile.
+          for (let i = 0; i < 10 * times.length; i++) {
             const place = i % times.length;
+            if (i >= 3 * times.length && times[place] < 1000 / 60) continue;
+            hypercomm.point(null); // so that there is something to draw at the same place, too
+            await new Promise(requestAnimationFrame);
             const begun = performance.now();
             canvas.dispatchEvent(new PointerEvent("pointermove", {
               clientX: stage.x + 30 + (stage.width - 60) * ((place * 37) % 60) / 60,
@@ -434,6 +437,8 @@ def test_matrix(show):
         MatrixScene("who", tuple(range(8)), tuple(range(8, 12)), cells, "B", 2**25, topology)
     )
     amounts = {(source, target): amount for source, target, amount in cells}
+    assert text_of(browser, "legend").endswith("Lines part hosts.")
+    assert browser.run("hypercomm.picture.breaks[0].rows.join()") == "4"
     for source, target in product(range(8), range(8, 12)):
         browser.move(*cell_of(browser, source, target - 8))
         said = about(browser)

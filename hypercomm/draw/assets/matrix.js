@@ -1,5 +1,7 @@
 // Who sends how much to whom: a row for each source, a column for each target.
 
+const LEAST_HOST = 12; // pixels between two lines
+
 class MatrixPicture {
   constructor(scene, { sources, targets, rows, columns, amounts }, levels, theme) {
     Object.assign(this, { scene, sources, targets, levels, theme, amounts });
@@ -14,6 +16,14 @@ class MatrixPicture {
       this.cells.set(key, (this.cells.get(key) ?? 0) + amounts[i]);
     });
     this.largest = [...this.cells.values()].reduce((most, amount) => Math.max(most, amount), 0);
+    const breaks = ({ of }, ranks) =>
+      [...ranks.keys()].filter((i) => i && of[ranks[i]] !== of[ranks[i - 1]]);
+    this.parted = null; // the level between whose units lines are drawn
+    this.breaks = levels.map((level) => ({
+      name: level.name,
+      rows: breaks(level, sources),
+      columns: breaks(level, targets),
+    }));
     this.binned = new Map(); // for each power of two, the amounts of squares of that many rows
     this.bin = 1;
   }
@@ -22,7 +32,7 @@ class MatrixPicture {
 
   /** Sums over squares of `bin` rows and columns: at most 4 pixels small. */
   get legendKey() {
-    return this.bin;
+    return `${this.bin} ${this.parted}`;
   }
 
   bins(bin) {
@@ -76,6 +86,7 @@ class MatrixPicture {
         500,
       );
     }
+    this.paintHosts(pen, view, whole);
     this.paintHeads(pen, view);
   }
 
@@ -89,6 +100,28 @@ class MatrixPicture {
       ctx.lineTo(view.toX(column), whole.y + whole.height);
     }
     for (let row = 0; row <= this.height; row++) {
+      ctx.moveTo(whole.x, view.toY(row));
+      ctx.lineTo(whole.x + whole.width, view.toY(row));
+    }
+    ctx.stroke();
+  }
+
+  /** Lines between hosts, or between the units of the first level that are wide enough. */
+  paintHosts({ ctx, theme }, view, whole) {
+    const wide = this.breaks.find(({ rows, columns }) => {
+      const most = Math.max(rows.length / this.height, columns.length / this.width);
+      return view.scale >= LEAST_HOST * most;
+    });
+    this.parted = wide?.name ?? null;
+    if (!wide) return;
+    ctx.strokeStyle = theme.faint;
+    ctx.lineWidth = 1;
+    ctx.beginPath();
+    for (const column of wide.columns) {
+      ctx.moveTo(view.toX(column), whole.y);
+      ctx.lineTo(view.toX(column), whole.y + whole.height);
+    }
+    for (const row of wide.rows) {
       ctx.moveTo(whole.x, view.toY(row));
       ctx.lineTo(whole.x + whole.width, view.toY(row));
     }

@@ -80,7 +80,9 @@ function showLegend(picture) {
       make("span", {}, amountText(picture.bins(bin).largest, picture.scene.unit)),
     );
     const title = bin > 1 ? `From ${bin} sources to ${bin} targets` : "From a source to a target";
-    place.replaceChildren(make("h3", {}, title), ramp, ends);
+    const { parted } = picture;
+    const lines = parted ? [make("p", { class: "faint" }, `Lines part ${plural(parted)}.`)] : [];
+    place.replaceChildren(make("h3", {}, title), ramp, ends, ...lines);
     return;
   }
   if (picture.isChange) {
