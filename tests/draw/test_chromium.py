@@ -298,6 +298,30 @@ def test_motion(show):
     browser.wait(f"hypercomm.view.flight === null && hypercomm.view.scale === {whole}")
 
 
+# Ctrl+F searches, Escape leaves the search, clears what is lit, then shows all; + and - zoom.
+def test_keys_anywhere(show):
+    browser = show(grid_scene("tp=8,dp=64", on=8))
+    whole = browser.run("hypercomm.view.scale")
+    browser.key("+")
+    browser.key("+")
+    assert browser.run("hypercomm.view.scale") > 2 * whole
+    browser.key("-")
+    assert whole < browser.run("hypercomm.view.scale") < 2 * whole
+    browser.key("f", ctrl=True)
+    assert browser.run("document.activeElement.id") == "query"
+    browser.type("300")
+    browser.key("Enter")
+    browser.key("Escape")
+    assert browser.run("document.activeElement.id") == "picture"
+    assert browser.run("document.getElementById('query').value") == ""
+    assert about(browser)["heading"] == "Rank 300"
+    browser.key("Escape")
+    assert about(browser)["heading"] == "Point at a rank"
+    assert not browser.run("hypercomm.view.isFit")
+    browser.key("Escape")
+    assert browser.run("hypercomm.view.isFit")
+
+
 # A window of another size keeps the place that was zoomed to; what shows all still does.
 def test_resize(show):
     browser = show(grid_scene("tp=8,dp=64", on=8))
