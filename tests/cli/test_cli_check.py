@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from launched import rank_free
+from ports import free_port
 from ranks import rank_functions
 from test_cli import hypercomm
 
@@ -241,11 +242,6 @@ def job_of(ranks, *arguments):
         for rank in ranks
     ]
     return [(*process.communicate(timeout=60), process.wait()) for process in started]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # Ranks of mpirun and of srun join their job; rank 0 shows the result, the others are silent.

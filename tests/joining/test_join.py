@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from one_free_port import free_port
+from ports import free_port
 from ranks import join_ranks
 
 from hypercomm import HyperCommGrid, JoinError, LaunchError, join, run_ranks

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import time
 
+from ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo")
 
 _SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -25,20 +27,11 @@ def why_not():
     return None if os.geteuid() == 0 else "slurmd starts ranks only as root"
 
 
-def free_ports(count):
-    """Ports of this host that nobody listens on."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 @contextlib.contextmanager
 def one_node_slurm(folder, cpus=8):
     """Start the daemons; gives the environment in which srun and its like find them."""
     host = socket.gethostname().partition(".")[0]
-    control, node = free_ports(2)
+    control, node = free_port(), free_port()
     for name in ("state", "spool"):
         (folder / name).mkdir()
     folder.chmod(0o700)

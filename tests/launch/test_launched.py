@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from one_node_slurm import free_ports, one_node_slurm, program, why_not
+from one_node_slurm import one_node_slurm, program, why_not
+from ports import free_port
 from ranks import join_ranks
 
 from hypercomm.launch.launchers import VARIABLES
@@ -43,7 +44,7 @@ def open_mpi():
 @pytest.fixture
 def mpich():
     path = mpi("MPICH", "HYDRA", "mpiexec.hydra", "mpiexec")
-    return [path, "-genv", "MASTER_PORT", str(free_ports(1)[0]), "-n", "4"]
+    return [path, "-genv", "MASTER_PORT", str(free_port()), "-n", "4"]
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from ranks import elastic_training
 
 pytestmark = [pytest.mark.clients, pytest.mark.alone]
@@ -99,12 +99,6 @@ def assert_fits(seen, tp, dp):
     assert sorted(seen) == list(range(tp * dp))
     for rank, each in seen.items():
         assert (each["layout"], each["sums"]) == (f"tp={tp},dp={dp}", sums(rank, tp, dp))
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # When one of two agents dies with its ranks, the other restarts its own, whose grid fits them.
