@@ -30,6 +30,7 @@ TOLERANCES = {
     "reinforcement_actors": 0,
     "reinforcement_weights": 0,
     "ring_attention": 1e-4,
+    "sharded_layer": None,  # it compares on its ranks
     "survivors": 1e-12,
     "three_d_training": 1e-5,
 }
@@ -40,6 +41,7 @@ SHORT = {
     "property_test",
     "reinforcement_weights",
     "ring_attention",
+    "sharded_layer",
     "three_d_training",
 }
 """Those of a kind of program each, to be read in one go."""
@@ -105,7 +107,8 @@ def test_example(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     figures = dict(re.findall(r"^([a-z][a-z ]*): (\S+)$", done.stdout, re.MULTILINE))
-    assert float(figures.pop("largest difference")) <= TOLERANCES[name]
+    if TOLERANCES[name] is not None:
+        assert float(figures.pop("largest difference")) <= TOLERANCES[name]
     for groups in ("process groups added", "process groups left"):
         assert figures.pop(groups, "0") == "0"
     if name == "compiled_all_reduce":
@@ -118,6 +121,12 @@ def test_example(name, tmp_path):
     if name == "property_test":
         assert figures.pop("the bug shrinks to") == "tp=2,dp=1"
         assert figures.pop("the bug shrinks to a batch of") == "1"
+    if name == "sharded_layer":
+        assert (
+            "    grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2,\n    batch=1,\n"
+            in done.stdout
+        )
+        assert float(figures.pop("seconds to find and shrink it")) < 60
     if name == "megatron_gpt":
         check_megatron_gpt(done.stdout)
         assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +156,7 @@ class _Rank:
 def _started(job: RankJob) -> Iterator[list[_Rank]]:
     """Start the ranks of a job; on leaving, all of them are gone."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hypercomm.launch.preload"])
+    context.set_forkserver_preload(["hypercomm.launch.preload", *_loaded_here()])
     _start_fork_server()
     ranks: list[_Rank] = []
     with contextlib.ExitStack() as stack:
@@ -173,6 +174,18 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
             theirs.close()
             ranks.append(_Rank(number, _pid(process), process, ours, dump))
         yield ranks
+
+
+def _loaded_here() -> list[str]:
+    """What ranks of a test import with its module, and the fork server can load once for all."""
+    kit = "hypercomm.testing.kit"
+    loads = {
+        "pytest": ["pytest"],
+        "hypothesis": ["hypothesis.strategies"],
+        f"{kit}.bodies": [f"{kit}.bodies", "torch.distributed.tensor"],  # assert_close loads it
+        f"{kit}.given": [f"{kit}.given", "hypercomm.testing.strategies"],
+    }
+    return [name for module, names in loads.items() if module in sys.modules for name in names]
 
 
 def _start_fork_server() -> None:
@@ -228,6 +241,8 @@ class _Conversation:
         """Take in what comes next; False when nothing came until the deadline."""
         known = {failure[1] for failure in self.failed} | set(self.returned)
         links = {rank.link: rank for rank in self.ranks if rank.number not in known}
+        if not links:
+            return False
         deaths = [rank.process.sentinel for rank in links.values()]
         ready = connection.wait([*links, *deaths], max(0.0, deadline - time.monotonic()))
         for link, rank in links.items():

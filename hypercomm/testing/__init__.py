@@ -14,27 +14,37 @@ if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.testing.groups import registered_groups as registered_groups
+    from hypercomm.testing.kit.given import given_ranks as given_ranks
     from hypercomm.testing.local import LocalRanks as LocalRanks
     from hypercomm.testing.local import local_ranks as local_ranks
     from hypercomm.testing.simulation import Simulation as Simulation
     from hypercomm.testing.simulation import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
+    from hypercomm.testing.strategies import grids as grids
     from hypercomm.testing.strategies import layouts as layouts
+    from hypercomm.testing.strategies import mappings as mappings
     from hypercomm.testing.strategies import orders as orders
     from hypercomm.testing.strategies import ranks_of as ranks_of
+    from hypercomm.testing.strategies import shardings as shardings
+    from hypercomm.testing.strategies import views_of as views_of
 
 _HOMES = {
     "LocalRanks": "hypercomm.testing.local",
     "Simulation": "hypercomm.testing.simulation",
     "dim_subsets": "hypercomm.testing.strategies",
     "fake_world": "hypercomm.testing.fake",
+    "given_ranks": "hypercomm.testing.kit.given",
+    "grids": "hypercomm.testing.strategies",
     "layouts": "hypercomm.testing.strategies",
     "local_ranks": "hypercomm.testing.local",
+    "mappings": "hypercomm.testing.strategies",
     "orders": "hypercomm.testing.strategies",
     "ranks_of": "hypercomm.testing.strategies",
     "registered_groups": "hypercomm.testing.groups",
     "run_ranks": "hypercomm.launch",
+    "shardings": "hypercomm.testing.strategies",
     "simulate": "hypercomm.testing.simulation",
+    "views_of": "hypercomm.testing.strategies",
 }
 
 __all__ = [
@@ -42,13 +52,18 @@ __all__ = [
     "Simulation",
     "dim_subsets",
     "fake_world",
+    "given_ranks",
+    "grids",
     "layouts",
     "local_ranks",
+    "mappings",
     "orders",
     "ranks_of",
     "registered_groups",
     "run_ranks",
+    "shardings",
     "simulate",
+    "views_of",
 ]
 
 

@@ -1,0 +1,62 @@
+"""A layer of your own, sharded over tp, on real ranks of whatever grid hypothesis draws.
+
+    pip install 'hypercomm[testing]'
+    pytest examples/sharded_layer.py        # or: python examples/sharded_layer.py
+
+`python` also plants a bug, which is found and shrunk to the smallest grid and batch that show it.
+"""
+
+import time
+
+import torch
+from hypothesis import strategies as st
+
+from hypercomm import HyperCommGrid, RankFailedError
+from hypercomm.testing import given_ranks, grids
+
+GRIDS = grids(dim_names=["tp", "dp"], dims_required=["tp"], max_ranks=4)
+BATCHES = st.integers(1, 8)
+
+
+class RowParallel(torch.nn.Module):
+    """A linear layer whose weight each rank of tp has some rows of; it adds up what they give."""
+
+    def __init__(self, linear: torch.nn.Linear, grid: HyperCommGrid, is_buggy: bool) -> None:
+        super().__init__()
+        self.tp, self.bias, self.is_buggy = grid["tp"], linear.bias, is_buggy
+        self.rows = torch.arange(linear.in_features).tensor_split(self.tp.size)[self.tp.rank]
+        self.weight = linear.weight[:, self.rows]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the whole layer would."""
+        y = x[:, self.rows] @ self.weight.T
+        return self.tp.sum(y + self.bias) if self.is_buggy else self.tp.sum(y) + self.bias
+
+
+def check(grid: HyperCommGrid, batch: int, is_buggy: bool = False) -> None:
+    """Compare the layer with the one that it is made of."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(12, 8), torch.randn(batch, 12)
+    torch.testing.assert_close(RowParallel(linear, grid, is_buggy)(x), linear(x))
+
+
+@given_ranks(GRIDS, BATCHES)
+def test_layer(grid: HyperCommGrid, batch: int) -> None:
+    """The layer does as the whole one, on every grid."""
+    check(grid, batch)
+
+
+@given_ranks(GRIDS, BATCHES)
+def find_bug(grid: HyperCommGrid, batch: int) -> None:
+    """So it does not where each rank of tp adds the bias."""
+    check(grid, batch, is_buggy=True)
+
+
+if __name__ == "__main__":
+    test_layer()
+    start = time.perf_counter()
+    try:
+        find_bug()
+    except RankFailedError as error:
+        print(error, *error.__notes__, sep="\n")
+    print(f"seconds to find and shrink it: {time.perf_counter() - start:.1f}")

@@ -1,0 +1,1 @@
+"""Bodies of tests on real ranks: what travels there, what came of it, and hypothesis around it."""
