@@ -93,6 +93,7 @@ GOOD = {
     "RankGroups.levels.sizes": lambda: [1, 2],
     "RankGroups.pick.function": lambda: lambda ranks: ranks[:1],
     "HyperCommGrid.device_mesh.dims": lambda: ["dp"],
+    "HyperCommGrid.device_mesh.flatten": lambda: None,
     "HyperCommGrid.share_with": lambda: None,
     "HyperCommGrid.register_view.shape": lambda: [4, 2],
     "HyperCommGrid.register_view.dim_names": lambda: ["ep", "dp"],

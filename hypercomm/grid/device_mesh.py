@@ -6,7 +6,7 @@ direction creates a process group or communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import LayoutError, OrderError
+from hypercomm.errors import GroupOptionsError, LayoutError, OrderError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.checks import as_dims, as_ordered
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings
+from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.process_groups import c10d
 
 if TYPE_CHECKING:
@@ -63,6 +63,72 @@ def read_dims(layout: RankLayout, dims: Sequence[str | Iterable[str]]) -> MeshDi
     if len(set(labels)) < len(labels):
         raise LayoutError(f"the dims of a mesh must have different names, got {labels}")
     return read
+
+
+def check_device_type(device_type: object) -> None:
+    """Refuse what cannot be the name of a kind of devices."""
+    if device_type is not None and not isinstance(device_type, str):
+        raise GroupOptionsError(
+            f"device_type must be a name such as 'cuda', got {shown(device_type)}"
+        )
+
+
+def read_flatten(
+    dims: MeshDims, flatten: Mapping[str, Sequence[str]] | None
+) -> dict[str, tuple[str, ...]]:
+    """Check which dims of a mesh are to be known together, by the name that they then have.
+
+    Raises:
+        LayoutError: It is no mapping of names to dims, a name is taken, or dims are not side by
+            side.
+        UnknownDimError: A dim is not one of the mesh's.
+        OrderError: They are in another order than the mesh's.
+
+    Example:
+        >>> dims = (("dp_shard",), ("cp",), ("tp",))
+        >>> read_flatten(dims, {"dp_shard_cp": ["dp_shard", "cp"]})
+        {'dp_shard_cp': ('dp_shard', 'cp')}
+    """
+    if flatten is None:
+        return {}
+    if not isinstance(flatten, Mapping):
+        raise LayoutError(
+            f"flatten must map names to dims, as in {{'dp_cp': ['dp', 'cp']}}, got {shown(flatten)}"
+        )
+    labels = [mesh_dim_name(names) for names in dims]
+    read: dict[str, tuple[str, ...]] = {}
+    for name, given in flatten.items():
+        if not isinstance(name, str) or not name:
+            raise LayoutError(f"a name in flatten must be a string, got {shown(name)}")
+        if name in labels:
+            raise LayoutError(f"flatten cannot name {name!r} what is a dim of the mesh, {labels}")
+        read[name] = _side_by_side(name, given, labels)
+    return read
+
+
+def _side_by_side(name: str, given: object, labels: Sequence[str]) -> tuple[str, ...]:
+    parts = as_strings(as_dims(given), f"flatten[{name!r}]")
+    for part in parts:
+        if part not in labels:
+            raise UnknownDimError(
+                f"flatten[{name!r}] names {part!r}, and the mesh has {labels}"
+                f"{did_you_mean(part, labels)}"
+            )
+    places = [labels.index(part) for part in parts]
+    if not places or len(set(places)) < len(places):
+        raise LayoutError(f"flatten[{name!r}] must name dims, each once, got {shown(given)}")
+    if places != sorted(places):
+        ordered = [labels[place] for place in sorted(places)]
+        raise OrderError(f"flatten[{name!r}] is not in the mesh's order: write {ordered}")
+    if places[-1] - places[0] >= len(places):
+        raise LayoutError(f"flatten[{name!r}] must name dims side by side in {labels}")
+    return parts
+
+
+def together(dims: MeshDims, parts: Sequence[str]) -> tuple[str, ...]:
+    """Return the dims of the grid that some dims of a mesh span."""
+    spans = {mesh_dim_name(names): names for names in dims}
+    return tuple(name for part in parts for name in spans[part])
 
 
 def mesh_dim_name(names: Sequence[str]) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupOptionsError, UnknownDimError
+from hypercomm.errors import UnknownDimError
 from hypercomm.grid import device_mesh
 from hypercomm.grid.arguments import (
     CREATIONS,
@@ -28,7 +28,6 @@ from hypercomm.grid.arguments import (
 from hypercomm.grid.questions import GridQuestions
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.views import View
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.batches import create_all
@@ -246,7 +245,12 @@ class GridInterface(GridQuestions):
         spec = self._spec(wanted, keywords)
         return self._owner.explain(planned or self._owner.draft(spec, current_or_none()))
 
-    def device_mesh(self, *dims: str | Iterable[str], device_type: str | None = None) -> DeviceMesh:
+    def device_mesh(
+        self,
+        *dims: str | Iterable[str],
+        device_type: str | None = None,
+        flatten: Mapping[str, Sequence[str]] | None = None,
+    ) -> DeviceMesh:
         """Hand process groups that exist to a torch DeviceMesh; creates none, and asks nobody.
 
         A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
@@ -261,6 +265,8 @@ class GridInterface(GridQuestions):
                 one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
             device_type: "cpu", "cuda", ...; default: that of the mesh that the grid was made of,
                 else what the backend of the first dim's groups is for.
+            flatten: Dims of the mesh, side by side, that are one under another name, too:
+                {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
 
         Returns:
             The mesh of the ranks that have the calling rank's coordinates in all other dims.
@@ -284,21 +290,23 @@ class GridInterface(GridQuestions):
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
         self._owner.check_alive()
-        if device_type is not None and not isinstance(device_type, str):
-            raise GroupOptionsError(
-                f"device_type must be a name such as 'cuda', got {shown(device_type)}"
-            )
+        device_mesh.check_device_type(device_type)
         try:
             spans = device_mesh.read_dims(self.layout, dims)
         except UnknownDimError:
             self._own_dims(dims[0] if len(dims) == 1 else dims)  # says which view has them
             raise
+        joint = device_mesh.read_flatten(spans, flatten)
         rank = world.rank()
         self.layout.coords(rank)  # refuses a rank outside
+        flat = {n: self.get_pg(device_mesh.together(spans, parts)) for n, parts in joint.items()}
         groups = [self.get_pg(names) for names in spans]
         own = [group for group in groups if group is not None]
         device_type = device_type or self._state.device_type or c10d.device_type(own[0])
         mesh = device_mesh.as_mesh(self.layout, spans, rank, own, device_type)
+        for name, group in flat.items():
+            if group is not None:
+                c10d.flatten_mesh(mesh, joint[name], name, group)
         self._state.gave_meshes = True
         return mesh
 

@@ -9,12 +9,24 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.device_mesh_ranks import grids_one_after_another, redistribute_on_a_grid
+from ranks.device_mesh_ranks import (
+    accelerate_on_a_grid,
+    flattened_on_a_grid,
+    grids_one_after_another,
+    redistribute_on_a_grid,
+)
 from ranks.rank_functions import registered
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
-from hypercomm.errors import GridDestroyedError, GroupMissingError, OrderError, RankOutsideError
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupMissingError,
+    LayoutError,
+    OrderError,
+    RankOutsideError,
+    UnknownDimError,
+)
 from hypercomm.testing import fake_world
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -316,6 +328,51 @@ def test_listed_grid_there_and_back(ranks):
                 assert turned.group_ranks(dim) == grid.group_ranks(dim)
 
 
+# ---- flattened dims -----------------------------------------------------------------------------
+
+
+# What cannot be flattened says so, before anything is looked up.
+@pytest.mark.parametrize(
+    ("flatten", "kind", "sentence"),
+    [
+        (
+            "dp_cp",
+            LayoutError,
+            "flatten must map names to dims, as in {'dp_cp': ['dp', 'cp']}, got ",
+        ),
+        ({7: ["dp"]}, LayoutError, "a name in flatten must be a string, got 7"),
+        (
+            {"dp": ["cp"]},
+            LayoutError,
+            "flatten cannot name 'dp' what is a dim of the mesh, ['dp', 'cp', 'tp']",
+        ),
+        (
+            {"all": ["dp", "cpp"]},
+            UnknownDimError,
+            "flatten['all'] names 'cpp', and the mesh has ['dp', 'cp', 'tp']; did you mean 'cp'?",
+        ),
+        ({"all": []}, LayoutError, "flatten['all'] must name dims, each once, got []"),
+        (
+            {"all": ["cp", "dp"]},
+            OrderError,
+            "flatten['all'] is not in the mesh's order: write ['dp', 'cp']",
+        ),
+        (
+            {"all": ["dp", "tp"]},
+            LayoutError,
+            "flatten['all'] must name dims side by side in ['dp', 'cp', 'tp']",
+        ),
+    ],
+)
+def test_bad_flatten(flatten, kind, sentence):
+    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.create_pgs(["tp", "cp", "dp"])
+        with pytest.raises(kind, match=f"^{re.escape(sentence)}"):
+            grid.device_mesh(flatten=flatten)
+        with pytest.raises(GroupMissingError):
+            grid.device_mesh(flatten={"dp_cp": ["dp", "cp"]})
+
+
 # ---- real ranks ---------------------------------------------------------------------------------
 
 
@@ -336,4 +393,38 @@ def test_real_ranks():
         dp, tp = rank // 2, rank % 2
         np.testing.assert_array_equal(sharded, whole[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3])
         np.testing.assert_array_equal(swapped, whole[tp * 4 : tp * 4 + 4])
+        assert created == 0
+
+
+# Names of flattened dims are groups that exist, and torch finds them where it would create others.
+@pytest.mark.long
+def test_flattened_on_real_ranks():
+    ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
+    for rank, (sums, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):
+        replicate, shard, cp = np.argwhere(ranks == rank)[0]
+        dp, dp_shard_cp = ranks[:, :, cp].ravel(), ranks[replicate].ravel()
+        assert sums == [
+            (dp.sum(), 4, replicate * 2 + shard, True),
+            (dp_shard_cp.sum(), 4, shard * 2 + cp, True),
+        ]
+        assert created == 0
+
+
+# accelerate takes such a mesh as its own: the same ranks by the same names, and FSDP2 over them.
+@pytest.mark.clients
+def test_accelerate():
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
+    for rank, (found, part, created) in enumerate(run_ranks(accelerate_on_a_grid, 8)):
+        replicate, shard, cp = np.argwhere(ranks == rank)[0]
+        wanted = {
+            "cp": ranks[replicate, shard],
+            "dp_shard": ranks[replicate, :, cp],
+            "dp_replicate": ranks[:, shard, cp],
+            "dp": ranks[:, :, cp].ravel(),
+            "dp_shard_cp": ranks[replicate].ravel(),
+            "dp_cp": ranks.ravel(),
+        }
+        assert found == [(name, sum(1 << int(r) for r in of), True) for name, of in wanted.items()]
+        assert part == 2
         assert created == 0

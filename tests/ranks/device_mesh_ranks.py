@@ -1,6 +1,9 @@
 """What real ranks run in the tests of device meshes."""
 
+import warnings
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -49,3 +52,64 @@ def grids_one_after_another():
             summed = tensor.full_tensor().sum().item()
             found.append((loss.item() - whole, summed - torch.relu(x).sum().item()))
     return found
+
+
+def flattened_on_a_grid():
+    """On 8 ranks: sums over a mesh's flattened dims, and what torch then creates beyond."""
+    dims = ["cp", "dp_shard", "dp_replicate"]
+    with HyperCommGrid([2, 2, 2], dims) as grid:
+        grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate"])
+        before = registered()[0]
+        mesh = grid.device_mesh(
+            flatten={"dp": ["dp_replicate", "dp_shard"], "dp_shard_cp": ["dp_shard", "cp"]}
+        )
+        sums = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
+            for name, parts in {"dp": dims[:0:-1], "dp_shard_cp": dims[1::-1]}.items():
+                total = torch.tensor([dist.get_rank()])
+                dist.all_reduce(total, group=mesh[name].get_group())
+                same = mesh[tuple(parts)]._flatten(name).get_group() is mesh.get_group(name)
+                sums.append((total.item(), mesh[name].size(), mesh[name].get_local_rank(), same))
+        return sums, len(registered()[0] - before)
+
+
+def accelerate_on_a_grid():
+    """On 8 ranks: what accelerate takes for its mesh, beside the mesh that it makes itself."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    dims = ["cp", "dp_shard", "dp_replicate"]
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}  # tp needs transformers
+    config = {**sizes, "cp_handler": TorchContextParallelConfig()}
+    with HyperCommGrid([2, 2, 2], dims) as grid, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        theirs = ParallelismConfig(**config).get_device_mesh("cpu")
+        grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate", "cp+dp_shard+dp_replicate"])
+        before = registered()[0]
+        given = ParallelismConfig(**config)
+        given.device_mesh = grid.device_mesh(
+            flatten={
+                "dp": ["dp_replicate", "dp_shard"],
+                "dp_shard_cp": ["dp_shard", "cp"],
+                "dp_cp": ["dp_replicate", "dp_shard", "cp"],
+            }
+        )
+        ours = given.get_device_mesh("cpu")
+        found = []
+        for name in ("cp", "dp_shard", "dp_replicate", "dp", "dp_shard_cp", "dp_cp"):
+            total = torch.tensor([1 << dist.get_rank()])
+            dist.all_reduce(total, group=ours[name].get_group())
+            alike = ours[name].mesh.tolist() == theirs[name].mesh.tolist()
+            found.append((name, total.item(), alike))
+        fsdp = fully_shard_sizes(ours)
+        return found, fsdp, len(registered()[0] - before)
+
+
+def fully_shard_sizes(mesh):
+    """Shard a layer over accelerate's FSDP dims; the length of a rank's part of the weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer = fully_shard(nn.Linear(8, 8), mesh=mesh["dp_shard_cp"])
+    layer(torch.ones(1, 8)).sum().backward()
+    return layer.weight.to_local().shape[0]

@@ -41,6 +41,7 @@ from hypercomm.process_groups.c10d.binding import (
 from hypercomm.process_groups.c10d.extras import (
     LocalTensors,
     calls_of_groups,
+    flatten_mesh,
     forget_meshes,
     keep_mesh_order,
     keeps_mesh_order,

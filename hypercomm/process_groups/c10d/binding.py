@@ -31,11 +31,10 @@ from hypercomm.process_groups.c10d.backends import (
 from hypercomm.process_groups.c10d.private_names import (
     COLOR,
     NAME_GROUP,
-    Replaced,
     private,
     signature_of,
 )
-from hypercomm.process_groups.c10d.self_checks import since
+from hypercomm.process_groups.c10d.self_checks import Replaced, since
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""

@@ -20,14 +20,15 @@ from hypercomm.process_groups.c10d.private_names import (
     DISPATCHER,
     IS_STASHED,
     LOCAL_TENSORS,
+    MESH_FLATTENED,
     MESH_ORDER,
     OF_THREADS,
     STASH,
     SYMMETRIC,
     UNSTASH,
-    Replaced,
     private,
 )
+from hypercomm.process_groups.c10d.self_checks import Replaced
 
 GroupsLike = Callable[[dist.ProcessGroup], Iterable[Sequence[int]]]
 
@@ -56,6 +57,51 @@ def keep_mesh_order(mesh: Any) -> None:
     """Say of a DeviceMesh, before anybody compares it, that its groups have its order."""
     if private.works(MESH_ORDER):
         mesh._preserve_rank_order = True
+
+
+def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
+    """Make a group that exists the one of several dims of a mesh, as `mesh[dims]._flatten(name)`.
+
+    Args:
+        mesh: A mesh that is no part of another.
+        dims: Some of its dims that are side by side, in its order.
+        name: What they are called together.
+        group: Their group.
+
+    Raises:
+        CreationError: This torch has other meshes than those known.
+    """
+    from torch.distributed import device_mesh
+
+    if not private.works(MESH_FLATTENED):
+        raise CreationError(
+            "flatten= is not for this torch, whose DeviceMesh has changed; name dims together, as "
+            "in grid.device_mesh(('dp', 'cp')), whose dim is 'dp_cp'"
+        )
+    meshes: Any = device_mesh
+    part = mesh[tuple(dims)]
+    of_one = meshes.DeviceMesh.from_group(
+        group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
+    )
+    if hasattr(mesh, "_flatten_mapping"):
+        more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
+        flat = meshes.DeviceMesh(
+            mesh.device_type,
+            _layout=meshes._MeshLayout([part._layout.collapse()]),
+            _rank_map=mesh._rank_map,
+            mesh_dim_names=(name,),
+            _root_mesh=mesh,
+            _init_backend=False,
+            **more,
+        )
+        flat._dim_group_names = of_one._dim_group_names
+        mesh._flatten_mapping[name] = flat
+        return
+    known = meshes._mesh_resources
+    known.child_to_root_mapping[of_one] = mesh
+    known.root_to_flatten_mapping.setdefault(mesh, {})[name] = of_one
+    places = tuple(mesh.mesh_dim_names.index(dim) for dim in dims)
+    known.flatten_name_to_root_dims.setdefault(mesh, {})[name] = places
 
 
 def tell_backward(key: str) -> None:

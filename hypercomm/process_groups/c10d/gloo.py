@@ -23,7 +23,8 @@ from hypercomm.process_groups.c10d.gloo_store import (
     Patience,
     refuse_failed,
 )
-from hypercomm.process_groups.c10d.private_names import GLOO, Replaced, private
+from hypercomm.process_groups.c10d.private_names import GLOO, private
+from hypercomm.process_groups.c10d.self_checks import Replaced
 from hypercomm.process_groups.c10d.store import in_time
 
 _LONGEST_HOST_NAME = 255

@@ -1,17 +1,15 @@
 """The private names of torch that hypercomm uses, each behind a check that is made once.
 
 None is needed: where one cannot be used, the public way is taken, and the log says once what is
-lost. Each row says what a name gives, how it is checked and what happens without it. `Replaced`
-puts something of ours in the place of one for a while.
+lost. Each row says what a name gives, how it is checked and what happens without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,6 +136,18 @@ def _check_local_tensors(local: Any) -> str | None:
             local._c10d
         )
     return lacks or takes("process_group_so")(local._c10d._prepare_collective_groups)
+
+
+def _check_flattened(_: Any) -> str | None:
+    meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+    if "_flatten_mapping" not in meshes.DeviceMesh.__annotations__:  # one table for all meshes
+        known = getattr(meshes, "_mesh_resources", None)
+        return has("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims")(
+            known
+        )
+    taken = signature_of(meshes.DeviceMesh.__init__)
+    lacks = [name for name in ("_layout", "_rank_map", "_root_mesh") if name not in taken]
+    return f"takes no {', '.join(lacks)}" if lacks else has("collapse")(meshes._MeshLayout)
 
 
 def _keeps_keys(replaced: str) -> Check:
@@ -313,6 +323,14 @@ SYMMETRIC = PrivateName(
     has("empty", "rendezvous"),
     module="torch.distributed._symmetric_memory",
 )
+MESH_FLATTENED = PrivateName(
+    "distributed.device_mesh.DeviceMesh._flatten",
+    "groups that exist are a mesh's flattened dims: grid.device_mesh(flatten=)",
+    "what makes a mesh of a part of another, and where flattened dims are remembered",
+    "grid.device_mesh(flatten=) is refused",
+    _check_flattened,
+    module="torch.distributed.device_mesh",
+)
 FAKE = PrivateName(
     "testing._internal.distributed.fake_pg",
     "fake worlds",
@@ -335,64 +353,3 @@ PRIVATE_NAMES = tuple(row for row in list(globals().values()) if isinstance(row,
 
 private = PrivateNames(torch, PRIVATE_NAMES)
 """Those of this process."""
-
-
-# ---- other things in their place --------------------------------------------------------------
-
-
-class Replaced:
-    """An attribute of torch's that is something of ours as long as some thread wants that.
-
-    Threads that want the same have it together; one that wants something else waits for them.
-
-    Args:
-        name: The attribute's.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._users = 0
-        self._owner: Any = None
-        self._original: Any = None
-        self._ours: Any = None
-
-    def original(self, owner: Any) -> Any:
-        """Return what `owner` has when nobody replaces it; None where it has no such attribute."""
-        with self._changed:
-            if self._users and self._owner is owner:
-                return self._original
-            return getattr(owner, self._name, None)
-
-    def can_be(self, owner: Any) -> bool:
-        """Tell whether `owner` lets its attribute be set."""
-        with self._changed:
-            try:
-                if not self._users:
-                    setattr(owner, self._name, getattr(owner, self._name))
-            except (AttributeError, RuntimeError, TypeError):
-                return False
-        return True
-
-    @contextlib.contextmanager
-    def by(self, owner: Any, ours: Any) -> Iterator[None]:
-        """Let `owner` have something of ours within a `with` block."""
-        with self._changed:
-            while self._users and self._ours != ours:
-                self._changed.wait()
-            if not self._users:
-                original = getattr(owner, self._name)
-                if original is not ours:
-                    setattr(owner, self._name, ours)
-                self._owner, self._original, self._ours = owner, original, ours
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users -= 1
-                if not self._users:
-                    if self._original is not self._ours:
-                        setattr(self._owner, self._name, self._original)
-                    self._owner = self._original = self._ours = None
-                    self._changed.notify_all()

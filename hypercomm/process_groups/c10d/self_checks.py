@@ -1,14 +1,18 @@
-"""What is checked of the installed torch: its release, and each private name, once it is used."""
+"""What is checked of the installed torch: its release, and each private name, once it is used.
+
+`Replaced` puts something of ours in the place of one for a while.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -211,3 +215,64 @@ class PrivateNames:
 def _kind(found: Any) -> Any:
     """What is wrapped, if something is: a wrapper counts as what it wraps."""
     return inspect.unwrap(found) if callable(found) else found
+
+
+# ---- other things in their place --------------------------------------------------------------
+
+
+class Replaced:
+    """An attribute of torch's that is something of ours as long as some thread wants that.
+
+    Threads that want the same have it together; one that wants something else waits for them.
+
+    Args:
+        name: The attribute's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._users = 0
+        self._owner: Any = None
+        self._original: Any = None
+        self._ours: Any = None
+
+    def original(self, owner: Any) -> Any:
+        """Return what `owner` has when nobody replaces it; None where it has no such attribute."""
+        with self._changed:
+            if self._users and self._owner is owner:
+                return self._original
+            return getattr(owner, self._name, None)
+
+    def can_be(self, owner: Any) -> bool:
+        """Tell whether `owner` lets its attribute be set."""
+        with self._changed:
+            try:
+                if not self._users:
+                    setattr(owner, self._name, getattr(owner, self._name))
+            except (AttributeError, RuntimeError, TypeError):
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def by(self, owner: Any, ours: Any) -> Iterator[None]:
+        """Let `owner` have something of ours within a `with` block."""
+        with self._changed:
+            while self._users and self._ours != ours:
+                self._changed.wait()
+            if not self._users:
+                original = getattr(owner, self._name)
+                if original is not ours:
+                    setattr(owner, self._name, ours)
+                self._owner, self._original, self._ours = owner, original, ours
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                if not self._users:
+                    if self._original is not self._ours:
+                        setattr(self._owner, self._name, self._original)
+                    self._owner = self._original = self._ours = None
+                    self._changed.notify_all()
