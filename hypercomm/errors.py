@@ -54,7 +54,7 @@ __all__ = [
 
 
 class HyperCommError(Exception):
-    """The base of every error of this library."""
+    """The base of every error of this library: catch it to catch all of them."""
 
     # KeyError prints the repr of its message; ours are sentences.
     __str__ = Exception.__str__
@@ -85,7 +85,7 @@ class OrderError(LayoutError, RuntimeError):
 
 
 class RankOutsideError(LayoutError):
-    """A rank is asked about that the layout, the groups or the grid do not hold."""
+    """A rank is not in the layout, the groups or the grid: ask about one that is."""
 
 
 class WorldSizeError(HyperCommError, RuntimeError, ValueError):
@@ -109,7 +109,7 @@ class UnknownGridError(HyperCommError, KeyError, ValueError):
 
 
 class GroupOptionsError(HyperCommError, ValueError):
-    """An option of a process group is unknown, unavailable or would be dropped."""
+    """An option of a group is unknown, unavailable or would be dropped: give another, or none."""
 
 
 class CreationError(HyperCommError, RuntimeError):
@@ -195,7 +195,7 @@ class GridDestroyedError(HyperCommError, RuntimeError):
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy global state is asked for before it was initialised, or initialised twice."""
+    """Legacy global state is not initialised, or a second time: initialise it once, first."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
@@ -250,15 +250,15 @@ class DumpError(HyperCommError, ValueError):
 
 
 class DisagreementError(HyperCommError, AssertionError):
-    """Simulated ranks do not create the same groups, or call the same, in an order that works."""
+    """Simulated ranks would hang or differ: let them create and call the same, in one order."""
 
 
 class SimulationError(HyperCommError, RuntimeError, AttributeError):
-    """A simulated world is asked for what needs real ranks: communication."""
+    """A simulated world cannot communicate: ask real ranks, by `run_ranks`."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):
-    """A local rank raised, died or did not finish.
+    """A local rank raised, died or did not finish: see its traceback, or where it stood.
 
     Attributes:
         rank: The first rank that failed.
