@@ -1,0 +1,261 @@
+"""The site as a whole: links, navigation, tables made from the code, and the reference's cover."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import attrs
+import page_runner as runner
+import pytest
+
+import hypercomm
+from hypercomm import errors
+from hypercomm.cli.check.schema import SCHEMA
+from hypercomm.cli.diagnosis import Report
+
+ROOT, DOCS, PAGES = runner.ROOT, runner.DOCS, runner.pages()
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text()
+
+
+def tables():
+    spec = importlib.util.spec_from_file_location("tables_of_the_site", DOCS / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = tables()
+
+
+def text_of(path):
+    """A page as it is built: what it includes whole is in it, what stands in fences is not."""
+    text = path.read_text()
+    for name in re.findall(r'^--8<-- "(.+)"$', text, re.MULTILINE):
+        text += (ROOT / name).read_text()
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path):
+    """The anchors of a page's headings, as Markdown makes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(path), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+
+
+# Every link between pages, with its anchor, leads somewhere, and so does every picture.
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name):
+    page = PAGES[name]
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "#")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve()
+        there = path if path.suffix == ".md" else page.parent / file
+        assert there.exists(), target
+        assert not anchor or anchor in anchors_of(path), target
+
+
+# Nothing is loaded from elsewhere, and every page is in the navigation, once.
+def test_navigation():
+    listed = re.findall(r" ([\w/-]+\.md)$", CONFIGURATION, re.MULTILINE)
+    assert sorted(listed) == sorted(PAGES)
+    assert "font: false" in CONFIGURATION
+    assert not re.search(r"https?://", CONFIGURATION)
+
+
+# No page is a stub, and each begins with its title.
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_say_something(name):
+    text = text_of(PAGES[name])
+    assert re.search(r"^# \S", text, re.MULTILINE)
+    assert len(PAGES[name].read_text().split()) > 60 or ":::" in text or "--8<--" in text
+
+
+# What is made from the code is what the code says: `python docs/tables.py --write`.
+@pytest.mark.parametrize("name", PAGES)
+def test_tables(name):
+    page = PAGES[name].read_text()
+    assert TABLES.with_tables(page) == page
+
+
+def test_tables_are_all_used():
+    used = {name for path in PAGES.values() for name in TABLES._PART.findall(path.read_text())}
+    assert {name for _, name, _ in used} == set(TABLES.PARTS)
+
+
+# Every error is in the table, with a builtin, a cause and a cure.
+def test_errors():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", TABLES.error_table(), re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == sorted(errors.__all__)
+    assert len(rows) == len(errors.__all__)
+    for name, _, cause, cure in rows:
+        assert cause, name
+        assert cure[0].isupper(), name
+    page = PAGES["reference/errors.md"].read_text()
+    assert all(f"| `{name}` |" in page for name in errors.__all__)
+
+
+def shown():
+    """What the reference shows: the objects behind `:::`, and the members of modules."""
+    for name, path in PAGES.items():
+        if not name.startswith("reference/"):
+            continue
+        asked = re.findall(r"^::: ([\w.]+)(?:\n    (.+))?", path.read_text(), re.MULTILINE)
+        for target, options in asked:
+            thing = resolved(target)
+            yield thing
+            members = re.search(r"members: \[(.*?)\]", options)
+            if members:
+                yield from (getattr(thing, member) for member in members[1].split(", "))
+            elif not isinstance(thing, type) and hasattr(thing, "__path__"):
+                yield from (getattr(thing, member) for member in thing.__all__)
+            elif not isinstance(thing, type) and hasattr(thing, "__spec__"):
+                yield from (value for key, value in vars(thing).items() if not key.startswith("_"))
+
+
+def resolved(target):
+    """The object that has a dotted name."""
+    module, _, name = target.rpartition(".")
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(module), name)
+
+
+# Every public name of the package and of its public modules is in the reference.
+def test_public_names_are_in_the_reference():
+    there = list(shown())
+    assert len(there) > 60
+    missing = [
+        f"{module}.{name}"
+        for module in TABLES.PUBLIC
+        for name in TABLES.names_of(module)
+        if not name.startswith("__") and name not in errors.__all__ and name not in TABLES._MODULES
+        if not any(getattr(importlib.import_module(module), name) is thing for thing in there)
+    ]
+    assert not missing
+    listed = re.findall(r"^\| `(\w+)` \|", PAGES["reference/index.md"].read_text(), re.MULTILINE)
+    public = set(hypercomm.__all__) - set(errors.__all__) - {"__version__"}
+    assert public <= set(listed)
+
+
+# The modules whose public names are listed are all that have some.
+def test_no_public_module_is_forgotten():
+    assert set(TABLES.PUBLIC) <= {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "hypercomm").rglob("*.py")
+    }
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "hypercomm").rglob("__init__.py")
+        if re.search(r"^__all__", path.read_text(), re.MULTILINE)
+    }
+    assert packages - set(TABLES.PUBLIC) == NOT_PUBLIC
+
+
+NOT_PUBLIC = {"hypercomm.cli.check", "hypercomm.testing.simulation"}
+"""Packages whose names are for those beside them; what is public of the second is in `testing`."""
+
+
+def keys_of(value, path=""):
+    """The paths of all keys of a value as JSON has it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{path}{key}"
+            yield from keys_of(inner, f"{path}{key}.")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner, f"{path.removesuffix('.')}[].")
+
+
+def documented(command):
+    """The paths of keys that the page has for a command; `.x` is beside the key before it."""
+    page = PAGES["reference/cli.md"].read_text()
+    section = page.partition("## JSON")[2].partition(f"### {command}\n")[2].partition("\n### ")[0]
+    for cell in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE):
+        before = ""
+        for key in re.findall(r"`([^`]+)`", cell):
+            full = before.rpartition(".")[0] + key if key.startswith(".") else key
+            before = full
+            yield full
+
+
+def printed_json(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "hypercomm", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    return json.loads(done.stdout)
+
+
+# The keys of the JSON that commands print are those of the page.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "nested"),
+    [
+        (("plan", "tp=2,dp=2", "--rank", "1"), ("groups[].",)),
+        (("diff", "tp=2,dp=2", "tp=4"), ("changes[].",)),
+        pytest.param(("doctor",), (), marks=pytest.mark.clients),
+    ],
+)
+def test_json(arguments, nested):
+    found = {
+        key
+        for key in keys_of(printed_json(*arguments))
+        if key.count(".") == 0 or key.startswith(nested or ("-",))
+    }
+    assert found == set(documented(arguments[0]))
+
+
+# What doctor prints is its report and `ok`.
+def test_json_of_doctor():
+    names = {field.name for field in attrs.fields(Report)}
+    assert {key for key in documented("doctor") if "[" not in key} == {"ok", *names}
+
+
+def test_json_of_check():
+    def paths(schema, path=""):
+        for name, value in schema.get("properties", {}).items():
+            yield f"{path}{name}"
+            for inner in [value, *value.get("anyOf", [])]:
+                yield from paths(inner, f"{path}{name}.")
+                yield from paths(inner.get("items", {}), f"{path}{name}[].")
+
+    assert set(documented("check")) == set(paths(SCHEMA))
+
+
+FAMILIES = (
+    *("HYPERCOMM", "TORCH", "NCCL", "GLOO", "CUDA", "UCX", "UCC", "OMP", "SLURM", "OMPI", "PMI"),
+    *("PMIX", "MPI", "PALS", "FLUX", "PET", "MV2", "JSM", "MASTER", "RAY", "TORCHELASTIC"),
+)
+"""How the names of variables begin that the code reads or sets."""
+
+
+# Every variable that the code names is in a table, and no other variable is.
+def test_environment():
+    name = re.compile(rf"(?:{'|'.join(FAMILIES)})(?:_[A-Z0-9]+)+|LOCAL_RANK|GROUP_RANK")
+    read = {
+        node.value
+        for path in (ROOT / "hypercomm").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and name.fullmatch(node.value)
+    }
+    page = re.findall(r"`(\w+)`", PAGES["reference/environment.md"].read_text())
+    assert sorted(read - set(page) - NO_VARIABLES) == []
+    assert sorted({word for word in page if name.fullmatch(word)} - read) == []
+
+
+NO_VARIABLES = {"CUDA_GRAPHS"}
+"""Words that look like such names."""

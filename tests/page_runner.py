@@ -1,0 +1,250 @@
+"""Runs what the pages of docs/ show: examples, programs and commands, and compares what they print.
+
+A page's blocks are read from its fences, in order:
+
+* `python` with `>>>`: a doctest; else it is executed. All of a page share one namespace.
+* `python` with `if __name__ == "__main__":` is a program, which runs as a script of its own.
+* `{ .python .example }` includes an example, which tests/test_examples.py runs.
+* `text` titled "Output" is what the Python block before it prints.
+* `console` has commands of ours behind `$`, and below each what it prints.
+
+A comment before a fence changes that: `<!-- figures -->` compares without numbers, and
+`<!-- clients -->` leaves the block to tests of that mark. What fails is told with page and line.
+"""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+RUN = ("python", "console", "example")
+SHOWN = ("text", "sh", "yaml", "toml", "json", "diff")
+"""Languages whose blocks are run, and those that are only shown."""
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<head>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
+)
+_NOTES = re.compile(r"<!-- ((?:figures|clients)(?:, (?:figures|clients))*) -->\n\s*$")
+_MAIN = 'if __name__ == "__main__":'
+_OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class PageError(AssertionError):
+    """A block does not do what its page says; begins with page and line."""
+
+
+@attrs.frozen
+class Block:
+    """One fenced block of a page; `line` is that of the first line within."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    notes: tuple[str, ...]
+    text: str
+
+    @property
+    def is_program(self):
+        """Whether it is a script of its own."""
+        return self.language == "python" and _MAIN in self.text
+
+    @property
+    def is_output(self):
+        """Whether it is what the block before it prints."""
+        return self.language == "text" and self.title == "Output"
+
+    def fails(self, says, line=None):
+        """Make the error that names page and line."""
+        return PageError(f"{self.page}:{line or self.line}: {says}")
+
+
+def pages():
+    """All pages, by their path in docs/."""
+    return {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+
+
+def blocks_of(path):
+    """List the fenced blocks of a page."""
+    text, found = path.read_text(), []
+    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+    for fence in _FENCE.finditer(text):
+        head = fence["head"].strip().replace("{ .python .example }", "example")
+        language, _, rest = head.partition(" ")
+        title = re.search(r'title="(.*?)"', rest)
+        notes = _NOTES.search(text, 0, fence.start())
+        block = Block(
+            page=name,
+            line=text.count("\n", 0, fence.start()) + 2,
+            language=language,
+            title=title[1] if title else "",
+            notes=tuple(notes[1].split(", ")) if notes else (),
+            text=textwrap.dedent(fence["text"]),
+        )
+        if language not in (*RUN, *SHOWN):
+            raise block.fails(f"language {language!r} is none of {', '.join((*RUN, *SHOWN))}")
+        found.append(block)
+    return found
+
+
+def run_page(path, folder, *, clients=False, as_script=False):
+    """Run a page's blocks in a folder; return how many were run.
+
+    Args:
+        path: The page.
+        folder: Where programs are written, and commands run.
+        clients: Run those that are marked so, alone.
+        as_script: Start each program as its reader does, in a process of its own.
+    """
+    namespace, count = {"__name__": "page"}, 0
+    blocks = blocks_of(path)
+    for place, block in enumerate(blocks):
+        if block.language not in RUN or clients != ("clients" in block.notes):
+            continue
+        after = blocks[place + 1] if place + 1 < len(blocks) else None
+        wanted = after if after is not None and after.is_output else None
+        if block.language == "console":
+            _run_commands(block, folder)
+        elif block.language == "example":
+            _check_included(block)
+        elif ">>> " in block.text:
+            _run_doctest(block, namespace)
+        else:
+            printed = _run_python(block, namespace, folder, as_script)
+            if wanted is not None:
+                _compare(block, wanted.text, printed, wanted.line)
+        count += 1
+    return count
+
+
+def _check_included(block):
+    name = re.fullmatch(r'--8<-- "(.+)"', block.text.strip())
+    if not name or not re.fullmatch(r"examples/\w+\.py", name[1]) or not (ROOT / name[1]).exists():
+        raise block.fails(
+            f"{name[1] if name else block.text} is no example, and nothing else runs it"
+        )
+
+
+def _run_doctest(block, namespace):
+    test = doctest.DocTestParser().get_doctest(
+        block.text, namespace, block.page, block.page, block.line - 1
+    )
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=_OPTIONS, verbose=False)
+    runner.run(test, out=report.write, clear_globs=False)
+    if runner.failures:
+        first = re.search(r"line (\d+), in", report.getvalue())
+        raise block.fails(report.getvalue().strip(), int(first[1]) if first else None)
+    namespace.update(test.globs)
+
+
+def _run_python(block, namespace, folder, as_script):
+    """Execute a block, and return what it printed; its lines are numbered as in the page."""
+    source = "\n" * (block.line - 1) + block.text
+    if as_script and block.is_program:
+        script = Path(folder) / f"{_module_of(block)}.py"
+        script.write_text(source)
+        done = _run([sys.executable, str(script)], folder)
+        if done.returncode:
+            raise block.fails(f"the program ended with {done.returncode}:\n{done.stderr}")
+        return done.stdout
+    printed, file = io.StringIO(), block.page
+    try:
+        with contextlib.redirect_stdout(printed):
+            if block.is_program:
+                file = str(Path(folder) / f"{_module_of(block)}.py")
+                _run_program(source, Path(file))
+            else:
+                exec(compile(source, file, "exec"), namespace)
+    except Exception as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
+        at = lines[-1] if lines else getattr(error, "lineno", None)
+        raise block.fails(f"{type(error).__name__}: {error}", at) from error
+    return printed.getvalue()
+
+
+def _module_of(block):
+    return f"{re.sub(r'[^a-z0-9]+', '_', Path(block.page).stem.lower())}_{block.line}"
+
+
+def _run_program(source, file):
+    """Do what the script does in this process, whose fork server has torch loaded already.
+
+    Its functions are those of a module, which the ranks import by name.
+    """
+    at = source.index(_MAIN)
+    file.write_text(source[:at])
+    main = "\n" * (source.count("\n", 0, at) + 1) + textwrap.dedent(source[at + len(_MAIN) :])
+    main = main.replace("\n", "", 1)  # the rest of the line of the `if`
+    sys.path.insert(0, str(file.parent))
+    try:
+        module = importlib.import_module(file.stem)
+        exec(compile(main, str(file), "exec"), vars(module))
+    finally:
+        sys.path.remove(str(file.parent))
+        sys.modules.pop(file.stem, None)
+
+
+def _run_commands(block, folder):
+    commands = list(re.finditer(r"^\$ (.+)$", block.text, flags=re.MULTILINE))
+    if not commands or block.text[: commands[0].start()].strip():
+        raise block.fails("a console block begins with a command behind '$ '")
+    ends = [*(command.start() for command in commands[1:]), len(block.text)]
+    for command, end in zip(commands, ends, strict=True):
+        line = block.line + block.text.count("\n", 0, command.start())
+        words = shlex.split(command[1])
+        if words[0] != "hypercomm":
+            raise block.fails(f"{words[0]} is not run here: write the block as `sh`", line)
+        done = _run([sys.executable, "-m", *words], folder)
+        _compare(block, block.text[command.end() : end], done.stdout + done.stderr, line)
+
+
+def _run(words, folder):
+    return subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={
+            **os.environ,
+            "COLUMNS": "100",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        },
+    )
+
+
+def _compare(block, wanted, got, line):
+    """Compare what is printed: `...` stands for anything, spaces for any other number of them."""
+    shown = [_without_figures(text) if "figures" in block.notes else text for text in (wanted, got)]
+    shown = [textwrap.dedent(text).strip() + "\n" for text in shown]
+    if not doctest.OutputChecker().check_output(*shown, _OPTIONS):
+        raise block.fails(f"it prints\n{got.strip()}\nand not\n{wanted.strip()}", line)
+
+
+def _without_figures(text):
+    """Leave out what differs from run to run.
+
+    >>> _without_figures("tp   1,024 x 2   8.0 ms  ── ok")
+    'tp # x # # ms  ── ok'
+    """
+    text = re.sub(r"\s*(?<![\w])\d[\d.,]*(?:e[-+]\d+)?", " #", text)
+    return re.sub(r"─+", "──", text)
