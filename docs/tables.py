@@ -21,11 +21,13 @@ PUBLIC = (
     "hypercomm.compat.deepspeed",
     "hypercomm.compat.ezpz",
     "hypercomm.compat.megatron",
+    "hypercomm.draw",
     "hypercomm.joining",
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
     "hypercomm.testing.simulated_job",
+    "hypercomm.topology",
     "hypercomm.training",
     "hypercomm.watch",
 )
@@ -133,6 +135,13 @@ def check_table() -> str:
     return table(("key", "type", "holds"), _schema_rows(SCHEMA, ""))
 
 
+def plan_table() -> str:
+    """Describe what `hypercomm plan --json` prints, from its JSON schema."""
+    from hypercomm.cli.plan.schema import SCHEMA
+
+    return table(("key", "type", "holds"), _schema_rows(SCHEMA, ""))
+
+
 def _schema_rows(schema: Mapping[str, Any], path: str) -> Iterator[list[str]]:
     for name, value in schema["properties"].items():
         inner = next((each for each in value.get("anyOf", []) if each["type"] != "null"), value)
@@ -172,6 +181,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "errors": error_table,
     "launchers": launcher_table,
     "names": name_table,
+    "plan": plan_table,
 }
 
 

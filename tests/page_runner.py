@@ -21,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 import traceback
 from pathlib import Path
@@ -161,9 +162,9 @@ def _run_python(block, namespace, folder, as_script):
         if done.returncode:
             raise block.fails(f"the program ended with {done.returncode}:\n{done.stderr}")
         return done.stdout
-    printed, file = io.StringIO(), block.page
+    file = block.page
     try:
-        with contextlib.redirect_stdout(printed):
+        with _printed() as printed:
             if block.is_program:
                 file = str(Path(folder) / f"{_module_of(block)}.py")
                 _run_program(source, Path(file))
@@ -177,7 +178,24 @@ def _run_python(block, namespace, folder, as_script):
         ]
         at = lines[-1] if lines else getattr(error, "lineno", None)
         raise block.fails(f"{type(error).__name__}: {error}", at) from error
-    return printed.getvalue()
+    return printed[0]
+
+
+@contextlib.contextmanager
+def _printed():
+    """Collect what this process prints, and the ranks that it starts."""
+    printed, before = [], os.dup(1)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            with contextlib.redirect_stdout(file):
+                yield printed
+        finally:
+            file.flush()
+            os.dup2(before, 1)
+            os.close(before)
+            file.seek(0)
+            printed.append(file.read())
 
 
 def _module_of(block):
@@ -213,7 +231,7 @@ def _run_commands(block, folder):
         if words[0] != "hypercomm":
             raise block.fails(f"{words[0]} is not run here: write the block as `sh`", line)
         done = _run([sys.executable, "-m", *words], folder)
-        _compare(block, block.text[command.end() : end], done.stdout + done.stderr, line)
+        _compare(block, block.text[command.end() : end], done.stdout or done.stderr, line)
 
 
 def _run(words, folder):

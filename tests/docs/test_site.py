@@ -14,21 +14,23 @@ import pytest
 
 import hypercomm
 from hypercomm import errors
-from hypercomm.cli.check.schema import SCHEMA
+from hypercomm.cli.check.schema import SCHEMA as CHECK
 from hypercomm.cli.diagnosis import Report
+from hypercomm.cli.plan.schema import SCHEMA as PLAN
 
 ROOT, DOCS, PAGES = runner.ROOT, runner.DOCS, runner.pages()
 CONFIGURATION = (ROOT / "mkdocs.yml").read_text()
 
 
-def tables():
-    spec = importlib.util.spec_from_file_location("tables_of_the_site", DOCS / "tables.py")
+def module_of_docs(name):
+    """What a script of docs/ defines."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_site", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-TABLES = tables()
+TABLES = module_of_docs("tables")
 
 
 def text_of(path):
@@ -86,6 +88,17 @@ def test_tables(name):
 def test_tables_are_all_used():
     used = {name for path in PAGES.values() for name in TABLES._PART.findall(path.read_text())}
     assert {name for _, name, _ in used} == set(TABLES.PARTS)
+
+
+# Every picture is as the library draws it today: `python docs/drawings.py --write`.
+def test_pictures():
+    drawings = module_of_docs("drawings")
+    for name, draw in drawings.PICTURES.items():
+        assert (drawings.FOLDER / f"{name}.svg").read_text() == draw().svg(), name
+    files = {path.stem for path in drawings.FOLDER.glob("*.svg")}
+    assert files == set(drawings.PICTURES)
+    pages = "".join(path.read_text() for path in PAGES.values())
+    assert all(f"pictures/{name}.svg)" in pages for name in files)
 
 
 # Every error is in the table, with a builtin, a cause and a cure.
@@ -160,8 +173,11 @@ def test_no_public_module_is_forgotten():
     assert packages - set(TABLES.PUBLIC) == NOT_PUBLIC
 
 
-NOT_PUBLIC = {"hypercomm.cli.check", "hypercomm.testing.simulation"}
-"""Packages whose names are for those beside them; what is public of the second is in `testing`."""
+NOT_PUBLIC = {
+    *(f"hypercomm.cli.{command}" for command in ("check", "drawing", "plan")),
+    *("hypercomm.layout.placing", "hypercomm.testing.simulation"),
+}
+"""Packages whose names are for those around them, where the public ones are listed."""
 
 
 def keys_of(value, path=""):
@@ -203,7 +219,7 @@ def printed_json(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "nested"),
     [
-        (("plan", "tp=2,dp=2", "--rank", "1"), ("groups[].",)),
+        (("place", "tp=2,dp=2", "--on", "2"), ("groups[].", "cost.")),
         (("diff", "tp=2,dp=2", "tp=4"), ("changes[].",)),
         pytest.param(("doctor",), (), marks=pytest.mark.clients),
     ],
@@ -223,7 +239,8 @@ def test_json_of_doctor():
     assert {key for key in documented("doctor") if "[" not in key} == {"ok", *names}
 
 
-def test_json_of_check():
+@pytest.mark.parametrize(("command", "schema"), [("check", CHECK), ("plan", PLAN)])
+def test_json_by_schema(command, schema):
     def paths(schema, path=""):
         for name, value in schema.get("properties", {}).items():
             yield f"{path}{name}"
@@ -231,7 +248,7 @@ def test_json_of_check():
                 yield from paths(inner, f"{path}{name}.")
                 yield from paths(inner.get("items", {}), f"{path}{name}[].")
 
-    assert set(documented("check")) == set(paths(SCHEMA))
+    assert set(documented(command)) == set(paths(schema))
 
 
 FAMILIES = (
