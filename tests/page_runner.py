@@ -9,7 +9,8 @@ A page's blocks are read from its fences, in order:
 * `console` has commands of ours behind `$`, and below each what it prints.
 
 A comment before a fence changes that: `<!-- figures -->` compares without numbers, and
-`<!-- clients -->` leaves the block to tests of that mark. What fails is told with page and line.
+`<!-- clients -->` leaves the block to tests of that mark, `<!-- elsewhere -->` to one of its own.
+What fails is told with its page and line.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ SHOWN = ("text", "sh", "yaml", "toml", "json", "diff")
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<head>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
 )
-_NOTES = re.compile(r"<!-- ((?:figures|clients)(?:, (?:figures|clients))*) -->\n\s*$")
+_NOTES = re.compile(r"<!-- ((?:figures|clients|elsewhere)(?:, \w+)*) -->\n\s*$")
 _MAIN = 'if __name__ == "__main__":'
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -113,7 +114,8 @@ def run_page(path, folder, *, clients=False, as_script=False):
     namespace, count = {"__name__": "page"}, 0
     blocks = blocks_of(path)
     for place, block in enumerate(blocks):
-        if block.language not in RUN or clients != ("clients" in block.notes):
+        is_ours = clients == ("clients" in block.notes) and "elsewhere" not in block.notes
+        if block.language not in RUN or not is_ours:
             continue
         after = blocks[place + 1] if place + 1 < len(blocks) else None
         wanted = after if after is not None and after.is_output else None
