@@ -18,7 +18,7 @@ import torch
 from bad_inputs import LAYOUT, Draws, HangError, OwnError, Stage, draw_call, look, patience
 from hypothesis import find, settings
 from hypothesis.errors import InvalidArgument
-from hypothesis.strategies import SearchStrategy
+from hypothesis.strategies import SearchStrategy, integers
 
 from hypercomm import (
     GridSet,
@@ -236,7 +236,7 @@ GOOD = {
     "mappings.beside": lambda: True,
     "shardings.shape": lambda: [8, 6],
     "grids.views": lambda: True,
-    "given_ranks.strategies": lambda: [st.integers()],
+    "given_ranks.strategies": lambda: [integers()],
     "given_ranks.ranks": lambda: 2,
     "given_ranks.ranks_max": lambda: 4,
     "given_ranks.max_examples": lambda: 3,
