@@ -196,6 +196,7 @@ def test_places(in_process):
     ("arguments", "message"),
     [
         (("--ranks", "8"), "rank 8 is not in layout tp=2,dp=4, which holds ranks 0..7"),
+        (("--rank", "9", "--ranks", "all"), "rank 9 is not in layout tp=2,dp=4, which holds"),
         (("--ranks", "3..1"), "'3..1' ends before it begins; write it like '0..7'"),
         (("--ranks", "x"), "'x' is no rank; write ranks like '0..7,12' or 'all'"),
         (("--ranks", "-1"), "'-1' is no rank; write ranks like '0..7,12' or 'all'"),

@@ -107,15 +107,15 @@ def plan(
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     others = read_views(layout, views)
     asked = Plan(layout, others, gpus_per_node, nccl_channels, rank)
+    head = asked.head()
     if ranks is not None:
         places = asked.places(_read_ranks(ranks, layout))
         if as_json:
-            print(json.dumps(asked.head() | asked.groups([]) | {"places": places}))
+            print(json.dumps(head | asked.groups([]) | {"places": places}))
         else:
             screen.show_places(layout, others, places)
         return
     every = _keys(layout, others, wanted, max_dims)
-    head = asked.head()
     if as_json:
         print(json.dumps(head | asked.groups(every)))
         return
