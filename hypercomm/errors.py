@@ -44,6 +44,7 @@ __all__ = [
     "StateTransferError",
     "TopologyError",
     "TorchVersionError",
+    "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
@@ -160,6 +161,13 @@ class ConnectTimeout(GroupCreationTimeout):
     ) -> None:
         super().__init__(message, missing=missing, waited=waited)
         self.group = group
+
+
+class TransferMismatchError(PlanMismatchError, LayoutError):
+    """The ranks of a transfer mean different ones, or one refused or did not come: nothing moved.
+
+    As for other differences between ranks; and as for what is wrong with this rank's own call.
+    """
 
 
 class OutcomeUnknownError(CreationError):

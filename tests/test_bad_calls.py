@@ -7,7 +7,15 @@ from datetime import timedelta
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors, renew_world
+from hypercomm import (
+    GridSet,
+    HyperCommGrid,
+    RankLayout,
+    RankMapping,
+    errors,
+    megatron_grids,
+    renew_world,
+)
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
 from hypercomm.layout import place
 from hypercomm.layout.reading import notation
@@ -52,6 +60,27 @@ def after_destroy(grid):
 
 # (the call, the builtin that legacy code catches, the class of ours, the sentence)
 LAYOUT_CALLS = [
+    (
+        lambda: RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at=1),
+        ValueError,
+        errors.LayoutError,
+        "at must be a mapping such as {'pp': 1}, got 1",
+    ),
+    (
+        lambda: RankMapping.weights("pp=2", "tp=4", at={"pp": 1}),
+        ValueError,
+        errors.LayoutError,
+        "select() of every dim leaves none; the rank there is 1",
+    ),
+    (
+        lambda: megatron_grids(tensor_model_parallel_size=2),
+        TypeError,
+        TypeError,
+        (
+            "megatron_grids() got an unexpected keyword argument 'tensor_model_parallel_size'; "
+            "here it is called tp="
+        ),
+    ),
     (
         lambda: RankLayout([2, 4], ["tp"]),
         ValueError,

@@ -106,6 +106,8 @@ GOOD = {
     "RankLayout.ranks": lambda: [8, 1, 2, 3, 4, 5, 6, 7],
     "RankMapping.source": lambda: LAYOUT,
     "RankMapping.target": lambda: RankLayout([4, 2], ["tp", "dp"], 8),
+    "RankMapping.weights.shards": lambda: {"tp": 0},
+    "RankMapping.weights.at": lambda: {"cp": 1},
     "RankMapping.rank": lambda: 1,
     "RankMapping.receives.rank": lambda: 8,
     "RankMapping.sources_of.rank": lambda: 8,

@@ -17,7 +17,7 @@ from itertools import count
 
 import attrs
 
-from hypercomm.errors import LayoutError
+from hypercomm.errors import TransferMismatchError
 from hypercomm.layout import RankMapping
 from hypercomm.process_groups.agreement.arrival import absent, arrive
 from hypercomm.process_groups.agreement.cards import this_host
@@ -65,7 +65,8 @@ def consent(
         What has interrupted this rank, though all go on: to be raised after the transfer.
 
     Raises:
-        LayoutError: Ranks mean different transfers, one refuses or leaves, or did not come in time.
+        TransferMismatchError: Ranks mean different transfers, one refuses or leaves, or did not
+            come in time.
         OutcomeUnknownError: The store is gone, and with it whether the others go on.
         CreationError: A key of the store holds what this library did not write.
 
@@ -146,8 +147,8 @@ class _Party:
                 continue  # the others have given up on this rank, and come to the next place
             if end.kind == "missing":
                 waited_s = (yield Now()) - begin
-                raise LayoutError((yield from self._lateness(end.ranks, waited_s)))
-            raise LayoutError(end.words) from left
+                raise TransferMismatchError((yield from self._lateness(end.ranks, waited_s)))
+            raise TransferMismatchError(end.words) from left
 
     def fail(self, words: str) -> Meeting[None]:
         """Let the next place fail, for all ranks."""

@@ -83,7 +83,8 @@ def transfer_state(
     Raises:
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
-        LayoutError: An argument does not fit, or ranks differ or are missing; nothing was sent.
+        LayoutError: An argument does not fit.
+        TransferMismatchError: Ranks differ or are missing; nothing was sent.
         StateTransferError: Communication failed, or what arrived is not what was sent; `bucket`
             says from which bucket to go on: all ranks from the smallest that one of them says.
         OutcomeUnknownError: The job's store is gone; restart the job.

@@ -105,8 +105,8 @@ def transfer(
     Raises:
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
-        LayoutError: `mapping` is none, a tensor or a group does not fit, or, with `verify`, ranks
-            differ or are missing; nothing was sent.
+        LayoutError: `mapping` is none, or a tensor or a group does not fit.
+        TransferMismatchError: With `verify`: ranks differ or are missing; nothing was sent.
         OutcomeUnknownError: With `verify`: the job's store is gone; restart the job.
         GroupOptionsError: `verify` is none of True, False and None.
 

@@ -363,6 +363,20 @@ def test_only_the_batch_must_divide():
     assert weight.slices((1, 1), [6]) == (slice(3, 4),)
 
 
+# A weight of one stage: of tp=2, pp=2 ranks 2 and 3 have the halves of stage 1, and each of four
+# wants a quarter.
+def test_weights():
+    mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
+    assert mapping.source_ranks == (2, 3)
+    assert [mapping.sources_of(rank) for rank in range(4)] == [(2,), (2,), (3,), (3,)]
+    assert [mapping.receives(rank)[0].global_slices([8])[0].start for rank in range(4)] == [
+        *range(0, 8, 2)
+    ]
+    whole = RankMapping.weights("dp=2", "tp=2,pp=2")
+    assert (whole.along, whole.pipeline, whole.target_ranks) == (None, None, (0, 1, 2, 3))
+    assert str(whole) == "dp=2 at 0 -> tp=2,pp=2 at 0: whole; dp, tp, pp replicate"
+
+
 # The text says the sizes, where they begin, what becomes of each axis, and which dims replicate.
 def test_text():
     mapping = RankMapping(
@@ -388,7 +402,7 @@ def test_text():
         "along dp, 4 -> 1 on axis 0; ep, cp replicate"
     )
     weight = RankMapping(RankLayout.parse("tp=2"), RankLayout.parse("tp=3"), None, shards={"tp": 1})
-    assert str(weight) == "tp=2 at 0 -> tp=3 at 0: equal, 2 -> 3 on axis 1"
+    assert str(weight) == "tp=2 at 0 -> tp=3 at 0: 2 -> 3 on axis 1"
 
 
 # ---- bad calls ----------------------------------------------------------------------------------

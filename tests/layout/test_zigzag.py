@@ -144,7 +144,7 @@ def test_by_hand():
         (0, slice(2, 4)),
         (1, slice(0, 2)),
     ]
-    assert str(mapping) == "cp=2 at 0 -> sp=2 at 2: equal, 2 -> 2 on axis 1 in zigzag"
+    assert str(mapping) == "cp=2 at 0 -> sp=2 at 2: 2 -> 2 on axis 1 in zigzag"
     assert mapping.to_dict()["shards"] == {"cp": ("zigzag", 1), "sp": 1}
     assert RankMapping("cp=2", "cp=1", shards={"cp": "zigzag"}, batch_axis=1).cuts[0].axis == 0
     assert RankMapping("cp=1", "cp=1", None, shards={"cp": "zigzag"}).cuts == ()

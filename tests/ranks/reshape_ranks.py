@@ -191,6 +191,7 @@ def one_fails(failing, where, verify):
         grid.create_pg("tp")
         grid.create_pg("dp", name="pairs", derive=derive)
         before = dict(grid.pgs)
+        dist.barrier()  # who still waits in a creation would hear of the failure there
         with failing_on(failing, derive, where):
             said = attempt(lambda: grid.reshape("dp=4,tp=2"))
         is_same, totals = unchanged(grid, before), sums(grid)

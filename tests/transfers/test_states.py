@@ -93,7 +93,7 @@ def test_refusals():
                 "buckets of 1048576 bytes from number 0 on, verify=False",
             ),
         ):
-            assert words[name].startswith(f"LayoutError: {differ}")
+            assert words[name].startswith(f"TransferMismatchError: {differ}")
             assert one in words[name]
             assert other in words[name]
         for name, on, sentence in (

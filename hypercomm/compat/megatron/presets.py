@@ -33,6 +33,19 @@ _EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", 
 """What Megatron's dims are called in the grid, and in its view of the experts."""
 
 
+_OF_MEGATRON = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "expt_tp",
+    "data_parallel_size": "dp",
+    "gtp_remat_size": "gtp_remat",
+    "expert_gtp_remat_size": "expt_gtp_remat",
+}
+"""What `initialize_model_parallel` calls the sizes, or a configuration of Megatron's."""
+
+
 def megatron_grids(
     *,
     tp: int = 1,
@@ -95,6 +108,12 @@ def megatron_grids(
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
     given = {name: value for name, value in locals().items() if name in _SIZES}
+    theirs = next(filter(_OF_MEGATRON.__contains__, arguments), None)
+    if theirs is not None:
+        raise TypeError(
+            f"megatron_grids() got an unexpected keyword argument {theirs!r}; here it is called "
+            f"{_OF_MEGATRON[theirs]}="
+        )
     check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
     total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
     if offset >= total:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.mapping.cuts import Cut, as_lengths, resolve_axes
-from hypercomm.layout.mapping.dim_roles import Shards, dims_of_axes, replicating, zigzag_dims
+from hypercomm.layout.mapping.dim_roles import (
+    Shards,
+    as_dim,
+    dims_of_axes,
+    replicating,
+    zigzag_dims,
+)
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.shown import shown
@@ -49,6 +55,20 @@ def as_layout(given: AnyLayout, what: str) -> RankLayout:
             f"{what} must be a RankLayout, a grid, or sizes as text, got {shown(given)}"
         )
     return layout
+
+
+def part_of(given: AnyLayout, at: Mapping[str, int] | None, what: str) -> RankLayout:
+    """Read a layout, or of it the ranks with some coordinates.
+
+    Raises:
+        LayoutError, UnknownDimError: As for `as_layout` and `RankLayout.select`.
+    """
+    layout = as_layout(given, what)
+    if at is not None and not isinstance(at, Mapping):
+        raise LayoutError(f"at must be a mapping such as {{'pp': 1}}, got {shown(at)}")
+    return (
+        layout.select(**{as_dim(dim, "at"): index for dim, index in at.items()}) if at else layout
+    )
 
 
 @attrs.frozen(repr=False, init=False)
@@ -186,16 +206,17 @@ class MappingLooks:
 
     def __str__(self) -> str:
         axes = dims_of_axes(self.along, self.batch_axis, self.shards)
-        words = [str(self.kind)]
+        words = []
         if self.along is not None:
             before, after = self._sizes(self.along)
-            words[0] += f" {before} -> {after} along {self.along}"
-        words += [
+            words = [f"{self.kind} {before} -> {after} along {self.along}"]
+        cut = [
             f"{cut.sources} -> {cut.targets} on axis {cut.axis}"
             + " in zigzag" * any(dim in zigzag_dims(self.shards) for dim in axes[cut.axis])
             for cut in self.cuts
             if axes[cut.axis] != (self.along,)
         ]
+        words += cut or ["whole"] * (self.along is None)
         words += ["leaders only"] * self.leaders + ["backward"] * self.backward
         idle = replicating(
             self.source, self.target, {self.along, self.pipeline, *dict(self.shards)}

@@ -23,7 +23,7 @@ from hypercomm.layout.mapping.dim_roles import (
     dims_of_axes,
     zigzag_dims,
 )
-from hypercomm.layout.mapping.looks import AnyLayout, MappingLooks, as_layout
+from hypercomm.layout.mapping.looks import AnyLayout, MappingLooks, as_layout, part_of
 from hypercomm.layout.mapping.messages import Messages
 from hypercomm.layout.mapping.sharding import Sharding
 from hypercomm.layout.rank_layout import RankLayout
@@ -122,6 +122,31 @@ class RankMapping(MappingLooks):
         check_roles(source, target, along, batch_axis, pairs, pipeline)
         object.__setattr__(self, "_messages", self._work_out())
 
+    @classmethod
+    def weights(
+        cls,
+        source: AnyLayout,
+        target: AnyLayout,
+        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
+        *,
+        at: Mapping[str, int] | None = None,
+    ) -> RankMapping:
+        """Map what has no batch, as weights; it enters all ranks of the target.
+
+        Args:
+            source: As for the class.
+            target: Likewise.
+            shards: Likewise. A dim of both that cuts at one alone, as dp of FSDP does, gets another
+                name there: `layout.rename(dp="fsdp")`.
+            at: Where in the source it is, as {"pp": 1} for a weight of that stage; default: on all.
+
+        Example:
+            >>> mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
+            >>> mapping.source_ranks, mapping.sources_of(3)
+            ((2, 3), (3,))
+        """
+        return cls(part_of(source, at, "source"), target, None, shards=shards, pipeline=None)
+
     @property
     def cuts(self) -> tuple[Cut, ...]:
         """The tensor axes that are cut, the batch's first if it is."""
@@ -146,15 +171,13 @@ class RankMapping(MappingLooks):
     def inverse(self) -> RankMapping:
         """Return the way back, which gradients take: between the same stages.
 
-        Every source rank gets the gradient of what it has, from one replica of the target: all of
-        them must hold the same one, as they do after the all-reduce of tensor parallelism.
+        Each source rank gets the gradient of what it has from one of the target's replicas, which
+        must agree, as they do after the all-reduce of tensor parallelism.
 
         Example:
             >>> mapping = RankMapping(RankLayout.parse("pp=2"), RankLayout.parse("pp=2"))
             >>> mapping.source_ranks, mapping.inverse().target_ranks
             ((1,), (1,))
-            >>> mapping.inverse().inverse() == mapping
-            True
         """
         return attrs.evolve(
             self, source=self.target, target=self.source, backward=not self.backward
@@ -194,9 +217,6 @@ class RankMapping(MappingLooks):
             >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
-            >>> leading = attrs.evolve(mapping, leaders=True)
-            >>> [message.target for message in leading.sends(2)]
-            [2]
         """
         return self._messages.sent_by(rank)
 
