@@ -210,7 +210,8 @@ def _check_backend_agrees(asked: Asked, there: Joined) -> None:
         if any(live.get(device) != single for device, single in parts.items()):
             raise _contradiction("backend", asked.backend, there.backend)
     if asked.device is not None:
-        _, device = devices.choose(None, asked.device, there.local_rank, there.local_size)
+        local = there.device.index if there.local_rank is None else there.local_rank
+        _, device = devices.choose(None, asked.device, local, there.local_size)
         if device != there.device:
             raise _contradiction("device", str(device), str(there.device))
 

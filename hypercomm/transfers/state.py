@@ -60,9 +60,10 @@ def transfer_state(
 
     Args:
         mapping: From which layout to which: one with `along=None`, as weights have no batch, and
-            without leaders. With a pipeline, a stage's parameters are moved by a call for it, on a
-            mapping of that stage's ranks (`layout.select(pp=0)`).
-        state: On a source rank its parts of the parameters, by name.
+            without leaders, as `RankMapping.weights` makes. With a pipeline, a stage's parameters
+            are moved by a call for it, on a mapping of that stage's ranks (`at={"pp": 0}`).
+        state: On a source rank its parts of the parameters, by name. Nothing is cast on the way:
+            where `into` has another dtype, give `{name: one.bfloat16(), ...}`.
         into: On a target rank the tensors that receive, by name. On a rank of both ends, none may
             share memory with `state`, unless it keeps exactly what it has; memory that is mapped
             at two addresses is not noticed.

@@ -439,6 +439,18 @@ def test_a_device_without_a_backend(device):
         devices.choose(None, device, 0, 1)
 
 
+# In a live job a kind alone means the device that this rank has, where nothing tells its number.
+@pytest.mark.usefixtures("four_gpus")
+def test_the_kind_of_a_live_device(monkeypatch):
+    monkeypatch.setattr(devices, "device_of_world", lambda _: torch.device("cuda:3"))
+    with fake_world(4, rank=1):
+        assert join(device="cuda").device == join(device="cuda:3").device == torch.device("cuda:3")
+        with pytest.raises(
+            LaunchError, match=r"device='cuda:2' contradicts what is there, 'cuda:3'"
+        ):
+            join(device="cuda:2")
+
+
 # The device is made the current one, WORLD is bound to it, and a failure undoes that.
 def test_the_current_device(four_gpus, monkeypatch):
     calls = []
