@@ -42,7 +42,11 @@ def svg_of_change(scene: ChangeScene, most_ranks: int = MOST_RANKS) -> str:
 
 def label_of(name: str) -> Block:
     """Write the name of some dims."""
-    return Block(text_width(name, 15), 18, label(0, 14, fitted(name, WIDTH, 14), "h2", title=name))
+    return Block(
+        text_width(fitted(name, WIDTH, 17), 17),
+        18,
+        label(0, 14, fitted(name, WIDTH, 17), "h2", title=name),
+    )
 
 
 class _ByFate(Looks):

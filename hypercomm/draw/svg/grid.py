@@ -57,9 +57,9 @@ def _panels(
 
 
 def _caption(lit: GroupsLit, topology: Topology | None) -> Block:
-    name = fitted(lit.name, 240, 14)
+    name = fitted(lit.name, 280, 17)
     words = lit.words(topology)
-    start = text_width(name, 16.5) + 10
+    start = text_width(name, 17) + 10
     markup = label(0, 14, name, "h2", title=lit.name) + label(start, 14, words, "soft")
     return Block(start + text_width(words, 12), 18, markup)
 
@@ -108,13 +108,13 @@ def _lanes(scene: GridScene) -> int:
 def _box(name: str, numbering: Numbering, inside: Block) -> Block:
     first, last = numbering.rank_offset, numbering.last_rank
     sizes = fitted(f"{numbering}: {numbering.size:,} ranks {first}..{last}", 560, 12)
-    shown = fitted(name, 300, 14)
-    width = max(inside.width, text_width(shown, 16.5) + 12 + text_width(sizes, 12)) + 28
+    shown = fitted(name, 320, 17)
+    width = max(inside.width, text_width(shown, 17) + 12 + text_width(sizes, 12)) + 28
     height = inside.height + 52
     parts = [
         rectangle(1, 1, width - 2, height - 2, "module", 8),
         label(14, 25, shown, "h2", title=name),
-        label(26 + text_width(shown, 16.5), 25, sizes, "soft", title=str(numbering)),
+        label(26 + text_width(shown, 17), 25, sizes, "soft", title=str(numbering)),
         moved(inside, 14, 38),
     ]
     return Block(width, height, "".join(parts))

@@ -93,9 +93,9 @@ def sheet(title: str, lines: Sequence[str], blocks: Sequence[Block]) -> str:
         lines: Further lines below it.
         blocks: What is drawn, one below the other.
     """
-    head = [label(0, 16, fitted(title, WIDTH, 18), "h1", title=title)]
+    head = [label(0, 16, fitted(title, WIDTH, 22), "h1", title=title)]
     head += [label(0, 38 + 17 * row, line, "soft") for row, line in enumerate(lines)]
-    widths = [text_width(fitted(title, WIDTH, 18), 19), *(text_width(line, 12) for line in lines)]
+    widths = [text_width(fitted(title, WIDTH, 22), 22), *(text_width(line, 12) for line in lines)]
     top = Block(max(widths), 24 + 17 * len(lines), "".join(head))
     inside = below([top, *blocks], 20)
     width, height = inside.width + 2 * MARGIN, inside.height + 2 * MARGIN
