@@ -193,6 +193,20 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """
         return {"group_size": self.group_size, "groups": self.to_array().tolist()}
 
+    def to_lists(self) -> list[list[int]]:
+        """Return all groups as lists, as what creates a group for each list takes them.
+
+        vLLM's and SGLang's `init_model_parallel_group(group_ranks, local_rank, backend)` is one
+        such: every rank gives the same lists, and is in one of them.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> RankLayout.parse("tp=2,pp=2,dp=2").groups("pp").to_lists()
+            [[0, 2], [1, 3], [4, 6], [5, 7]]
+        """
+        lists: list[list[int]] = self.to_array().tolist()
+        return lists
+
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each group, and a column for each position.
 

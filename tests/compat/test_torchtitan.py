@@ -1,0 +1,114 @@
+"""torchtitan's grid and meshes, against numpy, and against torchtitan's own where it is there."""
+
+import re
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from hypercomm import RankLayout, errors, torchtitan_grids
+from hypercomm.compat.torchtitan import torchtitan_meshes
+from hypercomm.testing import fake_world, registered_groups
+
+SIZES = [
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "pp": 2, "ep": 4},
+    {"dp_shard": 4, "tp": 2, "pp": 4, "ep": 8},
+    {"dp_replicate": 8, "cp": 4},
+    {"dp_shard": -1, "ep": 2},
+]
+WORLD = 32
+
+
+def expected(rank, *, dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1):
+    """The meshes that torchtitan unflattens a world into, cut at a rank's stage and so on."""
+    dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
+    inner = dp_shard * cp * tp
+    ranks = np.arange(WORLD)
+    dataloading = ranks.reshape(pp, dp_replicate * dp_shard, cp, tp)
+    stage, *_, at = np.argwhere(dataloading == rank)[0]
+    return {
+        "dataloading": dataloading,
+        "dense": ranks.reshape(pp, dp_replicate, dp_shard * cp, tp),
+        "sparse": ranks.reshape(pp, dp_replicate, inner // ep, ep),
+        "loss": dataloading[stage, :, :, at].ravel(),
+    }
+
+
+# Each mesh has torchtitan's ranks, and the dims of one name in several have one group.
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rank", [0, 13, 31])
+def test_meshes(sizes, rank):
+    with fake_world(WORLD, rank), torchtitan_grids(**sizes) as grids:
+        meshes = torchtitan_meshes(grids)
+        wanted = expected(rank, **sizes)
+        assert meshes.keys() == wanted.keys()
+        for name, mesh in meshes.items():
+            np.testing.assert_array_equal(mesh.mesh.numpy(), wanted[name], err_msg=name)
+        for one, other, dim in [
+            ("dataloading", "dense", "tp"),
+            ("dataloading", "dense", "pp"),
+            ("dense", "sparse", "dp_replicate"),
+        ]:
+            assert meshes[one].get_group(dim) is meshes[other].get_group(dim)
+        assert (
+            len(registered_groups()) == 1 + 9
+        )  # WORLD; tp cp pp dp_replicate, batch fsdp ep efsdp, loss
+    assert not dist.is_initialized()
+
+
+# torchtitan's own meshes have the same ranks and names, from more groups.
+@pytest.mark.clients
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_beside_torchtitan(sizes):
+    named = "pip install --no-deps torchtitan spmd_types"
+    dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
+    with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
+        meshes = torchtitan_meshes(grids)
+        ours = len(registered_groups())
+        every = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | sizes
+        theirs = dims.ParallelDims(**every, world_size=WORLD, spmd_backend="partial_dtensor")
+        theirs.build_mesh()
+        assert len(registered_groups()) - ours > ours - 1  # WORLD is ours and theirs
+        for name in ("dataloading", "dense", "sparse", "loss"):
+            mesh = theirs._global_meshes[name]
+            assert mesh.mesh.tolist() == meshes[name].mesh.tolist()
+            if name != "loss":
+                assert mesh.mesh_dim_names == meshes[name].mesh_dim_names
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (
+            lambda: torchtitan_grids(tp=2, ep=3, world_size=8),
+            errors.WorldSizeError,
+            "ep=3 must divide dp_shard * cp * tp = 4 * 1 * 2 = 8",
+        ),
+        (
+            lambda: torchtitan_grids(tp=-1, world_size=8),
+            errors.LayoutError,
+            "only dp_shard may be open (-1), not tp; give its size",
+        ),
+        (
+            lambda: torchtitan_meshes({}),
+            errors.LayoutError,
+            "grids must be what torchtitan_grids() makes, got {}",
+        ),
+    ],
+)
+def test_sentence(call, kind, sentence):
+    with pytest.raises(kind, match=f"^{re.escape(sentence)}$"):
+        call()
+
+
+# Rank lists are those of vLLM's initialize_model_parallel, in which tp varies fastest: its array of
+# ranks is dp, pp, tp, and each family of groups is the lines along one axis.
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 4), (4, 1, 2)], ids=str)
+def test_rank_lists(sizes):
+    layout = RankLayout(list(reversed(sizes)), ["tp", "pp", "dp"])
+    ranks = np.arange(layout.size).reshape(sizes)
+    for axis, dim in enumerate(["dp", "pp", "tp"]):
+        lines = np.moveaxis(ranks, axis, -1).reshape(-1, sizes[axis]).tolist()
+        lists = layout.groups(dim).to_lists()
+        assert sorted(lists) == sorted(lines)
+        assert {type(rank) for ranks in lists for rank in ranks} == {int}
