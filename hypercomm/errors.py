@@ -35,7 +35,6 @@ __all__ = [
     "NotationError",
     "OrderError",
     "OutcomeUnknownError",
-    "PictureExistsError",
     "PlanMismatchError",
     "RankFailedError",
     "RankOutsideError",
@@ -231,10 +230,6 @@ class TorchVersionError(HyperCommError, ImportError):
 
 class DrawingError(HyperCommError, ValueError):
     """A picture cannot be drawn or written as asked: take another kind, or another file."""
-
-
-class PictureExistsError(DrawingError, FileExistsError):
-    """The file of a picture exists, and was left as it is: name another, or replace it."""
 
 
 class MissingPackageError(HyperCommError, ImportError):

@@ -373,7 +373,7 @@ LAYOUT_CALLS = [
         lambda: place("tp=2", on=8).write("order", __file__),
         FileExistsError,
         errors.FileKeptError,
-        f"{__file__} exists, and is kept; force=True replaces it",
+        f"{__file__} exists, and is kept; force=True (--force) replaces it",
     ),
 ]
 
@@ -436,7 +436,7 @@ DRAW_CALLS = [
         lambda: LAYOUT.draw().save("nowhere/grid.svg"),
         ValueError,
         errors.DrawingError,
-        "nowhere/grid.svg cannot be written: there is no folder nowhere",
+        "'nowhere/grid.svg' cannot be written: there is no folder nowhere",
     ),
     (
         lambda: LAYOUT.draw().text(width=-1),

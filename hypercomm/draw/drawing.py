@@ -9,8 +9,9 @@ from pathlib import Path
 import attrs
 
 from hypercomm.draw.scenes import ChangeScene, GridScene, Scene
-from hypercomm.errors import DrawingError, PictureExistsError
+from hypercomm.errors import DrawingError
 from hypercomm.layout.reading.checks import as_flag, positive
+from hypercomm.layout.reading.files import as_new_file, write_file
 from hypercomm.layout.reading.shown import did_you_mean, shown
 
 MOST_IN_NOTEBOOK = 256
@@ -118,7 +119,7 @@ class Drawing:
 
         Raises:
             DrawingError: The ending is of none of these, or the file cannot be written.
-            PictureExistsError: The file exists (a FileExistsError); it is left as it is.
+            FileKeptError: The file exists (a FileExistsError), and is kept.
             MissingPackageError: As for `png`.
 
         Example:
@@ -130,17 +131,8 @@ class Drawing:
             ...     file.read_text(encoding="utf-8")[:4]
             '<svg'
         """
-        file, kind = writable(path, force)
-        made = KINDS[kind](self)
-        content = made if isinstance(made, bytes) else made.encode()
-        try:
-            with file.open("wb" if force else "xb") as target:
-                target.write(content)
-        except FileExistsError as error:
-            raise _exists(file) from error
-        except (OSError, ValueError) as error:
-            told = getattr(error, "strerror", None) or error
-            raise DrawingError(f"{shown(str(file))} cannot be written: {told}") from error
+        file, kind, force = writable(path, force)
+        write_file(file, KINDS[kind](self), force, DrawingError)
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{_svg_of(self.scene, MOST_IN_NOTEBOOK)}</div>'
@@ -161,41 +153,23 @@ KINDS: dict[str, Callable[[Drawing], str | bytes]] = {
 """How a file of each ending is made."""
 
 
-def writable(path: str | os.PathLike[str], force: bool) -> tuple[Path, str]:
-    """Return a picture's file and its ending, before anything is drawn.
+def writable(path: str | os.PathLike[str], force: bool) -> tuple[Path, str, bool]:
+    """Return a picture's file, its ending and `force`, before anything is drawn.
 
     Raises:
         DrawingError: There is no such kind of picture, or no such folder.
-        PictureExistsError: The file exists, and is not to be replaced.
+        FileKeptError: The file exists, and is not to be replaced.
     """
-    replaced = as_flag(force, "force", DrawingError)
-    try:
-        file = Path(os.fspath(path))
-        kind = file.suffix.lower()
-        exists, has_folder = file.exists(), file.parent.is_dir()
-    except (TypeError, ValueError) as error:
-        raise DrawingError(f"path must be a file, got {shown(path)}") from error
-    except OSError as error:
-        raise DrawingError(f"{shown(path)} cannot be written: {error.strerror}") from error
-    if kind not in KINDS:
-        *some, last = KINDS
-        raise DrawingError(
-            f"{shown(str(file))} ends in no kind of picture that can be written: use "
-            f"{', '.join(some)} or {last}{did_you_mean(kind, KINDS)}"
-        )
-    if not has_folder:
-        raise DrawingError(f"{file} cannot be written: there is no folder {file.parent}")
-    if exists and (not replaced or file.is_dir()):
-        raise _exists(file)
-    return file, kind
-
-
-def _exists(file: Path) -> PictureExistsError:
-    if file.is_dir():
-        return PictureExistsError(f"{file} is a folder; name another file")
-    return PictureExistsError(
-        f"{file} exists, and is left as it is; force=True (--force) replaces it"
-    )
+    if isinstance(path, (str, os.PathLike)):
+        kind = Path(path).suffix.lower()
+        if kind not in KINDS:
+            *some, last = KINDS
+            raise DrawingError(
+                f"{shown(os.fspath(path))} ends in no kind of picture that can be written: use "
+                f"{', '.join(some)} or {last}{did_you_mean(kind, KINDS)}"
+            )
+    file, replaced = as_new_file(path, force, DrawingError)
+    return file, file.suffix.lower(), replaced
 
 
 def _svg_of(scene: Scene, most_ranks: int | None = None) -> str:

@@ -381,10 +381,9 @@ class GridInterface(GridQuestions):
         key, view = self._key(dims, given.get("name"), given.get("view"))
         of_grid, base = self._state.options, self._state.views.base
         backend, lazy_init = given.get("backend"), given.get("lazy_init")
-        share, creation = given.get("share"), given.get("creation")
-        if share is not None:
+        if (share := given.get("share")) is not None:
             check_choice("share", share, SHARES)
-        if creation is not None:
+        if (creation := given.get("creation")) is not None:
             check_choice("creation", creation, CREATIONS)
         options = GroupOptions(
             of_grid.backend if backend is None else backend,

@@ -70,7 +70,7 @@ def test_files(in_process, tmp_path, arguments, drawing):
         ),
         (
             ["tp=2,dp=4", "-o", "there.svg"],
-            "there.svg exists, and is left as it is; force=True (--force)",
+            "there.svg exists, and is kept; force=True (--force)",
         ),
         (["tp=2,dp=4", "--dims", "pp"], "unknown dim 'pp'; the dims are ('tp', 'dp')"),
         (["tp=2,dp=4", "--groups", "tp,tp"], "groups 'tp' come twice in 'tp,tp'"),

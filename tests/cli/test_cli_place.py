@@ -47,6 +47,18 @@ def test_json(in_process):
     assert found["traffic"]["pp"]["pattern"] == "chain"
 
 
+# What is taken is drawn, on the machine that it was placed on.
+def test_draw(in_process, tmp_path):
+    file = tmp_path / "placed.txt"
+    done = in_process("place", "dp=4,tp=2", "--on", "2,4", "--draw", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "tp: 4 groups of 2, each inside one host" in file.read_text()
+    assert "on 4 hosts, 2 domains" in file.read_text()
+    again = in_process("place", "dp=4,tp=2", "--on", "2,4", "--draw", str(file))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "exists, and is kept" in again.stderr
+
+
 # Files for launchers are of the best placing, or of what is taken; those that exist are kept.
 def test_write(in_process, tmp_path):
     order, script = str(tmp_path / "order"), str(tmp_path / "script")
@@ -56,7 +68,10 @@ def test_write(in_process, tmp_path):
     assert "--nodes=64\n" in (tmp_path / "script").read_text()
     again = in_process(*NVL72, "--write", "layout", order)
     assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == f"hypercomm: {order} exists, and is kept; --force replaces it\n"
+    assert (
+        again.stderr
+        == f"hypercomm: {order} exists, and is kept; force=True (--force) replaces it\n"
+    )
     assert (tmp_path / "order").read_text() == "tp-dp-pp\n"
     in_process(*NVL72, "--take", "sizes", "--write", "layout", order, "--force")
     taken = RankLayout.from_json((tmp_path / "order").read_text())

@@ -31,14 +31,14 @@ def test_save(tmp_path, name):
 def test_existing(tmp_path):
     file = tmp_path / "grid.svg"
     file.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"exists, and is left as it is; force=True"):
+    with pytest.raises(FileExistsError, match="exists, and is kept; force=True"):
         DRAWING.save(file)
     assert file.read_text() == "mine"
     DRAWING.save(str(file), force=True)
     assert file.read_text(encoding="utf-8") == DRAWING.svg()
     folder = tmp_path / "folder.svg"
     folder.mkdir()
-    with pytest.raises(errors.PictureExistsError, match="is a folder"):
+    with pytest.raises(errors.FileKeptError, match="is a folder"):
         DRAWING.save(folder, force=True)
 
 
@@ -50,7 +50,7 @@ def test_existing(tmp_path):
         ("grid.sgv", "did you mean '.svg'?"),
         ("", "ends in no kind of picture"),
         ("no/such/folder/grid.svg", "cannot be written: there is no folder"),
-        (3, "path must be a file, got 3"),
+        (3, "path must be that of a file, got 3"),
         ("a\0b.svg", "cannot be written: embedded null byte"),
         ("x" * 300 + ".svg", "cannot be written: File name too long"),
     ],

@@ -365,7 +365,7 @@ def test_looks():
 def test_writing(tmp_path):
     placed, path = place("tp=4,dp=2", on=4), tmp_path / "order"
     placed.write("order", path)
-    with pytest.raises(FileKeptError, match="exists, and is kept; force=True replaces it"):
+    with pytest.raises(FileKeptError, match="exists, and is kept"):
         placed.write("layout", path)
     assert path.read_text() == "tp-dp\n"
     placed.write("layout", path, force=True)

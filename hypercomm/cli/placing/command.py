@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 from rich.markup import escape
@@ -12,19 +11,20 @@ from rich.table import Column, Table
 from hypercomm.cli import options
 from hypercomm.cli.placing.given import read_card, read_numbers
 from hypercomm.cli.printing import console, quiet, table
-from hypercomm.errors import FileKeptError, NotationError
+from hypercomm.draw.drawing import KINDS as PICTURES
+from hypercomm.draw.drawing import writable
+from hypercomm.errors import NotationError
 from hypercomm.layout.placing import Placed, place
 from hypercomm.layout.placing.placed import COLUMNS, TAKEN
 from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.reading.files import as_new_file
 from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.topology import Topology
 from hypercomm.topology.reading import LIVE
 
 _ROOMY = 60
 """The columns of a terminal in which tables have lines."""
-
-# A picture belongs here, too: --draw FILE, of `found.take(take)`, its layout on its topology.
 
 
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
@@ -60,11 +60,17 @@ _ROOMY = 60
     help=f"Write what is taken as {', '.join(KINDS)}.",
 )
 @click.option(
+    "--draw",
+    "picture",
+    metavar="FILE",
+    help=f"Draw what is taken, as {', '.join(PICTURES)}.",
+)
+@click.option(
     "--take",
     type=click.Choice(TAKEN),
     default="best",
     show_default=True,
-    help="What is written: a proposal, or the layout as it is given.",
+    help="What is written and drawn: a proposal, or the layout as it is given.",
 )
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @options.as_json
@@ -78,6 +84,7 @@ def place_command(
     gpus_per_node: int | None,
     wanted: list[tuple[str, ...]] | None,
     write: tuple[tuple[str, str], ...],
+    picture: str | None,
     take: str,
     force: bool,
     as_json: bool,
@@ -90,8 +97,9 @@ def place_command(
     """
     for kind, path in write:
         check_choice("the kind to write", kind, tuple(KINDS), NotationError)
-        if Path(path).exists() and not force:
-            raise FileKeptError(f"{path} exists, and is kept; --force replaces it")
+        as_new_file(path, force, NotationError)
+    if picture is not None:
+        writable(picture, force)
     where: Topology | Sequence[str] = on
     if LIVE in on:
         if len(on) > 1:
@@ -116,6 +124,8 @@ def place_command(
         _show(found)
     for text, path in texts:
         save(text, path, force)
+    if picture is not None:
+        found.take(take).draw().save(picture, force)
     return 0
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from hypercomm.errors import FileKeptError, LayoutError
+from hypercomm.errors import LayoutError
 from hypercomm.layout.placing.traffic import kind_of
 from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import as_flag, check_choice
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.reading.files import as_new_file, write_file
 from hypercomm.topology import Topology
 
 _MEGATRON = ("tp", "cp", "ep", "dp", "pp")
@@ -162,13 +161,5 @@ def save(text: str, path: str | os.PathLike[str], force: bool = False) -> None:
         FileKeptError: It exists.
         LayoutError: It cannot be written.
     """
-    force = as_flag(force, "force")
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise LayoutError(f"path must be that of a file, got {shown(path)}")
-    try:
-        with Path(path).open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise FileKeptError(f"{path} exists, and is kept; force=True replaces it") from error
-    except (OSError, ValueError) as error:
-        raise LayoutError(f"{shown(os.fspath(path))} cannot be written: {error}") from error
+    file, replaced = as_new_file(path, force, LayoutError)
+    write_file(file, text, replaced, LayoutError)
