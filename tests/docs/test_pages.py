@@ -97,6 +97,13 @@ def test_figures_are_left_out(one, other, is_alike):
     assert (runner._without_figures(one) == runner._without_figures(other)) is is_alike
 
 
+# A command is shown with what it prints.
+def test_commands_show_something():
+    blocks = [block for each in BLOCKS.values() for block in each if block.language == "console"]
+    assert len(blocks) > 4
+    assert not [block for block in blocks if len(block.text.replace("...", "").split("\n")) < 4]
+
+
 # The runner can find what there is to run: no page hides a block from it.
 def test_every_fence_is_read():
     for name, path in PAGES.items():
