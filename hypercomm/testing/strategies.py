@@ -24,8 +24,6 @@ from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.layout.reading.sizes import divisors
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
     from hypercomm.grid import HyperCommGrid
 
 DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
@@ -167,7 +165,18 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def grids(draw: st.DrawFn, *, views: bool = False, **bounds: Unpack[LayoutBounds]) -> HyperCommGrid:
+def grids(  # noqa: D417 - most are those of `layouts`
+    draw: st.DrawFn,
+    *,
+    min_dims: int = 1,
+    max_dims: int | None = None,
+    min_size: int = 1,
+    max_size: int = 4,
+    max_ranks: int = 16,
+    dim_names: Sequence[str] = DIM_NAMES,
+    dims_required: Sequence[str] = (),
+    views: bool = False,
+) -> HyperCommGrid:
     """Draw a `HyperCommGrid` without process groups; shrinks as `layouts` do, and to no view.
 
     It fills a world of its own: groups can be created in `fake_world(grid.layout.size)`, and
@@ -175,9 +184,9 @@ def grids(draw: st.DrawFn, *, views: bool = False, **bounds: Unpack[LayoutBounds
 
     Args:
         draw: Given by hypothesis.
+        min_dims, max_dims, min_size, max_size, max_ranks, dim_names, dims_required: As for
+            `layouts`; ranks are from 0 on.
         views: Whether grids may have the view "expert", as `views_of` draws it.
-        bounds: As for `layouts`, but that grids have at most 16 ranks unless told otherwise, all of
-            them from 0 on: no `max_offset` and no `listed`.
 
     Raises:
         InvalidArgument, LayoutError, UnknownDimError: As for `layouts`.
@@ -188,12 +197,11 @@ def grids(draw: st.DrawFn, *, views: bool = False, **bounds: Unpack[LayoutBounds
         dp=2
     """
     from hypercomm.grid import HyperCommGrid
-    from hypercomm.grid.arguments import check_keywords
 
-    check_keywords("grids", bounds, ["views", *LayoutBounds.__annotations__])
     as_flag(views, "views")
-    limits: LayoutBounds = {"max_ranks": 16}
-    limits.update(bounds)
+    limits: LayoutBounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
+    limits |= {"max_size": max_size, "max_ranks": max_ranks}
+    limits |= {"dim_names": dim_names, "dims_required": dims_required}
     layout = draw(layouts(**limits, max_offset=0))
     grid = HyperCommGrid(layout, world_size=layout.size)
     if views and draw(st.booleans()):
@@ -314,13 +322,13 @@ def mappings(
             fitting = next(
                 size for size in range(other, 0, -1) if not max(one, size) % min(one, size)
             )
-            target = _resized(target, dim, fitting)
+            sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
+            target = RankLayout(sizes, target.dim_names)
     is_beside = draw(st.booleans()) if beside is None else beside
     target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
     if along is not None:
         return RankMapping(source, target, along)
-    held = [dim for dim in names if dim in {*source.dim_names, *target.dim_names}]
-    cutting = [dim for dim in held if dim != "pp"]
+    cutting = [dim for dim in names if dim in {*source.dim_names, *target.dim_names} - {"pp"}]
     shards = draw(shardings((1, 1), dim_names=cutting)) if cutting else {}
     return RankMapping(source, target, None, shards=shards)
 
@@ -334,8 +342,7 @@ def shardings(
     outermost first. It shrinks towards few dims, the first of them and axis 0.
 
     Args:
-        shape: The tensor's; an axis of length 0 is not cut, one of length 1 by no more than is
-            asked for: whether sizes divide it is for `RankMapping` to say.
+        shape: The tensor's; an axis of length 0 is not cut.
         dim_names: The dims that may cut.
 
     Raises:
@@ -372,11 +379,6 @@ def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
         factors.append(draw(st.sampled_from(fitting)))
         number //= factors[-1]
     return [*factors, number]
-
-
-def _resized(layout: RankLayout, dim: str, size: int) -> RankLayout:
-    sizes = {name: layout.size_of(name) for name in layout.dim_names} | {dim: size}
-    return RankLayout(list(sizes.values()), list(sizes))
 
 
 def _required(

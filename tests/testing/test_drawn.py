@@ -151,13 +151,9 @@ def no_layout(number):
             "along names 'batch', which is not among ('tp', 'cp', 'dp', 'pp')",
         ),
         (
-            lambda: smallest(grids(max_rank=4)),
-            TypeError,
-            (
-                "grids() got an unexpected keyword argument 'max_rank'; it has ['views', "
-                "'min_dims', 'max_dims', 'min_size', 'max_size', 'max_ranks', 'dim_names', "
-                "'dims_required']; did you mean 'max_ranks'?"
-            ),
+            lambda: smallest(grids(views=2)),
+            errors.LayoutError,
+            "views must be True or False, got 2",
         ),
         (
             lambda: shardings([-1]),
