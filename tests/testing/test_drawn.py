@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +222,7 @@ def test_from_type(kind):
 def test_registered_when_loaded():
     program = """
 import sys
+from pathlib import Path
 from hypothesis import find, strategies as st
 from hypercomm_testkit.hook import register
 register()
@@ -277,3 +279,14 @@ def test_shrinks():
 def test_marked(ranks, tmp_path):
     assert dist.get_world_size() == ranks
     assert tmp_path.is_dir()
+
+
+# A bug planted in a layer of one's own is found on real ranks, and shrunk, in seconds.
+@pytest.mark.alone
+def test_a_planted_bug_is_found_in_seconds(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "sharded_layer.py"
+    done = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2,\n    batch=1,\n" in done.stdout
+    assert float(done.stdout.rpartition(": ")[2]) < 5
