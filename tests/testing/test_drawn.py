@@ -14,7 +14,7 @@ from hypothesis.errors import InvalidArgument
 
 from hypercomm import HyperCommGrid, RankFailedError, RankLayout, RankMapping, errors
 from hypercomm.testing import given_ranks, grids, layouts, mappings, shardings, views_of
-from hypercomm_testkit.hook import register
+from hypercomm.testing.kit.hook import register
 
 
 def smallest(strategy, condition=lambda _: True):
@@ -218,15 +218,15 @@ def test_from_type(kind):
     assert isinstance(smallest(st.from_type(kind)), kind)
 
 
-# It loads nothing of hypercomm, and registers what is loaded afterwards.
+# It loads no layouts, and registers what is loaded afterwards.
 def test_registered_when_loaded():
     program = """
 import sys
 from pathlib import Path
 from hypothesis import find, strategies as st
-from hypercomm_testkit.hook import register
+from hypercomm.testing.kit.hook import register
 register()
-assert not {"hypercomm", "numpy", "torch"} & set(sys.modules), sorted(sys.modules)
+assert not {"hypercomm.layout", "numpy", "torch"} & set(sys.modules), sorted(sys.modules)
 from hypercomm import RankLayout
 print(find(st.from_type(RankLayout), lambda layout: layout.size > 1))
 """
@@ -236,18 +236,23 @@ print(find(st.from_type(RankLayout), lambda layout: layout.size > 1))
     assert done.stdout == "tp=2\n", done.stderr
 
 
-# Neither pytest's plugin nor hypothesis's hook loads more than pytest does.
+# Neither pytest's plugin nor hypothesis's hook loads any package but this, and little of it.
 def test_the_plugin_is_light():
     program = """
 import sys, pytest
 before = set(sys.modules)
-import hypercomm_testkit.plugin, hypercomm_testkit.hook
-print(sorted(name for name in set(sys.modules) - before if "hypercomm" not in name))
+import hypercomm.testing.kit.plugin, hypercomm.testing.kit.hook
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(loaded - set(sys.stdlib_module_names)))
+print(sorted(name for name in sys.modules if name.startswith("hypercomm.")))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+    packages, modules = done.stdout.splitlines()
+    assert packages == "['hypercomm']", done.stdout + done.stderr
+    kit = [f"hypercomm.testing{part}" for part in ("", ".kit", ".kit.hook", ".kit.plugin")]
+    assert modules == str(["hypercomm.errors", *kit])
 
 
 # A body has the grid that was drawn, live, and the same draw on each rank.

@@ -11,7 +11,7 @@ import pytest
 
 from hypercomm.testing.kit.running import most_ranks
 
-PLUGIN = "hypercomm_testkit.plugin"
+PLUGIN = "hypercomm.testing.kit.plugin"
 
 TESTS = """
     import os, sys, threading, time, unittest

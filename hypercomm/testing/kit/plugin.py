@@ -7,7 +7,7 @@
         assert total.item() == ranks
 
 runs on 2 real ranks, and on 4. Every pytest of an environment with hypercomm loads this file, so it
-imports nothing but pytest; `hypercomm.testing.kit` does the work, when a test asks for it.
+imports nothing but pytest; its neighbours do the work, when a test asks for it.
 """
 
 from __future__ import annotations
