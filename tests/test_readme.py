@@ -4,14 +4,23 @@ import doctest
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import page_runner
 import pytest
 
 from hypercomm.compat.megatron import version
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+
+
+def program_of(begin):
+    """The one program of the README that begins so."""
+    found = re.findall(rf"```python\n({begin}.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) == 1
+    return found[0]
 
 
 # Every example that shows its output prints just that, where no older megatron-core is installed.
@@ -25,7 +34,7 @@ def test_examples():
 # The program that builds a grid runs as it stands, under torchrun, on 8 ranks, to the end.
 @pytest.mark.clients
 def test_program(tmp_path):
-    (program,) = re.findall(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
+    program = program_of("import torch\n\nimport hypercomm")
     script = tmp_path / "program.py"
     script.write_text(program)
     done = subprocess.run(
@@ -43,6 +52,31 @@ def test_program(tmp_path):
         assert f"  this is rank {rank}, at {place}\n" in done.stdout
     for group in ("cp+dp: 2 of 4", "tp: 4 of 2", "dp (gloo): 4 of 2"):
         assert done.stdout.count(f"  group {group} ranks") == 8
+
+
+# Every other block of the README does what it says.
+@pytest.mark.long
+def test_blocks(tmp_path):
+    assert page_runner.run_page(README, tmp_path) >= 2
+
+
+# The property test finds the bug, and shrinks it to the job that the README shows.
+@pytest.mark.long
+def test_property_test(tmp_path):
+    program = program_of("import torch\n\nfrom hypercomm.testing")
+    (tmp_path / "test_layer.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^rank [01] of 2 failed: ", done.stdout, re.MULTILINE), done.stdout
+    assert "AssertionError: Tensor-likes are not close!" in done.stdout
+    assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2" in done.stdout
 
 
 # The commands that set everything up stand at the top, and CI takes them from there.

@@ -29,7 +29,7 @@ from hypercomm.errors import (
 from hypercomm.process_groups.c10d.self_checks import since
 from hypercomm.testing import dim_subsets, fake_world, layouts, local_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "simulate.md"
 HAS_LOCAL_RANKS = since("2.10")
 needs_torch = pytest.mark.skipif(not HAS_LOCAL_RANKS, reason="torch 2.10 and newer have them")
 
@@ -468,9 +468,9 @@ def test_bad_shards():
         assert [tuple(shard.shape) for shard in ranks.shards(weight).values()] == [(1,), (2,)]
 
 
-# The README's program runs, and its assertion holds.
+# The page's program runs, and its assertion holds.
 @needs_torch
-def test_program_of_the_readme():
-    found = re.findall(r"```python\n([^`]*?local_ranks\([^`]*)```", README.read_text())
+def test_program_of_the_page():
+    found = re.findall(r"```python\n([^`]*?local_ranks\([^`]*)```", PAGE.read_text())
     assert len(found) == 1
-    exec(compile(found[0], "README.md", "exec"), {})
+    exec(compile(found[0], PAGE.name, "exec"), {})
