@@ -21,6 +21,7 @@ PUBLIC = (
     "hypercomm.compat.deepspeed",
     "hypercomm.compat.ezpz",
     "hypercomm.compat.megatron",
+    "hypercomm.compat.torchtitan",
     "hypercomm.draw",
     "hypercomm.joining",
     "hypercomm.launch",
