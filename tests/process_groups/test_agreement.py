@@ -113,7 +113,8 @@ def test_not_all_verify():
     for rank in (0, 1, 3):
         said, waited = got[rank]
         assert said.startswith("GroupCreationTimeout: verify() of the grid tp=2,dp=2 waited ")
-        assert 1 <= waited < 1 + late_s(2)
+        assert waited < 1 + late_s(2)
+    assert max(got[rank][1] for rank in (0, 1, 3)) >= 1  # whoever began later hears from the first
     assert "rank 2 (tp=0, dp=1; host " in got[0][0]
 
 

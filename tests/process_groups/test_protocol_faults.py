@@ -494,7 +494,7 @@ def test_a_transfer_whose_ends_differ(seed):
 
     run = simulate_job(program, 3, seed=seed)
     check_sound(run)
-    assert kinds(run, 0) == ["LayoutError"] * 3, run
+    assert kinds(run, 0) == ["TransferMismatchError"] * 3, run
     assert kinds(run, 1) == [""] * 3, run
     assert late_calls(run, QUICK_S) == [], run
 
@@ -515,7 +515,7 @@ def test_transfers_in_a_circle(wrong, seed):
     run = simulate_job(program, 3, seed=seed)
     check_sound(run)
     if (2, 1) in wrong:
-        assert kinds(run, 0) == ["LayoutError"] * 3, run
+        assert kinds(run, 0) == ["TransferMismatchError"] * 3, run
         assert late_calls(run, QUICK_S) == [], run
     assert [kinds(run, number) for number in (1, 2)] == [[""] * 3] * 2, run
 
@@ -536,7 +536,7 @@ def test_a_transfer_among_others(seed):
     check_sound(run)
     for outcome in (run.ranks[0], run.ranks[2]):
         heard, again = outcome.calls
-        assert heard.kind == "LayoutError"
+        assert heard.kind == "TransferMismatchError"
         assert "dp=1 at 0 -> dp=1 at 2" in str(heard.error)
         assert "dp=1 at 1 -> dp=1 at 2" in str(heard.error)
         assert again.is_ok
@@ -556,7 +556,7 @@ def test_an_interrupted_transfer():
         run = simulate_job(program, 3, seed=at, faults=[IsInterrupted(1, at)])
         assert late_calls(run, T) == [], run
         first, second = kinds(run, 0), kinds(run, 1)
-        left = ["LayoutError", "KeyboardInterrupt", "LayoutError"]
+        left = ["TransferMismatchError", "KeyboardInterrupt", "TransferMismatchError"]
         if run.ranks[1].error is None:  # else it was interrupted between the two
             all_ways = [([""] * 3, [""] * 3), (left, [""] * 3), ([""] * 3, left)]
             assert (first, second) in all_ways, run
