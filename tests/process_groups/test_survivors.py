@@ -13,6 +13,7 @@ from store_of_dict import Store
 
 from hypercomm import RankLayout
 from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.agreement.meeting import End, decide
 from hypercomm.process_groups.survival.heirs import Choice, Heirs
 
 
@@ -227,6 +228,20 @@ def test_behind_the_dead():
     assert second.kind == "differs"
     assert "0..15 on rank 0 (host" in second.words
     assert "0..14 on rank 15 (host host b)" in second.words
+
+
+# What a rank goes on with where all others have heard that it comes to nothing is no difference: it
+# came late, and will hear so. Where nothing is decided, it is one.
+def test_a_late_choice():
+    store = Store()
+    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
+    late = Choice("host b", "another digest", "0..3", "where it waits")
+    store.held |= {"/2": json.dumps(attrs.asdict(late)), "place/here/0": "1"}
+    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    store.hold(decide("where it waits", End("differs", words="of another time")))
+    assert store.hold(heirs.elsewhere(joined, "place")) is None
+    del store.held["where it waits"]
+    assert store.hold(heirs.elsewhere(joined, "place")).kind == "differs"
 
 
 # The same ranks in another order, or as something else: told as for every reshape.

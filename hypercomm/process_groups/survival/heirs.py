@@ -136,6 +136,10 @@ class Heirs(Agreement):
             choice = None if text is None else Choice.read(key, text)
             if choice is None or choice.digest == self._digest:
                 continue
+            if choice.register:  # a late rank may say so where all others have heard it long ago
+                decided = yield from end_of(choice.register)
+                if decided is not None and decided.kind != "agreed":
+                    continue
             words = (
                 f"ranks: {self._ranks} on {who(rank, this_host())}, {choice.ranks} on "
                 f"{who(other, choice.host)}; ranks differ in which of them the grid goes on with; "
