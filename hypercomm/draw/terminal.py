@@ -13,9 +13,10 @@ import numpy as np
 from hypercomm.draw.palette import AMOUNTS, FILLS, MARKS, MIXED, RESULTS, shade
 from hypercomm.draw.parts.amounts import amount_words, amounts_of, summary
 from hypercomm.draw.parts.cells import Cells, cells_of, groups_in
+from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.parts.fates import Fate, fates
 from hypercomm.draw.parts.groups_lit import GroupsLit, dims_in, long_dims
-from hypercomm.draw.parts.words import about, counted
+from hypercomm.draw.parts.words import about
 from hypercomm.draw.scenes import ChangeScene, Dims, GridScene, MatrixScene, Scene
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.shown import aligned
@@ -206,7 +207,7 @@ def _rows(
     numbers = [max(ranks), *(max(groups) for _, groups, _ in rows)]
     wide = max(len(f"{number}") for number in numbers) + 1 + marked
     names = [cut(name, max(4, width // 4)) for name, _, _ in rows]
-    left = max(len("rank"), *map(len, names))
+    left = max(map(len, ["rank", *names]))
     room = max(1, (width - left - 3) // wide)
     hosts = _hosts(ranks, positions, topology, room)
     lines: list[Line] = []
@@ -338,6 +339,9 @@ def _change(scene: ChangeScene, width: int, bar: str) -> list[Line]:
             lines += _rows(numbering, rows, scene.topology, width, bar)
         for name, fate in held:
             lines += wrapped(f"{name}: {fate.words()}", width)
+        if not held:
+            missing = ", ".join(name for name, _ in every)
+            lines += wrapped(f"{missing}: no such dim", width) if missing else []
     told = ", ".join(f"{mark} {result}" for result, mark in MARKS.items())
     lines += [[], *wrapped(told, width), []]
     rows_of_changes = [("before", "after", "groups x size", "result")]
@@ -363,13 +367,14 @@ def _matrix(scene: MatrixScene, width: int, bar: str) -> list[Line]:
     while most > 1 and _wide(found.columns, found.rows) > width:
         most //= 2
         found = amounts_of(scene, most)
-    left = max(len("from"), *map(len, found.rows))
-    each = max(5, *map(len, found.columns)) + 1
-    heads = "".join(name.rjust(each) for name in found.columns)
+    rows, columns = (tuple(map(plain, names)) for names in (found.rows, found.columns))
+    left = max(len("from"), *map(len, rows))
+    each = max(5, *map(len, columns)) + 1
+    heads = "".join(name.rjust(each) for name in columns)
     lines += [[], *wrapped(f"to {found.kind}", width)]
     lines.append([Piece(f"{'from'.ljust(left)} {bar}{heads}")])
     largest = int((found.amounts - found.stays).max(initial=0))
-    for row, name in enumerate(found.rows):
+    for row, name in enumerate(rows):
         line = [Piece(f"{name.ljust(left)} {bar}")]
         for amount, stays in zip(
             found.amounts[row].tolist(), found.stays[row].tolist(), strict=True

@@ -9,6 +9,7 @@ from draw.pictures import Picture, inside, overlap
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
 from hypercomm.draw import palette
+from hypercomm.draw.parts.cells import cells_of
 from hypercomm.layout.difference import difference
 from hypercomm.topology import read_topology
 
@@ -261,6 +262,33 @@ def test_change(before, after):
             assert cell.box.look == told
             assert cell.texts[1].endswith(palette.MARKS[told])
             assert f": {told}" in cell.tip
+
+
+# A group of one rank is kept where its rank is; nothing was made or ended.
+@pytest.mark.parametrize(("before", "after"), [("tp=1", "tp=1"), ("tp=2,pp=1", "tp=4,pp=1")])
+def test_groups_of_one(before, after):
+    before, after = RankLayout.parse(before), RankLayout.parse(after)
+    picture = Picture(difference(before, after).draw(dims=before.dim_names[-1]).svg())
+    *_, one, other = picture.panels
+    assert [cell.box.look for cell in one] == ["kept"] * before.size
+    assert [cell.box.look for cell in other] == ["kept"] * before.size + ["new"] * (
+        after.size - before.size
+    )
+
+
+# A block of one rank is a rank, and several of a unit are named as the page names them.
+@pytest.mark.parametrize(
+    ("layout", "on", "kind"),
+    [
+        ("tp=16", None, "rank"),
+        ("tp=32", None, "block of 2 ranks"),
+        ("tp=64", "host=1,leaf=2", "block of 2 leaves"),
+    ],
+)
+def test_kinds_of_cells(layout, on, kind):
+    layout = RankLayout.parse(layout)
+    topology = None if on is None else read_topology(on, layout.size)
+    assert cells_of(layout, topology, most_ranks=8, most_units=16).kind == kind
 
 
 # A mapping's matrix has a cell for each pair of ranks, with the bytes that one sends the other.

@@ -118,11 +118,28 @@ def test_width_of_the_terminal(monkeypatch):
     assert DRAWINGS[1].text(color=False) == DRAWINGS[1].text(width=44, color=False)
 
 
+# A side that has none of the lit dims says so, and shows its ranks.
+@pytest.mark.parametrize(
+    ("before", "after", "dims", "dim"),
+    [("dp=2,tp=64", "tp=128", None, "dp"), ("tp=2,dp=2", "tp=4", "dp", "dp")],
+)
+def test_a_dim_of_one_side(before, after, dims, dim):
+    text = difference(P(before), P(after)).draw(dims=dims).text(width=80, color=False)
+    here, there = text.split("after: ")
+    assert f"{dim}: no such dim" in there
+    assert "no such dim" not in here
+    assert re.search(r"^rank +│ +0 +1 ", there, re.MULTILINE)
+
+
 # Names of hosts and dims cannot move the cursor.
 def test_control_characters():
     layout = RankLayout([2, 2], ["t\x1b[2Jp", "d\x07p"])
     text = layout.draw(on={"ho\x1bst": "s\x1b", "other": "s"}).text(width=80, color=False)
     assert all(letter.isprintable() or letter == "\n" for letter in text)
+    hosts = {"ho\x1bst": "s", "other": "s"}  # rows and columns of a matrix, too
+    text = RankMapping("dp=32", "dp=16,tp=2").draw(on=hosts).text(width=80, color=False)
+    assert text.count("ho?st") == 2
+    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize("bad", [{"width": 0}, {"width": "80"}, {"color": "always"}, {"color": 1}])

@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import MatrixScene
 from hypercomm.layout.reading.notation import format_ranks
 
@@ -97,9 +98,11 @@ def amount_words(amount: int, unit: str, short: bool = False) -> str:
         ('1.5 KiB', '1.5K')
         >>> amount_words(1200, "elements"), amount_words(1_250_000, "elements", short=True)
         ('1,200 elements', '1.2M')
+        >>> amount_words(1, "parts"), amount_words(1, "B")
+        ('1 part', '1 B')
     """
     if unit != "B" and not short:
-        return f"{amount:,} {unit}"
+        return f"{amount:,} {unit.removesuffix('s') if amount == 1 else unit}"
     base = 1024 if unit == "B" else 1000
     value, power = float(amount), 0
     while round(value, 1) >= base and power < len(_UNITS) - 1:
@@ -120,7 +123,8 @@ def summary(scene: MatrixScene) -> list[str]:
     moves = sources != targets
     moved, stay = int(sent[moves].sum()), int(sent[~moves].sum())
     messages = int(np.count_nonzero(moves))
-    line = f"{amount_words(moved, scene.unit)} move in {messages:,} message{'s' * (messages != 1)}"
+    line = f"{amount_words(moved, scene.unit)} move{'s' * (moved == 1)}"
+    line += f" in {counted(messages, 'message')}"
     if not moved:
         line = f"nothing moves: {amount_words(stay, scene.unit)} stay on their rank"
     elif stay:

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import distinct, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.notation import format_ranks
@@ -90,7 +91,7 @@ def cells_of(
             _from_to([outer.names[unit] for unit in used[start : start + block].tolist()])
             for start in range(0, used.size, block)
         )
-        kind = f"block of {block:,} {outer.name}s"
+        kind = f"block of {counted(block, outer.name)}"
         return _cells(ranks, units.reshape(-1) // block, names, kind, topology, len(levels))
     block = _block(ranks.size, most_units)
     places = np.argsort(np.argsort(ranks))
@@ -99,7 +100,8 @@ def cells_of(
         format_ranks(ordered[start : start + block].tolist())
         for start in range(0, ranks.size, block)
     )
-    return _cells(ranks, places // block, names, f"block of {block:,} ranks", None, 0)
+    kind = "rank" if block == 1 else f"block of {counted(block, 'rank')}"
+    return _cells(ranks, places // block, names, kind, None, 0)
 
 
 def _cells(

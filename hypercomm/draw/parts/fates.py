@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.draw.parts.groups_lit import GroupsLit, long_dims
-from hypercomm.draw.scenes import ChangeScene, Dims, Result
+from hypercomm.draw.scenes import ChangeScene, Dims, Result, ranks_of
 
 MOST_RANKS_OF_ALL = 64
 """Up to so many ranks, a picture shows the groups over every dim; else over one."""
@@ -69,6 +69,9 @@ def _fate(scene: ChangeScene, dims: Dims, is_before: bool) -> Fate | None:
         return None
     lit = GroupsLit(here, own)
     long = tuple(dim for dim in own if here.sizes[dim] > 1)
+    otherwise: Result = "gone" if is_before else "new"
+    if not long:  # of one rank each, which no change names
+        return Fate(lit, np.isin(lit.members()[:, 0], ranks_of(there)), otherwise)
     pairs = [
         (change.before, change.after) if is_before else (change.after, change.before)
         for change in scene.changes
@@ -78,7 +81,7 @@ def _fate(scene: ChangeScene, dims: Dims, is_before: bool) -> Fate | None:
     for ours, theirs in pairs:
         if ours == long:
             kept |= _same(lit.members(), GroupsLit(there, theirs).members())
-    return Fate(lit, kept, "gone" if is_before else "new")
+    return Fate(lit, kept, otherwise)
 
 
 def _same(ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.parts.words import plural
+from hypercomm.draw.parts.counting import plural
 from hypercomm.draw.scenes import Dims, distinct, group_of_each, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.topology import Level, Topology

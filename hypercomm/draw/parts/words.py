@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hypercomm.draw.parts.cells import MOST_RANKS, MOST_UNITS, cells_of
+from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import GridScene, distinct, ranks_of
 from hypercomm.topology import Topology
 
@@ -41,23 +42,3 @@ def on(topology: Topology | None, ranks: object) -> str:
     used = np.asarray(ranks)
     told = [counted(distinct(level.of_rank[used]).size, level.name) for level in topology.levels]
     return f" on {', '.join(told)}"
-
-
-def counted(count: int, what: str) -> str:
-    """Write a number of things.
-
-    >>> counted(1, "host"), counted(1200, "switch")
-    ('1 host', '1,200 switches')
-    """
-    return f"{count:,} {what if count == 1 else plural(what)}"
-
-
-def plural(what: str) -> str:
-    """Return the word for several.
-
-    >>> plural("host"), plural("leaf"), plural("switch")
-    ('hosts', 'leaves', 'switches')
-    """
-    if what.endswith("leaf"):
-        return f"{what[:-1]}ves"
-    return what + ("es" if what.endswith(("s", "x", "ch", "sh")) else "s")
