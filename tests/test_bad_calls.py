@@ -391,6 +391,12 @@ DRAW_CALLS = [
         "groups is empty; name at least one, as in ['tp', 'dp+cp']",
     ),
     (
+        lambda: LAYOUT.draw(dims="dp", groups=["tp"]),
+        ValueError,
+        errors.LayoutError,
+        "dims lights groups in one picture, groups in several; give one of them",
+    ),
+    (
         lambda: RankLayout([2], ["tp"], 2**30).draw(on=8),
         ValueError,
         errors.LayoutError,

@@ -90,7 +90,8 @@ class Drawing:
         Above 256 ranks a line is a host, a domain or a block of them.
 
         Args:
-            width: The columns that there are; default: those of the terminal.
+            width: The columns that there are; default: those of the terminal. Fewer than 24 are
+                taken as 24.
             color: Whether there are colours; default: where stdout is a terminal that shows them,
                 and NO_COLOR is not set.
 

@@ -49,11 +49,14 @@ def drawing_of_grids(
         edges: Pairs of names, of which the first sends to the second; "chain": each to the next.
 
     Raises:
-        LayoutError: There are too many ranks, or a dim is in no grid.
+        LayoutError: There are too many ranks, a dim is in no grid, or both `dims` and `groups`
+            are given.
         NotationError: `groups` as text cannot be read.
         DrawingError: `edges` names no grids of these.
         TopologyError: `on` cannot be read, or holds fewer ranks.
     """
+    if dims is not None and groups is not None:
+        raise LayoutError("dims lights groups in one picture, groups in several; give one of them")
     topology = topology_for(grids.values(), on)
     wanted = None if dims is None else known(dims, grids.values())
     panels: Panels = () if wanted is None else (wanted,)

@@ -51,6 +51,10 @@ def test_terminal(in_process, monkeypatch):
             ["tp=2,dp=4", "--to", "tp=4,dp=2", "--shape", "8,16", "--itemsize", "2"],
             RankMapping("tp=2,dp=4", "tp=4,dp=2").draw([8, 16], 2, on="8"),
         ),
+        (
+            ["tp=2,dp=2", "--to", "tp=2,dp=4", "--to-offset", "4"],
+            RankMapping("tp=2,dp=2", RankLayout([2, 4], ["tp", "dp"], 4)).draw(on="8"),
+        ),
     ],
 )
 def test_files(in_process, tmp_path, arguments, drawing):
@@ -85,6 +89,9 @@ def test_files(in_process, tmp_path, arguments, drawing):
         (["tp=2", "--to", "tp=2", "--dims", "tp"], "a mapping has no groups; leave --dims out"),
         (["tp=2", "tp=2", "--groups", "tp"], "a change is drawn for --dims; leave --groups out"),
         (["tp=2", "--shape", "8"], "--shape is about a mapping, which needs --to"),
+        (["tp=2", "--itemsize", "4"], "--itemsize is about a mapping, which needs --to"),
+        (["tp=2", "tp=2", "--to-offset", "4"], "--to-offset is about a mapping, which needs --to"),
+        (["tp=2", "--to", "tp=2", "--to-offset", "-1"], "--to-offset must be non-negative, got -1"),
         (["tp=2", "--to", "dp=2", "--shape", "8,x"], "--shape '8,x' must be lengths"),
         (["tp=2", "--force"], "--force needs a file"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -58,6 +59,7 @@ def _read_dims(_: object, __: object, text: str | None) -> tuple[str, ...] | Non
 )
 @click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
 @click.option("--rank-offset", default=0, help="The smallest rank.")
+@click.option("--to-offset", type=int, help="With --to: the smallest rank there.  [default: 0]")
 @click.option("--along", help="With --to: the dim that splits the batch.  [default: dp]")
 @click.option(
     "--shape", metavar="LENGTHS", callback=_read_shape, help="With --to: the whole tensor's."
@@ -78,6 +80,7 @@ def draw(
     wanted: list[tuple[str, ...]] | None,
     world_size: int | None,
     rank_offset: int,
+    to_offset: int | None,
     along: str | None,
     shape: list[int] | None,
     itemsize: int | None,
@@ -89,9 +92,13 @@ def draw(
     With a second layout, draw what a change to it keeps, ends and makes; with --to, who sends what
     to whom. Nothing is started, and torch is not loaded.
     """
-    _check(
-        after, target, {"--dims": dims, "--groups": wanted}, {"--along": along, "--shape": shape}
-    )
+    of_mappings = {
+        "--to-offset": to_offset,
+        "--along": along,
+        "--shape": shape,
+        "--itemsize": itemsize,
+    }
+    _check(after, target, {"--dims": dims, "--groups": wanted}, of_mappings)
     if force and output is None:
         raise click.UsageError("--force needs a file: -o grid.svg")
     if output is not None:
@@ -100,7 +107,7 @@ def draw(
     if target is not None:
         mapping = RankMapping(
             _layout(sizes, world_size, rank_offset),
-            _layout(target, world_size, 0),
+            _layout(target, world_size, to_offset or 0, "--to-offset"),
             along or "dp",
         )
         drawing = mapping.draw(shape, itemsize, on=where)
@@ -120,12 +127,12 @@ def draw(
 def _check(
     after: str | None,
     target: str | None,
-    of_groups: dict[str, object],
-    of_mappings: dict[str, object],
+    of_groups: Mapping[str, object],
+    of_mappings: Mapping[str, object],
 ) -> None:
     """Refuse what does not go together."""
 
-    def given(those: dict[str, object]) -> list[str]:
+    def given(those: Mapping[str, object]) -> list[str]:
         return [option for option, value in those.items() if value is not None]
 
     if after is not None and target is not None:
@@ -140,8 +147,17 @@ def _check(
         raise click.UsageError(f"{given(of_mappings)[0]} is about a mapping, which needs --to")
 
 
-def _layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
+def _layout(
+    text: str, world_size: int | None, rank_offset: int, option: str = "--rank-offset"
+) -> RankLayout:
     room = ""
     if world_size is None and options.is_open(text):
         world_size, room = options.size_of_job()
-    return options.read_layout(text, world_size, "--world-size", room=room, rank_offset=rank_offset)
+    return options.read_layout(
+        text,
+        world_size,
+        "--world-size",
+        room=room,
+        rank_offset=rank_offset,
+        offset_option=option,
+    )
