@@ -139,7 +139,8 @@ function aboutUnit(picture, spot) {
 
 /** Amounts as people say them. */
 function amountText(amount, unit) {
-  if (unit !== "B") return `${amount.toLocaleString("en")} ${unit}`;
+  if (unit !== "B")
+    return `${amount.toLocaleString("en")} ${amount === 1 ? unit.replace(/s$/, "") : unit}`;
   const names = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let power = 0;
   while (amount >= 1024 && power < names.length - 1) {

@@ -82,13 +82,15 @@ class ChangeColouring extends Colouring {
     if (!dims.size || !otherDims.size || grid.groupSize(dims) !== other.groupSize(otherDims))
       return;
     const there = other.groupOfSlots(otherDims, world);
+    const [place, placeThere] = [grid.placeOfSlots(dims, world), other.placeOfSlots(otherDims, world)];
     const partner = new Int32Array(this.count).fill(PLAIN);
     this.isKept.fill(1);
     for (let slot = 0; slot < this.groupOf.length; slot++) {
       const group = this.groupOf[slot];
       if (group < 0) continue;
       if (partner[group] === PLAIN) partner[group] = there[slot];
-      if (partner[group] !== there[slot] || there[slot] < 0) this.isKept[group] = 0;
+      const isThere = there[slot] >= 0 && partner[group] === there[slot];
+      if (!isThere || place[slot] !== placeThere[slot]) this.isKept[group] = 0;
     }
   }
 

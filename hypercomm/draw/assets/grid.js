@@ -107,6 +107,11 @@ class Grid {
     this.memory.set(key, ofSlots);
     return ofSlots;
   }
+
+  /** For each slot its place in its group: what the other dims' groups are counted by. */
+  placeOfSlots(dims, world) {
+    return this.groupOfSlots(new Set(this.dims.filter((dim) => !dims.has(dim))), world);
+  }
 }
 
 /** Every combination of the dims that are larger than 1, few dims first, up to six of them. */

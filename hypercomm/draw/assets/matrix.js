@@ -15,7 +15,6 @@ class MatrixPicture {
       const key = this.rowOf.get(source) * this.width + this.columnOf.get(columns[i]);
       this.cells.set(key, (this.cells.get(key) ?? 0) + amounts[i]);
     });
-    this.largest = [...this.cells.values()].reduce((most, amount) => Math.max(most, amount), 0);
     const breaks = ({ of }, ranks) =>
       [...ranks.keys()].filter((i) => i && of[ranks[i]] !== of[ranks[i - 1]]);
     this.parted = null; // the level between whose units lines are drawn
@@ -24,31 +23,34 @@ class MatrixPicture {
       rows: breaks(level, sources),
       columns: breaks(level, targets),
     }));
-    this.binned = new Map(); // for each power of two, the amounts of squares of that many rows
+    this.binned = new Map(); // for each power of two, what squares of that many rows hold
     this.bin = 1;
   }
 
   arrange() {} // a matrix has the shape that it has
 
-  /** Sums over squares of `bin` rows and columns: at most 4 pixels small. */
   get legendKey() {
     return `${this.bin} ${this.parted}`;
   }
 
+  /** Sums over squares of `bin` rows and columns: what moves, and what stays on its rank. */
   bins(bin) {
-    if (bin === 1) return { sums: this.cells, across: this.width, largest: this.largest };
     if (!this.binned.has(bin)) {
       const across = Math.ceil(this.width / bin);
-      const sums = new Map();
-      let largest = 0;
+      const sums = new Map(); // place -> [moves, stays]
       for (const [key, amount] of this.cells) {
-        const row = Math.floor(key / this.width);
-        const place = Math.floor(row / bin) * across + Math.floor((key % this.width) / bin);
-        const sum = (sums.get(place) ?? 0) + amount;
-        sums.set(place, sum);
-        largest = Math.max(largest, sum);
+        const [row, column] = [Math.floor(key / this.width), key % this.width];
+        const place = Math.floor(row / bin) * across + Math.floor(column / bin);
+        if (!sums.has(place)) sums.set(place, [0, 0]);
+        sums.get(place)[this.sources[row] === this.targets[column] ? 1 : 0] += amount;
       }
-      this.binned.set(bin, { sums, across, largest });
+      let largest = 0;
+      let hasStaying = false; // squares that nothing leaves
+      for (const [moves, stays] of sums.values()) {
+        largest = Math.max(largest, moves);
+        hasStaying ||= stays > 0 && moves === 0;
+      }
+      this.binned.set(bin, { sums, across, largest, hasStaying });
     }
     return this.binned.get(bin);
   }
@@ -64,11 +66,12 @@ class MatrixPicture {
     this.paintLines(pen, view, whole);
     const side = this.bin * view.scale;
     const gap = side > 12 ? 1 : side > 6 ? 0.5 : 0;
-    for (const [place, amount] of sums) {
+    for (const [place, [moves, stays]] of sums) {
       const x = view.toX((place % across) * this.bin);
       const y = view.toY(Math.floor(place / across) * this.bin);
       if (x > view.windowWidth || y > view.windowHeight || x + side < 0 || y + side < 0) continue;
-      const { fill, ink } = theme.shade(amount, largest);
+      const staying = { fill: theme.palette.mixed, ink: INK_ON_FILL };
+      const { fill, ink } = moves ? theme.shade(moves, largest) : staying;
       ctx.fillStyle = fill;
       ctx.fillRect(x + gap, y + gap, side - 2 * gap, side - 2 * gap);
       if (side < 34) continue;
@@ -78,7 +81,7 @@ class MatrixPicture {
       write(
         ctx,
         theme,
-        amountText(amount, this.scene.unit).replace(/ (elements|parts)$/, ""),
+        amountText(moves || stays, this.scene.unit).replace(/ (element|part)s?$/, ""),
         x + side / 2,
         y + side / 2,
         side * 0.86,
@@ -241,7 +244,7 @@ class MatrixPicture {
 
   amountAt({ row, column, bin }) {
     const { sums, across } = this.bins(bin);
-    return sums.get(Math.floor(row / bin) * across + Math.floor(column / bin)) ?? 0;
+    return sums.get(Math.floor(row / bin) * across + Math.floor(column / bin)) ?? [0, 0];
   }
 
   about(spot) {
@@ -250,7 +253,8 @@ class MatrixPicture {
       return last > from ? `${ranks[from]}…${ranks[last]}` : String(ranks[from]);
     };
     const [from, to] = [ends(this.sources, spot.row), ends(this.targets, spot.column)];
-    const amount = this.amountAt(spot);
+    const [moves, stays] = this.amountAt(spot);
+    const amount = moves || stays;
     const what = amount ? amountText(amount, this.scene.unit) : "nothing";
     const where = [
       ["sends", this.placed(from)],
@@ -262,27 +266,45 @@ class MatrixPicture {
     if (this.scene.whole && amount) {
       where.push(["share", `${((100 * amount) / this.scene.whole).toPrecision(3)} % of the whole`]);
     }
-    if (from === to && amount) where.push(["note", "the same rank: it stays where it is"]);
+    const { unit } = this.scene;
+    if (moves && stays) where.push(["stays", `${amountText(stays, unit)} more, on their rank`]);
+    else if (stays) {
+      const who = spot.bin === 1 ? "the same rank: it stays" : "each rank's own: all of it stays";
+      where.push(["note", `${who} where it is`]);
+    }
     const heading = `${from} → ${to}`;
     return {
       heading,
       where,
       groups: [],
-      speech: `Rank ${from} sends ${what} to rank ${to}`,
+      speech: `${rankText(from).replace("r", "R")} ${isOne(from) ? "sends" : "send"} ${what} to ${rankText(to)}`,
       tip: `${heading} · ${what}`,
     };
   }
 
-  placed(rank) {
-    const units = this.levels.map((level) => level.names[level.of[Number(rank)]]).filter(Boolean);
-    return [`rank ${rank}`, ...units].join(", ");
+  placed(ends) {
+    const units = this.levels.map((level) => level.names[level.of[Number(ends)]]).filter(Boolean);
+    return [rankText(ends), ...units].join(", ");
   }
 
   get summary() {
-    let total = 0;
-    for (const amount of this.cells.values()) total += amount;
-    const pairs = this.cells.size.toLocaleString("en");
+    let [pairs, moved, stayed] = [0, 0, 0];
+    for (const [moves, stays] of this.bins(1).sums.values()) {
+      pairs += moves > 0 ? 1 : 0;
+      moved += moves;
+      stayed += stays;
+    }
+    const { unit } = this.scene;
+    const stay = stayed ? `; ${amountText(stayed, unit)} stay on their rank` : "";
     const [rows, columns] = [this.height.toLocaleString("en"), this.width.toLocaleString("en")];
-    return `${rows} sources, ${columns} targets, ${pairs} pairs, ${amountText(total, this.scene.unit)} in all`;
+    return `${rows} sources, ${columns} targets, ${pairs.toLocaleString("en")} pairs, ${amountText(moved, unit)} in all${stay}`;
   }
+}
+
+function isOne(ends) {
+  return !ends.includes("…");
+}
+
+function rankText(ends) {
+  return `${isOne(ends) ? "rank" : "ranks"} ${ends}`;
 }

@@ -73,16 +73,20 @@ function showLegend(picture) {
     const shades = picture.theme.isDark ? [...amounts].reverse() : amounts;
     const ramp = make("div", { class: "ramp" }, ...shades.map((shade) => swatch(shade)));
     const { bin } = picture;
+    const { largest, hasStaying } = picture.bins(bin);
     const ends = make(
       "div",
       { class: "ends" },
       make("span", {}, "little"),
-      make("span", {}, amountText(picture.bins(bin).largest, picture.scene.unit)),
+      make("span", {}, amountText(largest, picture.scene.unit)),
     );
     const title = bin > 1 ? `From ${bin} sources to ${bin} targets` : "From a source to a target";
     const { parted } = picture;
     const lines = parted ? [make("p", { class: "faint" }, `Lines part ${plural(parted)}.`)] : [];
-    place.replaceChildren(make("h3", {}, title), ramp, ends, ...lines);
+    const stays = make("li", {}, swatch(picture.theme.palette.mixed), "stays on its rank");
+    const own = hasStaying ? [make("ul", { class: "inline" }, stays)] : [];
+    const scale = largest ? [ramp, ends] : [];
+    place.replaceChildren(make("h3", {}, title), ...scale, ...own, ...lines);
     return;
   }
   if (picture.isChange) {
