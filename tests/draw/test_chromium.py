@@ -4,12 +4,14 @@ import json
 import statistics
 from itertools import product
 
+import attrs
 import pytest
 from chromium import Chromium, find
 
 from hypercomm import RankLayout
 from hypercomm.draw.page import page
 from hypercomm.draw.scenes import Change, ChangeScene, GridScene, MatrixScene
+from hypercomm.layout.difference import difference
 from hypercomm.topology import read_topology
 
 pytestmark = [
@@ -172,8 +174,12 @@ def test_dims_switch(show):
     browser.run("document.querySelectorAll('#dims button')[2].click()")
     assert pressed(browser) == ["tp=2", "dp=4"]
     assert text_of(browser, "live") == "Groups over tp+dp: 2"
+    browser.key("1")  # nothing has the focus
+    assert pressed(browser) == ["tp=2", "dp=4"]
+    browser.run("document.querySelector('#dims button').focus()")
     browser.key("1")
     assert pressed(browser) == ["dp=4"]
+    browser.run("document.getElementById('picture').focus()")
     browser.key("c")
     assert pressed(browser) == ["cp=2", "dp=4"]
     browser.key("0")
@@ -251,6 +257,7 @@ def test_search(show):
         ("tp=8", "tp is 0…7, not 8"),
         ("xp=1", "no dim xp; there are tp, dp"),
         ("tp=1,dp", '"dp" is not like tp=1'),
+        ("tp=1,tp=3", "tp comes twice"),
         ("nowhere", '"nowhere" is no rank, no coordinates like tp=7,dp=511, and no host'),
     ],
 )
@@ -298,7 +305,7 @@ def test_motion(show):
     browser.wait(f"hypercomm.view.flight === null && hypercomm.view.scale === {whole}")
 
 
-# Ctrl+F searches, Escape leaves the search, clears what is lit, then shows all; + and - zoom.
+# A slash searches, Escape leaves the search, clears what is lit, then shows all; + and - zoom.
 def test_keys_anywhere(show):
     browser = show(grid_scene("tp=8,dp=64", on=8))
     whole = browser.run("hypercomm.view.scale")
@@ -307,7 +314,9 @@ def test_keys_anywhere(show):
     assert browser.run("hypercomm.view.scale") > 2 * whole
     browser.key("-")
     assert whole < browser.run("hypercomm.view.scale") < 2 * whole
-    browser.key("f", ctrl=True)
+    browser.key("f", ctrl=True)  # is the browser's
+    assert browser.run("document.activeElement.id") != "query"
+    browser.key("/")
     assert browser.run("document.activeElement.id") == "query"
     browser.type("300")
     browser.key("Enter")
@@ -429,6 +438,28 @@ def test_change(show):
     assert about(browser)["groups"] == [["dp · gone", "1 3 5 7"], ["dp · new", "1 3 5"]]
 
 
+# Groups of the same ranks in another order are others, as in the SVG and the terminal.
+def test_change_of_order(show):
+    before, after = RankLayout.parse("tp=4"), RankLayout([4], ["tp"], ranks=[1, 0, 2, 3])
+    for layout, told in ((after, ["gone", "new"]), (before, ["kept", "kept"])):
+        scene = difference(before, layout).draw(dims="tp").scene
+        changes = (Change(("tp",), ("tp",), "partly", "1 x 4", 0),)
+        browser = show(attrs.evolve(scene, changes=changes))
+        found = "hypercomm.picture.panes.map(({ colouring }) => colouring.result(0))"
+        assert browser.run(found) == told
+
+
+# Dims that are only after are lit first where they are asked for, and found there.
+def test_change_to_a_dim(show):
+    found = difference(RankLayout.parse("tp=2,dp=2"), RankLayout.parse("tp=2,ep=2", rank_offset=2))
+    browser = show(found.draw(dims="ep").scene)
+    assert browser.run("hypercomm.picture.scene.changes[hypercomm.picture.row].after") == ["ep"]
+    assert search(browser, "ep=1")[0] == "rank 4, the first with tp 0"
+    assert browser.run("hypercomm.picture.panes.indexOf(hypercomm.cursor.pane)") == 1
+    assert search(browser, "xp=1")[0] == "no dim xp; there are tp, dp, ep"
+    assert search(browser, "ep=2")[0] == "ep is 0…1, not 2"
+
+
 # tp=4 is what tp+cp was: beside the groups over tp that are gone stand none that are new.
 def test_change_of_names(show):
     before, after = RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")
@@ -491,6 +522,98 @@ def test_matrix_of_many(show):
     assert side > 1
     assert about(browser)["heading"] == f"0…{side - 1} → 0…{side - 1}"
     assert about(browser)["where"]["amount"] == f"{2 * (side - 1)} elements"
+
+
+# What stays on its rank has no share in shades, sums and the legend, and is told beside them.
+@pytest.mark.parametrize("size", [4, 2048])
+def test_matrix_that_stays(show, size):
+    cells = [(rank, rank, 100) for rank in range(size)] + [(0, 1, 1)]
+    browser = show(MatrixScene("own", tuple(range(size)), tuple(range(size)), cells, "parts"))
+    side = browser.run("hypercomm.picture.bin")
+    assert (side > 1) == (size > 4)
+    assert browser.run("hypercomm.picture.summary").endswith(
+        f"1 pairs, 1 part in all; {100 * size:,} parts stay on their rank"
+    )
+    legend = text_of(browser, "legend")
+    assert "1 part" in legend
+    assert "stays on its rank" in legend
+    browser.move(*cell_of(browser, 0, 0))
+    where = about(browser)["where"]
+    if side == 1:
+        assert where["note"] == "the same rank: it stays where it is"
+        assert where["amount"] == "100 parts"
+    else:
+        assert (where["amount"], where["stays"]) == (
+            "1 part",
+            f"{100 * side:,} parts more, on their rank",
+        )
+        assert "note" not in where
+        browser.move(*cell_of(browser, side, side))
+        assert about(browser)["where"]["note"] == "each rank's own: all of it stays where it is"
+        speech = browser.run("hypercomm.about(hypercomm.picture.first()).speech")
+        assert speech == f"Ranks 0…{side - 1} send 1 part to ranks 0…{side - 1}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("3>x", '"x" is no rank; try 0>8'),
+        (">", '">" is no pair of ranks; try 0>8'),
+        ("1>8>9", '"1>8>9" is no pair of ranks; try 0>8'),
+        ("2>8", "rank 2 sends nothing here; try 0>8"),
+        ("1>7", "rank 7 receives nothing here"),
+        ("1 to 9", "1 → 9"),
+    ],
+)
+def test_search_in_a_matrix(show, typed, said):
+    browser = show(MatrixScene("who", (0, 1), (8, 9), [(0, 8, 1), (1, 9, 1)], "B"))
+    assert search(browser, typed)[0] == said
+
+
+# Of names that both fit, the longer one is meant.
+def test_names_that_begin_alike(show):
+    grids = (("llm", RankLayout.parse("tp=4")), ("llm enc", RankLayout([8], ["tp"], 4)))
+    browser = show(GridScene("both", grids, dims=("tp",)))
+    assert search(browser, "llm enc tp=7")[0] == "rank 11"
+    assert search(browser, "llm tp=3")[0] == "rank 3"
+
+
+# Only the left button drags; one that was let go elsewhere, as over a menu, drags no more.
+def test_buttons(show):
+    browser = show(grid_scene("tp=8,dp=64", on=8))
+    browser.run("hypercomm.view.zoom(4)")
+    frames(browser)
+    before = browser.run("[hypercomm.view.x, hypercomm.view.y]")
+    for button in ("right", "left"):
+        browser.call(
+            "Input.dispatchMouseEvent",
+            type="mousePressed",
+            x=500,
+            y=500,
+            button=button,
+            clickCount=1,
+        )
+        browser.move(540, 540)
+        browser.move(600, 600)
+        assert browser.run("[hypercomm.view.x, hypercomm.view.y]") == before
+        assert browser.run("hypercomm.hover !== null")
+    browser.key("]")
+    browser.key("Escape")  # clears, also what follows the pointer
+    assert browser.run("document.getElementById('tip').hidden")
+
+
+# Two fingers that begin in one place zoom by what they open to.
+def test_pinch(show):
+    browser = show(grid_scene("tp=8,dp=64", on=8))
+    browser.run(
+        """(() => {
+          const send = (type, pointerId, clientX) => hypercomm.canvas.dispatchEvent(
+            new PointerEvent(type, { pointerId, clientX, clientY: 400, buttons: 1 }));
+          send("pointerdown", 1, 500); send("pointerdown", 2, 500);
+          send("pointermove", 2, 500); send("pointermove", 2, 502);
+        })()"""
+    )
+    assert browser.run("hypercomm.view.scale / hypercomm.view.fitScale") == pytest.approx(2)
 
 
 def test_modules(show):
@@ -558,9 +681,11 @@ def test_names_for_screen_readers(show):
     for node in nodes:
         role = node.get("role", {}).get("value")
         named.setdefault(role, []).append(node.get("name", {}).get("value", ""))
-    for role in ("button", "combobox", "searchbox", "toolbar", "application"):
+    for role in ("button", "combobox", "searchbox", "application"):
         assert named[role], role
         assert all(named[role]), (role, named[role])
+    assert "What the picture shows" in named["group"]
+    assert "toolbar" not in named  # whose arrow keys would move between its buttons
     assert named["application"] == ["tp=4,dp=4: 16 ranks, tp=4,dp=4, in 4 hosts"]
 
 

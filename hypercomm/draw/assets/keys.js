@@ -2,13 +2,15 @@
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-/** Keys that work wherever no field has the focus; arrows and Enter only on the picture. */
+/**
+ * Keys that work wherever no field has the focus; arrows and Enter only on the picture, letters and
+ * digits there and in the bar: who speaks to a page or reads it by keys meets them elsewhere.
+ */
 function listenToKeys(page) {
   const { canvas, view } = page;
   document.addEventListener("keydown", (event) => {
-    const isFind = (event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "f";
     const isTyping = event.target.matches?.("input, select, textarea");
-    if (isFind || (event.key === "/" && !isTyping)) {
+    if (event.key === "/" && !isTyping) {
       event.preventDefault();
       byId("query").focus();
       byId("query").select();
@@ -21,6 +23,8 @@ function listenToKeys(page) {
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.target === canvas && onPicture(page, event.key)) event.preventDefault();
     else if (anywhere(page, view, event.key)) event.preventDefault();
+    else if (event.target.closest?.("#picture, #bar") && toggleByKey(page, event.key))
+      event.preventDefault();
   });
 }
 
@@ -46,7 +50,7 @@ function anywhere(page, view, key) {
   else if (key === "Home") page.showAll();
   else if (key === "[") page.stepGroup(-1);
   else if (key === "]") page.stepGroup(1);
-  else return toggleByKey(page, key);
+  else return false;
   return true;
 }
 

@@ -206,6 +206,7 @@ class Page {
   clear() {
     this.cursor = null;
     this.hover = null;
+    byId("tip").hidden = true;
     this.setHeld(null);
     this.showSpot();
   }

@@ -14,8 +14,11 @@ class RanksPicture {
     this.places = this.panes.map(() => ({ x: 0, y: 0 }));
     this.inset = { left: 0, top: this.isChange ? 26 : 0 };
     this.grid = this.isChange || grids.length === 1 || !areDisjoint(grids, this.world) ? 0 : -1; // -1: all
-    const isAsked = ({ before }) => before.length > 0 && before.join() === scene.dims.join();
-    this.row = Math.max(0, (scene.changes ?? []).findIndex(isAsked));
+    const askedFor = (side) =>
+      (scene.changes ?? []).findIndex(
+        (change) => change[side].length > 0 && change[side].join() === scene.dims.join(),
+      );
+    this.row = [askedFor("before"), askedFor("after"), 0].find((row) => row >= 0);
     this.dims = new Set(scene.dims);
     if (!this.dims.size) this.dims.add(this.firstDim());
     this.arrange(1.6);

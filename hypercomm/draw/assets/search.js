@@ -11,10 +11,14 @@ function findRank(picture, text) {
   if (/^(rank\s*)?\d+$/i.test(text)) return findNumber(picture, Number(text.replace(/\D/g, "")));
   if (!text.includes("=")) return findUnit(picture, text);
   const grids = picture.isChange ? picture.grids : picture.shownGrids;
-  const named = grids.filter(({ name }) => name && text.startsWith(`${name} `)); // "llm tp=3"
-  const asked = named.length ? text.slice(named[0].name.length) : text;
-  const every = (named.length ? named : grids).map((grid) => findCoordinates(picture, grid, asked));
-  return every.find(({ spot }) => spot) ?? every[0];
+  const [named] = grids // "llm tp=3", or "llm enc tp=3" where both are names
+    .filter(({ name }) => name && text.startsWith(`${name} `))
+    .sort((one, other) => other.name.length - one.name.length);
+  const asked = named ? text.slice(named.name.length) : text;
+  const searched = named ? [named] : grids;
+  const known = [...new Set(searched.flatMap(({ dims }) => dims))];
+  const every = searched.map((grid) => findCoordinates(picture, grid, asked, known));
+  return every.find(({ spot }) => spot) ?? every.find(({ isForeign }) => !isForeign) ?? every[0];
 }
 
 function findNumber(picture, rank) {
@@ -26,14 +30,16 @@ function findNumber(picture, rank) {
   return { error: `no rank ${rank}; there are ${between}` };
 }
 
-function findCoordinates(picture, grid, text) {
+function findCoordinates(picture, grid, text, known) {
   const coords = grid.shape.map(() => 0);
   const named = new Set();
   for (const part of text.split(/[,;\s]+/).filter(Boolean)) {
     const [, dim, digits] = part.match(/^(.+)=(-?\d+)$/) ?? [];
     const axis = grid.dims.indexOf(dim);
     if (dim === undefined) return { error: `"${part}" is not like tp=1` };
-    if (axis < 0) return { error: `no dim ${dim}; there are ${grid.dims.join(", ")}` };
+    if (axis < 0)
+      return { error: `no dim ${dim}; there are ${known.join(", ")}`, isForeign: true };
+    if (named.has(dim)) return { error: `${dim} comes twice` };
     if (Number(digits) < 0 || Number(digits) >= grid.shape[axis]) {
       return { error: `${dim} is 0…${grid.shape[axis] - 1}, not ${digits}` };
     }
@@ -43,11 +49,13 @@ function findCoordinates(picture, grid, text) {
   const rank = grid.rankAt(coords);
   const free = grid.dims.filter((dim, axis) => !named.has(dim) && grid.shape[axis] > 1);
   const others = free.length ? `, the first with ${free.join(", ")} 0` : "";
-  return { spot: cellSpot(picture, picture.world.slotOf(rank)), text: `rank ${rank}${others}` };
+  const pane = picture.isChange ? picture.grids.indexOf(grid) : 0;
+  const spot = cellSpot(picture, picture.world.slotOf(rank), pane);
+  return { spot, text: `rank ${rank}${others}` };
 }
 
-function cellSpot(picture, index) {
-  return { pane: picture.panes[0], level: CELL, index };
+function cellSpot(picture, index, pane = 0) {
+  return { pane: picture.panes[pane], level: CELL, index };
 }
 
 /** A host or another unit by its name, or by the end of it. */
@@ -76,15 +84,15 @@ function example(picture) {
 }
 
 function findPair(picture, text) {
-  const [source, target] = text
-    .split(/\s*(?:>|→|,|\s|to)\s*/)
-    .filter(Boolean)
-    .map(Number);
+  const ends = text.split(/\s*(?:>|→|,|\s|to)\s*/).filter(Boolean);
+  const hint = `try ${picture.sources[0]}>${picture.targets[0]}`;
+  const wrong = ends.find((each) => !/^\d+$/.test(each));
+  if (wrong !== undefined) return { error: `"${wrong}" is no rank; ${hint}` };
+  if (ends.length < 1 || ends.length > 2)
+    return { error: `"${text}" is no pair of ranks; ${hint}` };
+  const [source, target] = ends.map(Number);
   const row = picture.rowOf.get(source);
-  if (row === undefined)
-    return {
-      error: `rank ${text.split(/\D/)[0] || text} sends nothing here; try ${picture.sources[0]}>${picture.targets[0]}`,
-    };
+  if (row === undefined) return { error: `rank ${source} sends nothing here; ${hint}` };
   if (target !== undefined && !picture.columnOf.has(target))
     return { error: `rank ${target} receives nothing here` };
   let column = picture.columnOf.get(target);

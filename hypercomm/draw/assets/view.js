@@ -190,12 +190,15 @@ function listenToPointers(canvas, view, { pointed, clicked, left }) {
   );
 
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button) return; // menus and autoscroll are the browser's
     down.set(event.pointerId, here(event));
     travelled = 0;
-    if (down.size === 2) spread = spreadNow();
+    if (down.size === 2) spread = Math.max(spreadNow(), 1);
   });
 
   canvas.addEventListener("pointermove", (event) => {
+    // A button that was let go elsewhere, as over a menu, was never heard of here.
+    if (!(event.buttons & 1)) down.delete(event.pointerId);
     const before = down.get(event.pointerId);
     const now = here(event);
     if (!before) {
@@ -205,8 +208,9 @@ function listenToPointers(canvas, view, { pointed, clicked, left }) {
     down.set(event.pointerId, now);
     travelled += Math.hypot(now.x - before.x, now.y - before.y);
     if (down.size === 2) {
-      view.zoom(spreadNow() / spread, now.x, now.y);
-      spread = spreadNow();
+      const wide = Math.max(spreadNow(), 1); // two fingers in one place would divide by 0
+      view.zoom(wide / spread, now.x, now.y);
+      spread = wide;
     } else if (travelled > 4) {
       // Only now: a captured pointer would send its click elsewhere.
       if (!canvas.hasPointerCapture(event.pointerId)) canvas.setPointerCapture(event.pointerId);
