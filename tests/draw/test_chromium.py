@@ -291,6 +291,7 @@ def test_hosts_open_by_zoom(show):
 # With motion a host is flown to, and so is the whole; both arrive.
 def test_motion(show):
     browser = show(grid_scene("tp=8,dp=1024", on="host=8,domain=64"), still=False)
+    frames(browser)  # the words around the picture have taken their room
     whole = browser.run("hypercomm.view.scale")
     x, y = center_of(browser, 4321)
     browser.move(x, y)
