@@ -15,6 +15,8 @@ from hypercomm.testing import fake_world, run_ranks
 
 HOST = socket.gethostname()
 USUAL = [{"dims": "tp"}, {"dims": "dp"}, {"dims": ["tp", "dp"]}]
+# Waited for longer than the others wait in verify(): given up before, it would be met there.
+OWN = {"dims": "tp", "name": "own", "timeout": 2 * agreement_ranks.SHORT}
 
 
 # A rank with another tp size, order, offset or set of dims is named within five seconds, with both
@@ -62,7 +64,7 @@ def test_another_grid(odd, arguments, words, comes):
         ([USUAL[0], {**USUAL[1], "group_desc": "mine"}, USUAL[2]], 1, "group_desc: "),
         ([USUAL[0], USUAL[2], USUAL[1]], 1, "tp+dp over"),
         (USUAL[:2], 2, "verify()"),
-        ([*USUAL, {"dims": "tp", "name": "own"}], 3, "tp (own) over"),
+        ([*USUAL, OWN], 3, "tp (own) over"),
     ],
     ids=["skips", "repeats", "options", "reorders", "stops early", "goes on"],
 )
