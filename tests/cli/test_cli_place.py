@@ -102,9 +102,6 @@ def test_model(in_process, tmp_path, as_file):
         (tmp_path / "card").write_text(json.dumps(fields | {"parameters": 7e9, "dtype": "fp8"}))
         given = str(tmp_path / "card")
     done = in_process("place", "tp=8,pp=2,dp=2", "--on", "8", "--model", given, "--json")
-    if as_file:
-        assert "parameters of a card must be an int, got 7000000000.0" in done.stderr
-        return
     assert json.loads(done.stdout)["traffic"]["pp"]["bytes"] == 8 * 2 * 8000 * 4096 // 8
 
 

@@ -257,6 +257,30 @@ def test_card():
     assert found[("dp",)].bytes == 6000 // 8 * 4 // 5 * 6
 
 
+# Dims of a card may have names of their own, as FSDP's two. Gradients are a ring that no step
+# waits for, over whichever dims they go.
+def test_card_of_other_dims():
+    card = Card(**LLAMA, sequence=8192, micro_batches=4)
+    usual = card.traffic(RankLayout.parse("tp=2,dp=8"))
+    shards = card.traffic(RankLayout.parse("tp=2,dp_shard=4,dp_replicate=2"))
+    assert shards[("dp_shard", "dp_replicate")] == usual[("dp",)]
+    around = card.traffic(RankLayout.parse("cp=4"))[("cp",)]
+    assert [(part.pattern, part.overlapped) for part in around.parts] == [
+        ("ring", False),
+        ("ring", True),
+    ]
+    assert around.more[0].bytes == 405 * 10**9 * 3 // 4 * (2 + 4)
+    experts = Card(**LLAMA, sequence=8192, micro_batches=4, experts=8, expert_parameters=10**9)
+    found = experts.traffic(RankLayout.parse("ep=4"))[("ep",)]
+    assert [(part.pattern, part.overlapped) for part in found.parts] == [
+        ("all-to-all", False),
+        ("ring", True),
+    ]
+    assert "no step waits for part of ep" in str(place("ep=4", on=2, model=experts))
+    # 404 billion parameters over a ring of 4 in 2 hosts, beside what is sent to all.
+    assert place("ep=4", on=2, model=experts).cost.beside == 2 * found.more[0].bytes
+
+
 # ---- what is proposed ---------------------------------------------------------------------------
 
 
@@ -295,6 +319,25 @@ def test_split():
     assert split.traffic[("dp_inner",)].bytes == round(whole * (inner - 1) / inner)
     assert split.traffic[("dp_outer",)].bytes == round(whole / inner * (outer - 1) / outer)
     assert placed.best.layout.dim_names != split.layout.dim_names
+
+
+# What two dims send together is split as what one sends; the groups over the parts are new, and are
+# compared with none. What no step waits for stays so.
+def test_split_of_dims_that_send_together():
+    both = Traffic(8e9, more=(Traffic(8e9, overlapped=True),))
+    sent = {"tp": 1e9, "cp": 1e9, "dp": 1e9, "cp+dp": both, "pp": 8e9}
+    split = place("tp=4,cp=2,dp=4,pp=2", on=8, traffic=sent).take("split")
+    parts = split.traffic[("cp", "dp_inner")].parts
+    assert [(part.bytes, part.overlapped) for part in parts] == [
+        (round(8e9 * 8 / 7 * 3 / 4), False),
+        (round(8e9 * 8 / 7 * 3 / 4), True),
+    ]
+    placed = place("tp=4,cp=2,dp=4,pp=2", on=8, traffic="cp=1G,dp=1G,cp+dp=8G,pp=8G")
+    proposal = next(one for one in placed.proposals if one.kind == "split")
+    rows = {row[0]: row[2:] for row in proposal.changes}
+    assert rows["dp_inner"] == ("0 of 32", "1", "0")
+    assert rows["cp+dp_inner"] == ("0 of 16", "1", "0")
+    assert rows["pp"] == ("32 of 32 -> 0 of 32", "2 -> 1", "256 GB -> 0")
 
 
 # With cp of size 1 the groups of dp and of dp+cp are the same, and both send.
@@ -359,6 +402,43 @@ def test_looks():
     assert "bytes" not in str(placed)
     assert "<table>" in placed._repr_html_()
     assert repr(placed).startswith("<Placed: tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains")
+
+
+# Megatron makes two grids of one order: of the dense layers, whose dp holds ep, and of experts,
+# whose dp holds cp. An order is written where both are as in the layout, and only there.
+def megatron_makes(order, sizes, layout_order):
+    every = [*order, *(dim for dim in sizes if dim not in order)]
+    dense = sizes | {"dp": sizes["dp"] * sizes["ep"], "ep": 1}
+    experts = sizes | {"dp": sizes["dp"] * sizes["cp"], "cp": 1}
+    if order[-1] != "pp" and sizes["pp"] > 1 and dense["dp"] != experts["dp"]:
+        return False
+    wanted = [(dense, "tp", "tp"), (dense, "cp", "cp"), (dense, "pp", "pp"), (experts, "pp", "pp")]
+    wanted += [(dense, "dp", "dp ep")]
+    if sizes["ep"] > 1:
+        wanted += [(experts, "tp", "tp"), (experts, "ep", "ep"), (experts, "dp", "dp cp")]
+    return all(
+        sorted(groups_by_hand(every, theirs, [dim]))
+        == sorted(groups_by_hand(layout_order, sizes, ours.split()))
+        for theirs, dim, ours in wanted
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_megatron(seed):
+    random.seed(seed)
+    dims, refused = ["tp", "cp", "ep", "dp", "pp"], 0
+    for _ in range(25):
+        order, sizes = random.sample(dims, 5), {dim: random.choice([1, 2, 2, 3]) for dim in dims}
+        layout = RankLayout([sizes[dim] for dim in order], order)
+        try:
+            text = place(layout, on=4, proposals=False).text_for("order")
+        except LayoutError:
+            refused += 1
+            for one in random.sample([*itertools.permutations(dims)], 20):
+                assert not megatron_makes(one, sizes, order), (layout, one)
+        else:
+            assert megatron_makes(text.strip().split("-"), sizes, order), (layout, text)
+    assert 0 < refused < 25
 
 
 # A file that exists is kept, unless it is said otherwise.
@@ -473,7 +553,68 @@ def test_writing(tmp_path):
         (
             lambda: Card(**LLAMA, sequence=1, micro_batches=1).traffic(RankLayout.parse("x=2")),
             LayoutError,
-            "a card speaks of the dims ['tp', 'cp', 'ep', 'pp', 'dp']; this layout has none: x=2",
+            (
+                "a card speaks of the dims ['tp', 'cp', 'ep', 'pp', 'dp'], and not of 'x' of x=2; "
+                "give the traffic instead"
+            ),
+        ),
+        (
+            lambda: Card(**LLAMA, sequence=1, micro_batches=1, experts=8),
+            LayoutError,
+            (
+                "a card with experts gives expert_parameters, too, and without experts neither; "
+                "got experts=8, expert_parameters=0"
+            ),
+        ),
+        (
+            lambda: Card(
+                **LLAMA, sequence=1, micro_batches=1, experts=2, topk=3, expert_parameters=9
+            ),
+            LayoutError,
+            "topk 3 is more than there are experts, 2",
+        ),
+        (
+            lambda: place("ep=3", on=8, model=Card(**LLAMA, sequence=1, micro_batches=1)),
+            LayoutError,
+            (
+                "ep=3 spreads experts over 3 ranks, but the card has 0; give experts, and as many "
+                "as 3 divides"
+            ),
+        ),
+        (
+            lambda: Card(
+                **LLAMA, sequence=1, micro_batches=1, experts=8, expert_parameters=9
+            ).traffic(RankLayout.parse("ep=3")),
+            LayoutError,
+            (
+                "ep=3 spreads experts over 3 ranks, but the card has 8; give experts, and as many "
+                "as 3 divides"
+            ),
+        ),
+        (
+            lambda: place("tp=2,cp=2,ep=2,dp=2", on=8).text_for("order"),
+            LayoutError,
+            (
+                "Megatron would make other ep groups of the order tp-cp-ep-dp of "
+                "tp=2,cp=2,ep=2,dp=2, as its dense layers know no ep and its experts no cp; write "
+                "the layout instead"
+            ),
+        ),
+        (
+            lambda: place("tp=2,pp=2,ep=2,dp=2", on=8).text_for("order"),
+            LayoutError,
+            (
+                "Megatron needs pp last, unlike in the order tp-pp-ep-dp of tp=2,pp=2,ep=2,dp=2, "
+                "as its dense layers know no ep and its experts no cp; write the layout instead"
+            ),
+        ),
+        (
+            lambda: place(RankLayout([2], ["tp"], 2), on=8).text_for("order"),
+            LayoutError,
+            (
+                "Megatron numbers its ranks 0, 1, ... in the order of dims, and tp=2 has others; "
+                "write the layout instead"
+            ),
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,15 @@ import attrs
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.placing.traffic import Traffic, pattern_of
+from hypercomm.layout.placing.traffic import Pattern, Traffic, kind_of
 from hypercomm.layout.reading.checks import as_flag, as_int, check_choice, positive
 from hypercomm.layout.reading.shown import did_you_mean, shown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """The bytes of an element."""
+
+_KINDS = ("tp", "cp", "ep", "pp", "dp")
+_PATTERNS: dict[str, Pattern] = {"pp": "chain", "ep": "all-to-all"}
 
 
 @attrs.frozen(kw_only=True)
@@ -34,11 +38,12 @@ class Card:
         key_value_hidden: The width of keys, and of values, where it is not the model's.
         dtype: What activations and parameters are sent in: "fp32", "bf16", "fp16" or "fp8".
         gradient_dtype: What gradients are sent in.
-        overlap: Whether the traffic of dp goes on beside the computation, as in Megatron's
+        overlap: Whether gradients and parameters go on beside the computation, as in Megatron's
             --overlap-grad-reduce and in FSDP.
 
     Raises:
-        LayoutError: A number is no int of 1 or more, or a dtype is none of these.
+        LayoutError: A number is no int of 1 or more, a dtype is none of these, or what is said of
+            experts does not fit together.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -77,6 +82,13 @@ class Card:
         for name in ("dtype", "gradient_dtype"):
             check_choice(f"{name} of a card", getattr(self, name), tuple(DTYPES), LayoutError)
         object.__setattr__(self, "overlap", as_flag(self.overlap, "overlap of a card"))
+        if bool(self.experts) != bool(self.expert_parameters):
+            raise LayoutError(
+                f"a card with experts gives expert_parameters, too, and without experts neither; "
+                f"got experts={self.experts}, expert_parameters={self.expert_parameters}"
+            )
+        if self.experts and self.topk > self.experts:
+            raise LayoutError(f"topk {self.topk} is more than there are experts, {self.experts}")
         if self.expert_parameters > self.parameters:
             raise LayoutError(
                 f"expert_parameters {self.expert_parameters} are more than all parameters, "
@@ -110,7 +122,11 @@ class Card:
         missing = [name for name in needed if name not in fields]
         if missing:
             raise LayoutError(f"a card needs {', '.join(missing)}, too")
-        return cls(**fields)
+        whole: dict[str, Any] = {  # JSON has one kind of number: 7e9 is an int
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in fields.items()
+        }
+        return cls(**whole)
 
     def traffic(self, layout: Numbering) -> dict[tuple[str, ...], Traffic]:
         """Return what each rank sends in a step over the dims tp, cp, ep, pp and dp of a layout.
@@ -129,8 +145,12 @@ class Card:
         - dp, with cp and ep for what is no expert's: a reduce-scatter of gradients and an
           all-gather of parameters, (n - 1)/n of each. ZeRO, https://arxiv.org/abs/1910.02054, 7.
 
+        A dim counts as what its name is like, so dp_shard as dp. Nothing waits for the last of
+        these where `overlap` is on, over whichever dims they go.
+
         Raises:
-            LayoutError: The layout has none of these dims.
+            LayoutError: A dim is like none of these, or ep does not divide the experts that
+                there are.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -140,37 +160,65 @@ class Card:
         """
         if not isinstance(layout, Numbering):
             raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")
-        size = {dim: layout.size_of(dim, default=1) for dim in ("tp", "cp", "ep", "pp", "dp")}
-        if not any(dim in layout.dim_names for dim in size):
-            raise LayoutError(
-                f"a card speaks of the dims {list(size)}; this layout has none: {layout}"
-            )
+        dims = _dims_by_kind(layout)
+        size = {kind: layout.size_of(dims[kind]) if dims[kind] else 1 for kind in _KINDS}
         tp, cp, ep = size["tp"], size["cp"], size["ep"]
+        if ep > 1 and (not self.experts or self.experts % ep):
+            raise LayoutError(
+                f"{layout} spreads experts over {ep} ranks, but the card has {self.experts}; give "
+                f"experts, and as many as {ep} divides"
+            )
         element, each = DTYPES[self.dtype], self.micro_batches * self.layers / size["pp"]
         tokens = self.micro_batch_size * self.sequence / cp
         width = self.key_value_hidden or self.hidden
-        sent: dict[tuple[str, ...], float] = {
-            ("tp",): each * 8 * tokens * self.hidden * (tp - 1) / tp * element,
-            ("cp",): each * 6 * tokens * width / tp * (cp - 1) * element,
-            ("ep",): each * 4 * tokens * self.hidden * self.topk / tp * (ep - 1) / ep * element,
-            ("pp",): self.micro_batches * 2 * tokens * self.hidden / tp * element,
+        sent = {
+            "tp": each * 8 * tokens * self.hidden * (tp - 1) / tp * element,
+            "cp": each * 6 * tokens * width / tp * (cp - 1) * element,
+            "ep": each * 4 * tokens * self.hidden * self.topk / tp * (ep - 1) / ep * element,
+            "pp": self.micro_batches * 2 * tokens * self.hidden / tp * element,
         }
         if not self.experts:
-            del sent[("ep",)]
-        both = element + DTYPES[self.gradient_dtype]
-        share = self.parameters - self.expert_parameters
-        for names, parameters, parts in (
-            (("cp", "dp", "ep"), share, tp * size["pp"]),
-            (("cp", "dp"), self.expert_parameters, tp * size["pp"] * ep),
-        ):
-            wide = tuple(dim for dim in names if size[dim] > 1)
-            count = layout.size_of(wide) if wide else 1
-            if wide and parameters:
-                bytes_ = (count - 1) / count * parameters / parts * both
-                sent[wide] = sent.get(wide, 0) + bytes_
+            del sent["ep"]
         found = {}
-        for dims, count_ in sent.items():
-            if all(size[dim] > 1 for dim in dims):
-                hidden = self.overlap and "dp" in dims
-                found[layout.order_dims(dims)] = Traffic(round(count_), pattern_of(dims), hidden)
+        for kind, count in sent.items():
+            if size[kind] > 1:
+                found[layout.order_dims(dims[kind])] = Traffic(
+                    round(count), _PATTERNS.get(kind, "ring")
+                )
+        for over, count in self._gradients(size).items():
+            names = layout.order_dims([dim for kind in over for dim in dims[kind]])
+            mine = Traffic(round(count), "ring", self.overlap)
+            known = found.get(names)
+            found[names] = attrs.evolve(known, more=(mine,)) if known else mine
         return found
+
+    def _gradients(self, size: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+        """The bytes of gradients and parameters, by the kinds of dims that they go over."""
+        both = DTYPES[self.dtype] + DTYPES[self.gradient_dtype]
+        parts = size["tp"] * size["pp"]
+        found: dict[tuple[str, ...], float] = {}
+        for kinds, parameters in (
+            (("cp", "dp", "ep"), (self.parameters - self.expert_parameters) / parts),
+            (("cp", "dp"), self.expert_parameters / (parts * size["ep"])),
+        ):
+            wide = tuple(kind for kind in kinds if size[kind] > 1)
+            ranks = math.prod(size[kind] for kind in wide)
+            if wide and parameters:
+                found[wide] = found.get(wide, 0) + (ranks - 1) / ranks * parameters * both
+        return found
+
+
+def _dims_by_kind(layout: Numbering) -> dict[str, tuple[str, ...]]:
+    """The dims larger than 1 of each kind; raise where a dim is of none."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(_KINDS, ())
+    for dim in layout.dim_names:
+        if layout.size_of(dim) == 1:
+            continue
+        kind = kind_of(dim)
+        if kind not in found:
+            raise LayoutError(
+                f"a card speaks of the dims {list(_KINDS)}, and not of {dim!r} of {layout}; give "
+                f"the traffic instead"
+            )
+        found[kind] = (*found[kind], dim)
+    return found

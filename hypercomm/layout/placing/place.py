@@ -9,7 +9,8 @@ import attrs
 from hypercomm.errors import LayoutError, TopologyError, WorldSizeError
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.placing.cards import Card
-from hypercomm.layout.placing.placed import Placed, look
+from hypercomm.layout.placing.looking import look
+from hypercomm.layout.placing.placed import Placed
 from hypercomm.layout.placing.proposals import propose
 from hypercomm.layout.placing.search import weights_of
 from hypercomm.layout.placing.traffic import Given, as_items, read_traffic, usual_traffic

@@ -8,18 +8,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
-import numpy as np
 
 from hypercomm.draw import Drawing
 from hypercomm.errors import LayoutError
 from hypercomm.layout.placing import writing
-from hypercomm.layout.placing.search import Cost, Costs, Dims
-from hypercomm.layout.placing.spread import Spread, bytes_across, units_of_groups
-from hypercomm.layout.placing.traffic import Traffic, kind_of
+from hypercomm.layout.placing.search import Cost, Dims
+from hypercomm.layout.placing.spread import Spread
+from hypercomm.layout.placing.traffic import Traffic
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.layout.reading.shown import aligned, shown
+from hypercomm.layout.reading.shown import aligned
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.topology import Topology
 
@@ -28,11 +27,6 @@ COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
 
 TAKEN = ("best", "given", "order", "hosts", "spare", "split", "sizes")
 """What can be taken of a report."""
-
-_TIGHT = ("tp", "ep")
-"""Dims whose groups are warned of where they leave an NVLink domain."""
-
-_SHOWN = 8
 
 
 @attrs.frozen(repr=False)
@@ -207,7 +201,11 @@ class Placed:
         order = "; the first dim varies fastest"
         if self.is_assumed:
             return (f"no traffic is given: tp matters most, then cp and ep, pp, and dp{order}",)
-        beside = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
+        beside = []
+        for dims, one in self.traffic.items():
+            waits = [part.overlapped for part in one.parts]
+            if any(waits):
+                beside.append(("" if all(waits) else "part of ") + "+".join(dims))
         told = f"no step waits for {', '.join(beside)}{order}" if beside else order[2:]
         return (f"bytes across: of all groups in a step; {told}",)
 
@@ -280,7 +278,10 @@ class Proposal:
         partly = {(one.dims, one.level) for one in self.before.spreads if one.is_partly}
         rows = []
         for after in self.placed.spreads:
-            dims = tuple(dim for dim in self.before.layout.dim_names if dim in after.dims)
+            own = self.before.layout.dim_names
+            # Groups over a dim that was not there before have nothing to be compared with.
+            is_known = {*after.dims} <= {*own}
+            dims = tuple(dim for dim in own if dim in after.dims) if is_known else ()
             if self.kind == "sizes" and (dims, after.level) not in partly:
                 continue
             before = was.get((dims, after.level), after.cells)
@@ -321,79 +322,3 @@ def _ascends(gpus: tuple[int, ...]) -> bool:
 
 def _traffic_form(traffic: Mapping[Dims, Traffic]) -> dict[str, Any]:
     return {"+".join(dims): attrs.asdict(one) for dims, one in traffic.items()}
-
-
-def look(
-    layout: RankLayout,
-    topology: Topology,
-    traffic: Mapping[Dims, Traffic],
-    weights: Mapping[str, float],
-    *,
-    is_assumed: bool,
-    groups: Iterable[Dims] = (),
-    gpus: tuple[int, ...] = (),
-) -> Placed:
-    """Look at a layout on a machine, without proposals.
-
-    Args:
-        layout: The layout.
-        topology: The machine; rank r of the layout is its rank r.
-        traffic: What is sent over which dims.
-        weights: What a byte costs that crosses each level.
-        is_assumed: Whether nothing told the traffic.
-        groups: More dims to look at.
-        gpus: As of `Placed`.
-    """
-    each: list[Dims] = [(dim,) for dim in layout.dim_names if layout.size_of(dim) > 1]
-    first: list[Dims] = each or [layout.dim_names[:1]]
-    wanted = dict.fromkeys([*first, *traffic, *groups])
-    costs, cost = Costs(topology, weights), Cost()
-    spreads = []
-    for dims in wanted:
-        ranks = layout.groups(*dims).to_array()
-        sent = traffic.get(dims)
-        if sent is not None:
-            cost += costs.at(ranks, sent)
-        for level in topology.levels:
-            units = level.of_rank[ranks]
-            counts = units_of_groups(units)
-            leaving = np.flatnonzero(counts > 1)
-            spreads.append(
-                Spread(
-                    dims,
-                    level.name,
-                    len(ranks),
-                    ranks.shape[1],
-                    len(leaving),
-                    int(counts.min()),
-                    int(counts.max()),
-                    None if is_assumed or sent is None else bytes_across(units, sent),
-                    tuple(ranks[leaving[0]].tolist()) if len(leaving) else (),
-                )
-            )
-    found = Placed(layout, topology, traffic, weights, is_assumed, tuple(spreads), cost, gpus=gpus)
-    return attrs.evolve(found, warnings=tuple(_warnings(found)))
-
-
-def _warnings(placed: Placed) -> Iterable[str]:
-    names = placed.topology.names
-    level = "domain" if "domain" in names else "host"
-    if level not in names:
-        return
-    largest = int(placed.topology.level(level).sizes.max())
-    for spread in placed.on(level):
-        dims = "+".join(spread.dims)
-        if not spread.across or not any(kind_of(dim) in _TIGHT for dim in spread.dims):
-            continue
-        if len(spread.dims) > 1 and "dp" in dims:  # its gradients, which go everywhere
-            continue
-        first = (
-            shown(spread.first)
-            if spread.size <= _SHOWN
-            else (f"({', '.join(map(str, spread.first[:4]))}, ..., {spread.first[-1]})")
-        )
-        why = f"; a {level} has {largest} GPUs" if spread.size > largest else ""
-        yield (
-            f"{spread.across:,} of {spread.groups:,} {dims} groups leave their {level}, "
-            f"the first is {first}{why}"
-        )

@@ -10,7 +10,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.layout.placing.placed import Placed, Proposal, look
+from hypercomm.layout.placing.looking import look
+from hypercomm.layout.placing.placed import Placed, Proposal
 from hypercomm.layout.placing.search import MOST_DIMS, Cost, Costs, Dims, best_order
 from hypercomm.layout.placing.spread import units_of_groups
 from hypercomm.layout.placing.traffic import Traffic, kind_of
@@ -237,7 +238,9 @@ def _splits(now: _Now, costs: Costs) -> Iterator[_Split]:
         return
     for dim, size in now.sizes.items():
         mine = [dims for dims in traffic if dim in dims]
-        if kind_of(dim) != "dp" or any(traffic[dims].pattern != "ring" for dims in mine):
+        if kind_of(dim) != "dp" or any(
+            part.pattern != "ring" for dims in mine for part in traffic[dims].parts
+        ):
             continue
         for inner in islice((one for one in divisors(size)[1:-1]), _MOST_SPLITS):
             names = (f"{dim}_inner", f"{dim}_outer")
@@ -268,13 +271,15 @@ def _split_traffic(
         inside = tuple(names[0] if other == dim else other for other in dims)
         within, beyond = math.prod(sizes[other] for other in inside), sizes[names[1]]
         every = within * beyond
-        whole = one.bytes * every / (every - 1)
-        for part, count in (
-            (inside, whole * (within - 1) / within),
-            ((names[1],), whole / within * (beyond - 1) / beyond),
-        ):
-            known = found[part].bytes if part in found else 0
-            found[part] = attrs.evolve(one, bytes=round(known + count))
+        for part in one.parts:
+            whole = part.bytes * every / (every - 1)
+            for over, count in (
+                (inside, whole * (within - 1) / within),
+                ((names[1],), whole / within * (beyond - 1) / beyond),
+            ):
+                new = attrs.evolve(part, bytes=round(count))
+                known = found.get(over)
+                found[over] = attrs.evolve(known, more=(*known.more, new)) if known else new
     return found
 
 

@@ -105,7 +105,10 @@ class Costs:
             weight = self.weights[level.name]
             weighed += round(weight * sent)
             minor += 0 if weight else sent
-        return Cost(0, weighed, minor) if traffic.overlapped else Cost(weighed, 0, minor)
+        own = Cost(0, weighed, minor) if traffic.overlapped else Cost(weighed, 0, minor)
+        for one in traffic.more:
+            own += self.at(groups, one)
+        return own
 
 
 def groups_at(world_size: int, axes: Sequence[Axis]) -> NDArray[np.int64]:
@@ -172,9 +175,9 @@ class _Search:
         self.joint: list[tuple[Dims, Traffic]] = []
         for dims, one in traffic.items():
             large = tuple(dim for dim in dims if sizes[dim] > 1)
-            if len(large) == 1 and one.bytes:
+            if len(large) == 1 and (one.bytes or one.more):
                 self.alone[large[0]].append(one)
-            elif large and one.bytes:
+            elif large and (one.bytes or one.more):
                 self.joint.append((large, one))
         self.known: dict[tuple[str, int], Cost] = {}
         self.place = {dim: number for number, dim in enumerate(names)}

@@ -59,9 +59,11 @@ class Traffic:
         pattern: To whom: "ring", the next one; "chain", as a ring that is not closed;
             "all-to-all", all others alike.
         overlapped: Whether it goes on beside the computation, so that no step waits for it.
+        more: What else the same groups send, in another pattern, or beside the computation.
 
     Raises:
-        LayoutError: The bytes are no number of 0 or more, or the pattern is none of these.
+        LayoutError: The bytes are no number of 0 or more, the pattern is none of these, or more
+            holds what is no Traffic.
 
     Example:
         >>> Traffic(4e9).bytes, Traffic(1, "chain").pattern
@@ -71,11 +73,27 @@ class Traffic:
     bytes: int = attrs.field()
     pattern: Pattern = "ring"
     overlapped: bool = False
+    more: tuple[Traffic, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "bytes", _as_bytes(self.bytes, "bytes"))
         object.__setattr__(self, "overlapped", as_flag(self.overlapped, "overlapped"))
         check_choice("pattern", self.pattern, PATTERNS, LayoutError)
+        object.__setattr__(self, "more", as_tuple(self.more, "more"))
+        for one in self.more:
+            if not isinstance(one, Traffic):
+                raise LayoutError(f"more must hold Traffic, got {shown(one)}")
+
+    @property
+    def parts(self) -> tuple[Traffic, ...]:
+        """This alone, and all more of it, of which each has one pattern.
+
+        Example:
+            >>> [part.pattern for part in Traffic(8, "all-to-all", more=(Traffic(2),)).parts]
+            ['all-to-all', 'ring']
+        """
+        rest = [part for one in self.more for part in one.parts]
+        return (attrs.evolve(self, more=()) if rest else self, *rest)
 
 
 def _as_bytes(value: object, what: str) -> int:
@@ -105,8 +123,9 @@ def read_traffic(
 
     Example:
         >>> from hypercomm import RankLayout
-        >>> read_traffic("tp=4k,pp=0.5M", RankLayout.parse("tp=2,pp=2"))[("pp",)]
-        Traffic(bytes=500000, pattern='chain', overlapped=False)
+        >>> found = read_traffic("tp=4k,pp=0.5M", RankLayout.parse("tp=2,pp=2"))[("pp",)]
+        >>> found.bytes, found.pattern
+        (500000, 'chain')
     """
     by_dims = _parse(given) if isinstance(given, str) else given
     if not isinstance(by_dims, Mapping) or not by_dims:

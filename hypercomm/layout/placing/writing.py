@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.placing.traffic import kind_of
@@ -19,14 +20,62 @@ _MEGATRON = ("tp", "cp", "ep", "dp", "pp")
 
 
 def _order(layout: RankLayout, _: Topology) -> str:
-    """Megatron's `order` of `initialize_model_parallel`, the first dim varying fastest."""
+    """Megatron's `order` of `initialize_model_parallel`, the first dim varying fastest.
+
+    It makes two grids of one order, megatron/core/parallel_state.py: a dense one, without ep, whose
+    dp holds this ep, too, and one of experts, without cp, whose dp holds this cp.
+    """
     unknown = [dim for dim in layout.dim_names if dim not in _MEGATRON]
     if unknown:
         raise LayoutError(
             f"Megatron's order knows {list(_MEGATRON)}, and not {unknown[0]!r} of {layout}; write "
             f"the layout instead"
         )
-    return "-".join(layout.dim_names)
+    if tuple(layout.ranks) != tuple(range(layout.size)):
+        raise LayoutError(
+            f"Megatron numbers its ranks 0, 1, ... in the order of dims, and {layout} has others; "
+            f"write the layout instead"
+        )
+    size = {dim: layout.size_of(dim, default=1) for dim in _MEGATRON}
+    if size["ep"] == size["cp"] == 1:
+        return "-".join(layout.dim_names)
+    order = [dim for dim in layout.dim_names if size[dim] > 1]
+    # Without a dp of its own, that of Megatron holds this ep, or this cp, and may stand anywhere.
+    tries = [[*order[:at], "dp", *order[at:]] for at in range(len(order), -1, -1)]
+    unlike = ""
+    for one in tries if size["dp"] == 1 else [order]:
+        unlike = _unlike_megatron(layout, size, one)
+        if not unlike:
+            return "-".join(one)
+    raise LayoutError(
+        f"Megatron {unlike} the order {'-'.join(order)} of {layout}, as its dense layers know no "
+        f"ep and its experts no cp; write the layout instead"
+    )
+
+
+def _unlike_megatron(layout: RankLayout, size: Mapping[str, int], order: Sequence[str]) -> str:
+    """Say what Megatron makes of an order that is not as in the layout; nothing: ""."""
+    if size["pp"] > 1 and order[-1] != "pp" and size["ep"] != size["cp"]:
+        return "needs pp last, unlike in"
+    dense = {**size, "dp": size["dp"] * size["ep"], "ep": 1}
+    experts = {**size, "dp": size["dp"] * size["cp"], "cp": 1}
+    for theirs, merged in ((dense, "ep"), (experts, "cp")):
+        grid = RankLayout([theirs[dim] for dim in order], order)
+        for dim in order:
+            ours = {dim, merged} if dim == "dp" else {dim}
+            known = [one for one in layout.dim_names if one in ours]
+            # Where no experts are spread, their grid serves pp alone.
+            if theirs[dim] == 1 or (theirs is experts and size["ep"] == 1 and dim != "pp"):
+                continue
+            if not np.array_equal(_by_first(grid, [dim]), _by_first(layout, known)):
+                return f"would make other {dim} groups of"
+    return ""
+
+
+def _by_first(layout: RankLayout, dims: Sequence[str]) -> NDArray[np.int64]:
+    """The groups over some dims, each in ascending order, by their first rank."""
+    groups = np.sort(layout.groups(*dims).to_array(), axis=1)
+    return groups[np.argsort(groups[:, 0])]
 
 
 def _layout(layout: RankLayout, _: Topology) -> str:
@@ -41,7 +90,10 @@ def _hosts(layout: RankLayout, topology: Topology) -> list[str]:
 
 
 def _rankfile(layout: RankLayout, topology: Topology) -> str:
-    """Open MPI's: mpirun(1), "--map-by rankfile:file=", and before 5.0 --rankfile."""
+    """Open MPI's: mpirun(1), "--map-by rankfile:file=", and before 5.0 --rankfile.
+
+    A slot is a core of the processor; which GPU a rank takes is for LOCAL_RANK to say.
+    """
     taken: dict[str, int] = {}
     lines = []
     for rank, host in enumerate(_hosts(layout, topology)):
@@ -131,6 +183,9 @@ KINDS: dict[str, Callable[[RankLayout, Topology], str]] = {
 
 def text_for(kind: str, layout: RankLayout, topology: Topology) -> str:
     r"""Return what a launcher or a framework takes.
+
+    In a rankfile a slot is a core of the processor, not a GPU: a rank takes its GPU by its number
+    on its host.
 
     Args:
         kind: One of `KINDS`.
