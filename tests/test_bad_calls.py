@@ -365,8 +365,8 @@ LAYOUT_CALLS = [
         RuntimeError,
         errors.WorldSizeError,
         (
-            "tp=8,dp=5 needs 40 GPUs, but the machine has 32; what would fit: tp=6 (30 ranks), or "
-            "dp=4 (32 ranks), or 8 more GPUs"
+            "tp=8,dp=5 needs 40 GPUs, but the machine has 32; dp=4 (32 ranks) or tp=6 (30 ranks) "
+            "would fit, and so would all with 8 more GPUs"
         ),
     ),
     (

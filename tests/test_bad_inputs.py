@@ -167,6 +167,7 @@ GOOD = {
     "Traffic.bytes": lambda: 4.5,
     "Traffic.pattern": lambda: "chain",
     "Traffic.overlapped": lambda: False,
+    "Traffic.more": lambda: (Traffic(3),),
     "Card.hidden": lambda: 8,
     "Card.layers": lambda: 4,
     "Card.sequence": lambda: 16,

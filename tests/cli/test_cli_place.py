@@ -109,14 +109,48 @@ def test_model(in_process, tmp_path, as_file):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tp=2", "--on", "nope"], "'nope' is no file; on must be GPUs for each host"),
+        (["tp=2", "--on", "nope"], "'nope' is no file; --on must be GPUs for each host"),
         (["tp=2", "--on", "8", "--traffic", "tp"], "'tp' in the traffic 'tp' cannot be read"),
         (["tp=2", "--on", "8", "--weights", "host=x"], "--weights gives 'host' 'x', which is no"),
         (["tp=2", "--on", "8", "--weights", "host"], "'host' in --weights 'host' is no name=value"),
         (["tp=2", "--on", "8", "--model", "nope"], "--model 'nope' is no file of JSON"),
         (["tp=2", "--on", "8", "--model", "hiden=3"], "did you mean 'hidden'?"),
         (["tp=2", "--on", "8", "--on", "live"], "--on live stands alone"),
-        (["tp=2", "--on", "8", "--gpus-per-node", "0"], "gpus_per_host must be at least 1, got 0"),
+        (
+            ["tp=2", "--on", "8", "--gpus-per-node", "0"],
+            ": --gpus-per-node must be at least 1, got",
+        ),
+        (["tp=2", "--on", "8", "--overlap", "tp"], ": --overlap says of traffic what goes on besi"),
+        (
+            ["tp", "--on", "8"],
+            "but --on '8' says how large units are, but not how many; give the ",
+        ),
+        (
+            ["tp=2", "--on", "8", "--weights", "leaf=1"],
+            ": --weights names no level of this machine",
+        ),
+        (
+            ["tp=2", "--on", "8", "--traffic", "tp=" + "9" * 400],
+            "0 or more, and up to 2**60, got 9",
+        ),
+        (
+            [
+                "tp=2",
+                "--on",
+                "8",
+                "--model",
+                f"hidden={'9' * 400},layers=1,sequence=1,micro_batches=1,parameters=1",
+            ],
+            "must be an int of 64 bits",
+        ),
+        (
+            ["tp=2", "--on", "8", "--write", "order", "x", "--draw", "./x"],
+            "--write order and --draw both name './x'; give each a file of its own",
+        ),
+        (
+            ["tp=2", "--on", "8", "--write", "order", "x", "--write", "order", "x"],
+            "--write order and --write order both name 'x'; give each a file of its own",
+        ),
         (["tp=2", "--on", "8", "--write", "ordre", "x"], "did you mean 'order'?"),
         (["tp=2", "--on", "8", "--write", "order", "/no/x"], "'/no/x' cannot be written"),
         (["tp=2", "--on", "live"], "no launcher was found"),
@@ -129,6 +163,13 @@ def test_bad_calls(in_process, arguments, says):
     assert says in done.stderr
     if "/no/x" not in arguments:
         assert done.stdout == ""
+
+
+# Of more than 8 dims nothing is said to be best.
+def test_more_than_8_dims(in_process):
+    done = in_process("place", ",".join(f"{dim}=2" for dim in "abcdefghi"), "--on", "2")
+    assert "nothing better was looked for, as more than 8 dims" in done.stdout
+    assert "nothing better is known" not in done.stdout
 
 
 # In a terminal of 40 columns nothing is wider, and without colour nothing is lost.

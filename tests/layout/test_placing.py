@@ -352,6 +352,61 @@ def test_dims_of_size_1():
     assert cost == placed.best.cost
 
 
+# Where hosts differ in size, GPUs that are left out are counted; no host of a domain is cut.
+def test_spare_of_hosts_that_differ(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a slots=8\nb slots=6\nc slots=6\nd slots=6\n")
+    placed = place("tp=6,dp=4", on=file, traffic="tp=9G,dp=1M")
+    assert placed.take("spare").gpus == (*range(6), *range(8, 26))
+    headline = next(one.headline for one in placed.proposals if one.kind == "spare")
+    assert "spare: 6 GPUs of each host, 2 of 26 left out" in headline
+    file.write_text("a slots=8\nb slots=8\nc slots=4\nd slots=8\ne slots=8\nf slots=4\n")
+    label = "accelerator.topograph.run/domain"
+    domains = {host: {label: "x" if host < "d" else "y"} for host in "abcdef"}
+    spare = place("tp=4,dp=4,pp=2", on=[file, domains], traffic="tp=9G,dp=9G,pp=1M").take("spare")
+    assert spare.gpus == (*range(16), *range(20, 36))
+    assert spare.find("dp", "domain").across == 0
+    uneven = place("tp=4,dp=9", on=[file, domains], traffic="tp=9G,dp=9G")
+    assert "spare" not in [one.kind for one in uneven.proposals]  # 18 would cut a host
+
+
+# The JSON of a proposal holds the order of hosts and GPUs, however long.
+def test_json_of_hosts():
+    leaf_of = [0, 1, 1, 0, 1, 0, 0, 1] * 50
+    leaves = {f"n{number}": f"s{leaf}" for number, leaf in enumerate(leaf_of)}
+    found = place("tp=4,dp=200,pp=2", on=leaves, traffic="tp=9G,dp=2G,pp=1M").to_dict()
+    hosts = next(one for one in found["proposals"] if one["kind"] == "hosts")
+    assert hosts["hosts"] == sorted(leaves, key=leaves.__getitem__)
+    assert hosts["gpus"].startswith("0..3, 12..15, 20..27, ")
+    assert hosts["gpus"].endswith(", 1596..1599")
+    assert all(one["hosts"] is None for one in found["proposals"] if one["kind"] == "order")
+
+
+# Of more than 8 dims no order is looked for, and the report says so.
+def test_more_than_8_dims():
+    placed = place(dict.fromkeys("abcdefghi", 2), on=2)
+    assert not placed.is_searched
+    says = "nothing better was looked for, as more than 8 dims are larger than 1"
+    assert says in str(placed).splitlines()
+    assert says not in str(place(dict.fromkeys("abcdefgh", 2), on=2))
+
+
+# Numbers of numpy are numbers.
+def test_numbers_of_numpy():
+    sent = {"tp": np.int64(3), "dp": np.float32(2)}
+    placed = place("tp=2,dp=2", on=2, traffic=sent, weights={"host": np.int32(2)})
+    assert placed.traffic == {("tp",): Traffic(3), ("dp",): Traffic(2)}
+    assert json.loads(placed.to_json())["cost"]["waited"] == 2 * 2 * 2 * 2
+    assert (
+        type(
+            Card(
+                **LLAMA | {"key_value_hidden": np.int64(8)}, sequence=1, micro_batches=1
+            ).key_value_hidden
+        )
+        is int
+    )
+
+
 # Layouts with gaps, or in an order of their own, keep their ranks.
 def test_listed_ranks():
     ranks = [15, 14, 13, 12, 3, 2, 1, 0]
@@ -460,16 +515,42 @@ def test_writing(tmp_path):
             lambda: place("tp=8,dp=5", on={"a": "s", "b": "s"}, gpus_per_host=16),
             WorldSizeError,
             (
-                "tp=8,dp=5 needs 40 GPUs, but the machine has 32; what would fit: tp=6 (30 ranks), "
-                "or dp=4 (32 ranks), or 8 more GPUs"
+                "tp=8,dp=5 needs 40 GPUs, but the machine has 32; dp=4 (32 ranks) or tp=6 (30 "
+                "ranks) would fit, and so would all with 8 more GPUs"
             ),
+        ),
+        (
+            lambda: place(RankLayout([2], ["tp"], 3), on={"a": "s"}, gpus_per_host=4),
+            WorldSizeError,
+            "tp=2 needs 5 GPUs, but the machine has 4; 1 more GPU would do",
+        ),
+        (
+            lambda: place("tp=2", on=8, traffic="tp=" + "9" * 400),
+            LayoutError,
+            (
+                "the traffic of 'tp' must be a number of bytes, 0 or more, and up to 2**60, got "
+                f"{'9' * 400}"
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8, traffic={"tp": 10**400}),
+            LayoutError,
+            (
+                "the traffic of 'tp' must be a number of bytes, 0 or more, and up to 2**60, got "
+                f"1{'0' * 399}..."
+            ),
+        ),
+        (
+            lambda: place("tp=2", on=8, weights={"host": 10**9}),
+            LayoutError,
+            "the weight of 'host' must be 0 or more, and less than 10**9, got 1000000000",
         ),
         (
             lambda: place("tp=8,dp=-1", on=8),
             TopologyError,
             (
                 "a size is open, which follows from the GPUs, but on=8 says how large units are, "
-                "but not how many: give world_size"
+                "but not how many; give the size"
             ),
         ),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import click
@@ -9,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from hypercomm.cli import options
-from hypercomm.cli.placing.given import read_card, read_numbers
+from hypercomm.cli.placing.given import by_options, read_card, read_numbers
 from hypercomm.cli.printing import console, quiet, table
 from hypercomm.draw.drawing import KINDS as PICTURES
 from hypercomm.draw.drawing import writable
@@ -95,6 +96,7 @@ def place_command(
     Then what would be better: another order of dims or hosts, a dim in two, GPUs left out.
     Nothing is started, and torch is not loaded, but with --on live.
     """
+    _check_apart(write, picture)
     for kind, path in write:
         check_choice("the kind to write", kind, tuple(KINDS), NotationError)
         as_new_file(path, force, NotationError)
@@ -107,16 +109,17 @@ def place_command(
         rank, where = _live()
         if rank:
             return 0
-    found = place(
-        sizes,
-        where,
-        traffic=traffic,
-        model=None if model is None else read_card(model),
-        overlapped=overlap or (),
-        weights=None if weights is None else read_numbers(weights, "--weights"),
-        gpus_per_host=gpus_per_node,
-        groups=wanted or (),
-    )
+    with by_options():
+        found = place(
+            sizes,
+            where,
+            traffic=traffic,
+            model=None if model is None else read_card(model),
+            overlapped=overlap or (),
+            weights=None if weights is None else read_numbers(weights, "--weights"),
+            gpus_per_host=gpus_per_node,
+            groups=wanted or (),
+        )
     texts = [(found.take(take).text_for(kind), path) for kind, path in write]
     if as_json:
         print(found.to_json())
@@ -127,6 +130,19 @@ def place_command(
     if picture is not None:
         found.take(take).draw().save(picture, force)
     return 0
+
+
+def _check_apart(write: Sequence[tuple[str, str]], picture: str | None) -> None:
+    """Refuse two outputs of one path: the second would replace the first."""
+    outputs = [(f"--write {kind}", path) for kind, path in write]
+    known: dict[str, str] = {}
+    for what, path in [*outputs, *([] if picture is None else [("--draw", picture)])]:
+        file = os.path.realpath(path)
+        if file in known:
+            raise NotationError(
+                f"{known[file]} and {what} both name {path!r}; give each a file of its own"
+            )
+        known[file] = what
 
 
 def _live() -> tuple[int, Topology]:
@@ -161,7 +177,7 @@ def _show(found: Placed) -> None:
             changes.add_row(*map(escape, row))
         if proposal.changes:
             out.print(changes)
-    if not found.proposals:
+    if not found.proposals and found.is_searched:
         out.print("nothing better is known for this machine", markup=False)
 
 

@@ -78,7 +78,8 @@ class Card:
                 raise LayoutError(f"{name} of a card must be 0 or more, got {count}")
             object.__setattr__(self, name, count)
         if self.key_value_hidden is not None:
-            positive(self.key_value_hidden, "key_value_hidden of a card")
+            width = positive(self.key_value_hidden, "key_value_hidden of a card")
+            object.__setattr__(self, "key_value_hidden", width)
         for name in ("dtype", "gradient_dtype"):
             check_choice(f"{name} of a card", getattr(self, name), tuple(DTYPES), LayoutError)
         object.__setattr__(self, "overlap", as_flag(self.overlap, "overlap of a card"))

@@ -13,7 +13,13 @@ from hypercomm.layout.placing.looking import look
 from hypercomm.layout.placing.placed import Placed
 from hypercomm.layout.placing.proposals import propose
 from hypercomm.layout.placing.search import weights_of
-from hypercomm.layout.placing.traffic import Given, as_items, read_traffic, usual_traffic
+from hypercomm.layout.placing.traffic import (
+    Given,
+    as_items,
+    as_number,
+    read_traffic,
+    usual_traffic,
+)
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD, as_flag
 from hypercomm.layout.reading.notation import OPEN, parse_sizes
@@ -129,20 +135,26 @@ def _count(on: On, gpus_per_host: int | None) -> int:
     try:
         return read_topology(on, gpus_per_host=gpus_per_host).world_size
     except TopologyError as error:
-        raise type(error)(f"a size is open, which follows from the GPUs, but {error}") from error
+        said = str(error).removesuffix(": give world_size")
+        raise type(error)(
+            f"a size is open, which follows from the GPUs, but {said}; give the size"
+        ) from error
 
 
 def _too_few(layout: RankLayout, gpus: int) -> str:
     """Say that a machine has too few GPUs, and which sizes it would serve."""
     near = []
-    for dim in layout.dim_names:
+    is_dense = layout.size == layout.last_rank + 1
+    for dim in layout.dim_names if is_dense else ():
         others = layout.size // layout.size_of(dim)
         if 1 <= gpus // others < layout.size_of(dim):
-            near.append(f"{dim}={gpus // others} ({gpus // others * others} ranks)")
-    fits = f"; what would fit: {', or '.join(near)}" if near else ""
-    return (
-        f"{layout} needs {layout.last_rank + 1} GPUs, but the machine has {gpus}{fits}, or "
-        f"{layout.last_rank + 1 - gpus} more GPUs"
+            near.append((gpus // others * others, f"{dim}={gpus // others}"))
+    near.sort(key=lambda one: -one[0])
+    fits = " or ".join(f"{size} ({ranks:,} rank{'s' * (ranks > 1)})" for ranks, size in near)
+    lacking = layout.last_rank + 1 - gpus
+    more = f"{lacking:,} more GPU{'s' * (lacking > 1)}"
+    return f"{layout} needs {layout.last_rank + 1:,} GPUs, but the machine has {gpus:,}; " + (
+        f"{fits} would fit, and so would all with {more}" if near else f"{more} would do"
     )
 
 
@@ -151,13 +163,18 @@ def _read_weights(weights: object, topology: Topology) -> Mapping[str, float]:
         return {}
     if not isinstance(weights, Mapping):
         raise LayoutError(f"weights must give numbers by level, got {shown(weights)}")
+    found: dict[str, float] = {}
     for name, weight in weights.items():
         if name not in topology.names:
             raise LayoutError(
                 f"weights names no level of this machine with {shown(name)}; it has "
                 f"{list(topology.names)}{did_you_mean(name, topology.names)}"
             )
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < 10**9:
-            raise LayoutError(f"the weight of {name!r} must be 0 or more, got {shown(weight)}")
-    return weights
+        number = as_number(weight)
+        if number is None or not 0 <= number < 10**9:
+            raise LayoutError(
+                f"the weight of {name!r} must be 0 or more, and less than 10**9, got "
+                f"{shown(weight)}"
+            )
+        found[name] = number
+    return found

@@ -12,12 +12,11 @@ import attrs
 from hypercomm.draw import Drawing
 from hypercomm.errors import LayoutError
 from hypercomm.layout.placing import writing
-from hypercomm.layout.placing.search import Cost, Dims
+from hypercomm.layout.placing.search import MOST_DIMS, Cost, Dims
 from hypercomm.layout.placing.spread import Spread
 from hypercomm.layout.placing.traffic import Traffic
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.topology import Topology
@@ -200,14 +199,26 @@ class Placed:
         """What else there is to say of the table."""
         order = "; the first dim varies fastest"
         if self.is_assumed:
-            return (f"no traffic is given: tp matters most, then cp and ep, pp, and dp{order}",)
+            told = f"no traffic is given: tp matters most, then cp and ep, pp, and dp{order}"
+            return (told, *self._unsearched)
         beside = []
         for dims, one in self.traffic.items():
             waits = [part.overlapped for part in one.parts]
             if any(waits):
                 beside.append(("" if all(waits) else "part of ") + "+".join(dims))
         told = f"no step waits for {', '.join(beside)}{order}" if beside else order[2:]
-        return (f"bytes across: of all groups in a step; {told}",)
+        return (f"bytes across: of all groups in a step; {told}", *self._unsearched)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether a layout like this is compared with others: one of up to 8 dims larger than 1."""
+        return sum(size > 1 for size in self.layout.shape) <= MOST_DIMS
+
+    @property
+    def _unsearched(self) -> tuple[str, ...]:
+        if self.is_searched:
+            return ()
+        return (f"nothing better was looked for, as more than {MOST_DIMS} dims are larger than 1",)
 
     def __str__(self) -> str:
         columns = COLUMNS[:4] if self.is_assumed else COLUMNS
@@ -291,15 +302,26 @@ class Proposal:
                 rows.append((*after.cells[:2], *moved[: 2 if self.before.is_assumed else 3]))
         return rows
 
+    @property
+    def _hosts(self) -> list[str] | None:
+        """The hosts in the order of ranks, where they are chosen."""
+        topology = self.placed.topology
+        chosen = bool(self.placed.gpus) and "host" in topology.names
+        return list(topology.level("host").names) if chosen else None
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the proposal as a dict, which JSON can hold."""
+        """Return the proposal as a dict, which JSON can hold.
+
+        `gpus` are the machine's, in the order of ranks, as in "8..11, 0..3"; `hosts` likewise.
+        """
         placed = self.placed.to_dict()
         del placed["proposals"], placed["levels"], placed["traffic"]
         return {
             "kind": self.kind,
             "words": self.words,
             "saving": self.saving,
-            "gpus": format_ranks(self.placed.gpus) if _ascends(self.placed.gpus) else None,
+            "gpus": _runs(self.placed.gpus) if self.placed.gpus else None,
+            "hosts": self._hosts,
             **placed,
         }
 
@@ -316,8 +338,11 @@ def _plural(name: str, count: int) -> str:
     return "leaves" if name == "leaf" else f"{name}s"
 
 
-def _ascends(gpus: tuple[int, ...]) -> bool:
-    return bool(gpus) and list(gpus) == sorted(gpus)
+def _runs(gpus: tuple[int, ...]) -> str:
+    """Write numbers in their order, those that count up by one as a run."""
+    cuts = [at for at in range(1, len(gpus)) if gpus[at] != gpus[at - 1] + 1]
+    runs = [gpus[start:end] for start, end in zip([0, *cuts], [*cuts, len(gpus)], strict=True)]
+    return ", ".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _traffic_form(traffic: Mapping[Dims, Traffic]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def propose(placed: Placed, machine: Machine) -> tuple[Proposal, ...]:
     """
     layout = placed.layout
     now = _Now(placed, machine, placed.topology.select(layout.ranks), layout.sizes)
-    if sum(size > 1 for size in layout.shape) > MOST_DIMS or layout.size < 2:
+    if not placed.is_searched or layout.size < 2:
         return ()
     costs = Costs(now.topology, placed.weights)
     order, least = best_order(now.sizes, placed.traffic, costs)
@@ -168,7 +168,7 @@ def _spare(now: _Now) -> Iterator[Proposal]:
         largest = int(level.sizes.max())
         step = _host_size(now.placed.topology) if level.name != "host" else 1
         fitting = [used for used in divisors(size) if 3 * largest <= 4 * used < 4 * largest]
-        if step is None or size <= largest:
+        if size <= largest:
             continue
         for used in [one for one in reversed(fitting) if one % step == 0][:_MOST_SPARES]:
             found = _using(now, level.name, used, largest)
@@ -176,12 +176,12 @@ def _spare(now: _Now) -> Iterator[Proposal]:
                 yield found
 
 
-def _host_size(topology: Topology) -> int | None:
-    """The GPUs of each host, where all have as many; the last one may have fewer."""
+def _host_size(topology: Topology) -> int:
+    """The GPUs of each host, where all have as many; the last one may have fewer. Else 1."""
     if "host" not in topology.names:
         return 1
     sizes = topology.level("host").sizes
-    return int(sizes[0]) if (sizes[:-1] == sizes[0]).all() else None
+    return int(sizes[0]) if (sizes[:-1] == sizes[0]).all() else 1
 
 
 def _using(now: _Now, name: str, used: int, largest: int) -> Proposal | None:
@@ -190,19 +190,32 @@ def _using(now: _Now, name: str, used: int, largest: int) -> Proposal | None:
     machine = now.machine(units * largest)
     gpus = _sorted_gpus(machine, size)[0]
     of_gpu = machine.level(name).of_rank[gpus]
-    chosen = []
+    host_of = machine.level("host" if "host" in machine.names else name).of_rank
+    chosen: list[NDArray[np.int64]] = []
+    sizes: list[int] = []
     for unit in range(machine.level(name).units):
         within = gpus[of_gpu == unit]
-        if len(within) >= used:
-            chosen.append(within[:used])
+        if len(within) < used or len(chosen) == units:
+            continue
+        if (
+            name != "host"
+            and used < len(within)
+            and host_of[within[used - 1]] == host_of[within[used]]
+        ):
+            continue  # hosts are taken whole
+        chosen.append(within[:used])
+        sizes.append(len(within))
     if len(chosen) < units:
         return None
-    ranks = np.concatenate(chosen[:units])
+    there, ranks = sum(sizes), np.concatenate(chosen)
     topology = machine.select(ranks.tolist())
     order, _ = best_order(now.sizes, now.placed.traffic, Costs(topology, now.placed.weights))
     words = (
-        f"{used} of the {largest} GPUs of each {name}, {units * largest - size:,} of "
-        f"{units * largest:,} left out, {'-'.join(order)}"
+        f"{used} of the {largest} GPUs of each {name}, {there - size:,} of {there:,} left out, "
+        f"{'-'.join(order)}"
+        if {*sizes} == {largest}
+        else f"{used} GPUs of each {name}, {there - size:,} of {there:,} left out, "
+        f"{'-'.join(order)}"
     )
     return now.found("spare", words, order, topology, tuple(ranks.tolist()))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Literal
 
 import attrs
+import numpy as np
 
 from hypercomm.errors import LayoutError, NotationError
 from hypercomm.layout.numbering.numbering import Dims, Numbering
@@ -97,10 +98,49 @@ class Traffic:
 
 
 def _as_bytes(value: object, what: str) -> int:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(float(value)) or not 0 <= value <= _LARGEST:  # type: ignore[arg-type, operator]
-        raise LayoutError(f"{what} must be a number of bytes, 0 or more, got {shown(value)}")
-    return round(value)  # type: ignore[call-overload, no-any-return]
+    number = as_number(value)
+    if number is None or not 0 <= number <= _LARGEST:
+        least = "a number of bytes, 0 or more" + (", and up to 2**60" if _is_large(number) else "")
+        raise LayoutError(f"{what} must be {least}, got {shown(value)}")
+    return round(number)
+
+
+def _is_large(number: float | None) -> bool:
+    return number is not None and number > _LARGEST
+
+
+def as_number(value: object) -> int | float | None:
+    """Return a number of Python or numpy as one of Python; of anything else None.
+
+    Example:
+        >>> as_number(np.int64(3)), as_number(2.5), as_number(True), as_number("3")
+        (3, 2.5, None, None)
+    """
+    if isinstance(value, (np.integer, np.floating)):
+        return value.item()
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def as_amount(text: str, units: Mapping[str, int] = _UNITS) -> int | float | None:
+    """Read a number with a unit, exactly; None where it is none.
+
+    Args:
+        text: As "6.5G" or "1e3".
+        units: What letters stand for.
+
+    Example:
+        >>> as_amount("6.5G"), as_amount("2.5"), as_amount("G")
+        (6500000000, 2.5, None)
+    """
+    letters = "".join(unit for unit in units if unit)
+    found = re.fullmatch(
+        rf"([0-9]{{1,4000}}(?:\.[0-9]{{1,99}})?(?:e[0-9]{{1,2}})?)([{letters}]?)", text
+    )
+    if found is None:
+        return None
+    amount = Fraction(found[1]) * units[found[2]]
+    # No float is as large as what 400 digits may say.
+    return int(amount) if amount.denominator == 1 or amount > _LARGEST else float(amount)
 
 
 Given = str | Mapping[str, "int | float | Traffic"]
@@ -162,16 +202,16 @@ def as_items(value: str | Iterable[Dims], what: str = "overlapped") -> tuple[Dim
     return as_tuple(value, what)
 
 
-def _parse(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _parse(text: str) -> dict[str, int | float]:
+    found: dict[str, int | float] = {}
     for part in text.split(","):
         name, _, count = (piece.strip() for piece in part.partition("="))
-        number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kMGT]?)B?", count)
-        if number is None or not name:
+        amount = as_amount(count.removesuffix("B"))
+        if amount is None or not name:
             raise NotationError(f"{part!r} in the traffic {shown(text)} cannot be read; {_EXAMPLE}")
         if name in found:
             raise NotationError(f"the traffic of {name!r} is given twice in {shown(text)}")
-        found[name] = round(float(number[1]) * _UNITS[number[2]])
+        found[name] = amount
     return found
 
 
