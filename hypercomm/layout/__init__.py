@@ -12,11 +12,23 @@ from hypercomm.layout.rank_layout import RankLayout as RankLayout
 if TYPE_CHECKING:
     from hypercomm.layout.placing import Card as Card
     from hypercomm.layout.placing import Placed as Placed
+    from hypercomm.layout.placing import Proposal as Proposal
+    from hypercomm.layout.placing import Spread as Spread
     from hypercomm.layout.placing import Traffic as Traffic
     from hypercomm.layout.placing import place as place
 
-_PLACING = ("Card", "Placed", "Traffic", "place")
-__all__ = ["Card", "Placed", "RankGroups", "RankLayout", "RankMapping", "Traffic", "place"]
+_PLACING = ("Card", "Placed", "Proposal", "Spread", "Traffic", "place")
+__all__ = [
+    "Card",
+    "Placed",
+    "Proposal",
+    "RankGroups",
+    "RankLayout",
+    "RankMapping",
+    "Spread",
+    "Traffic",
+    "place",
+]
 
 
 def __getattr__(name: str) -> Any:
