@@ -155,6 +155,10 @@ def test_model(in_process, tmp_path, as_file):
         (["tp=2", "--on", "8", "--write", "order", "/no/x"], "'/no/x' cannot be written"),
         (["tp=2", "--on", "live"], "no launcher was found"),
         (["tp=2"], "Missing option '--on'"),
+        (
+            ["tp=4,dp", "--on", "n[1-3]", "--gpus-per-node", "2"],
+            "but the machine has 6 GPUs, no multiple of 4",
+        ),
     ],
 )
 def test_bad_calls(in_process, arguments, says):

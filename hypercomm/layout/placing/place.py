@@ -123,7 +123,7 @@ def _read_both(
     named = parse_sizes(sizes) if isinstance(sizes, str) else dict(sizes)
     if OPEN in named.values():
         gpus = _count(on, gpus_per_host)
-        named = close_sizes(named, gpus, f"the machine has {gpus}")
+        named = close_sizes(named, gpus, f"the machine has {gpus} GPUs")
     else:
         named = close_sizes(named, None)
     layout = RankLayout([*named.values()], [*named])
