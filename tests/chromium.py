@@ -134,7 +134,9 @@ class Chromium:
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
-        self.wait("document.documentElement?.dataset.ready === 'yes'")
+        self.wait(
+            "document.readyState === 'complete' && document.documentElement.dataset.ready === 'yes'"
+        )
 
     def resize(self, width, height):
         """Give the window another size, in pixels."""

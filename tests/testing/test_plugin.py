@@ -253,7 +253,7 @@ def test_outcomes(shown):
     assert "not today\n" in shown
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in shown
     assert "PASSED test_all.py::test_fake\n" in shown
-    assert re.search(r"PASSED test_all.py::test_local\n|SKIPPED .*test_all.py.*2\.10", shown)
+    assert re.search(r"PASSED test_all.py::test_local\n|SKIPPED .* local ranks: .* 2\.10 on", shown)
 
 
 # Markers that cannot work, and options: nothing runs.
