@@ -537,7 +537,7 @@ def own_targets():
     for name in testing.__all__:
         function = getattr(testing, name)
         if name not in LEFT_OUT:
-            allowed = (InvalidArgument,) if testing._HOMES[name].endswith(".strategies") else ()
+            allowed = (InvalidArgument,) if testing._HOMES[name].endswith("strategies") else ()
             signature = inspect.signature(function)
             yield Target(name, EMPTY, lambda _, f=function: f, signature, allowed=allowed)
 

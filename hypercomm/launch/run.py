@@ -183,7 +183,7 @@ def _loaded_here() -> list[str]:
         "pytest": ["pytest"],
         "hypothesis": ["hypothesis.strategies"],
         f"{kit}.bodies": [f"{kit}.bodies", "torch.distributed.tensor"],  # assert_close loads it
-        f"{kit}.given": [f"{kit}.given", "hypercomm.testing.strategies"],
+        f"{kit}.given": [f"{kit}.given", "hypercomm.testing.mapping_strategies"],
     }
     return [name for module, names in loads.items() if module in sys.modules for name in names]
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from hypercomm.testing.kit.given import given_ranks as given_ranks
     from hypercomm.testing.local import LocalRanks as LocalRanks
     from hypercomm.testing.local import local_ranks as local_ranks
+    from hypercomm.testing.mapping_strategies import mappings as mappings
+    from hypercomm.testing.mapping_strategies import shardings as shardings
     from hypercomm.testing.simulation import Simulation as Simulation
     from hypercomm.testing.simulation import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
     from hypercomm.testing.strategies import grids as grids
     from hypercomm.testing.strategies import layouts as layouts
-    from hypercomm.testing.strategies import mappings as mappings
     from hypercomm.testing.strategies import orders as orders
     from hypercomm.testing.strategies import ranks_of as ranks_of
-    from hypercomm.testing.strategies import shardings as shardings
     from hypercomm.testing.strategies import views_of as views_of
 
 _HOMES = {
@@ -37,12 +37,12 @@ _HOMES = {
     "grids": "hypercomm.testing.strategies",
     "layouts": "hypercomm.testing.strategies",
     "local_ranks": "hypercomm.testing.local",
-    "mappings": "hypercomm.testing.strategies",
+    "mappings": "hypercomm.testing.mapping_strategies",
     "orders": "hypercomm.testing.strategies",
     "ranks_of": "hypercomm.testing.strategies",
     "registered_groups": "hypercomm.testing.groups",
     "run_ranks": "hypercomm.launch",
-    "shardings": "hypercomm.testing.strategies",
+    "shardings": "hypercomm.testing.mapping_strategies",
     "simulate": "hypercomm.testing.simulation",
     "views_of": "hypercomm.testing.strategies",
 }

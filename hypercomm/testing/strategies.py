@@ -1,27 +1,23 @@
-"""Hypothesis strategies for layouts, their dims, ranks and views, for grids and for mappings."""
+"""Hypothesis strategies for layouts, their dims, ranks and views, and for grids."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
-try:
-    from hypothesis import strategies as st
-    from hypothesis.errors import InvalidArgument
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "the strategies of hypercomm.testing need hypothesis: pip install 'hypercomm[testing]'",
-        name="hypothesis",
-    ) from error
-
-from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.mapping.dim_roles import as_dim
-from hypercomm.layout.reading.checks import as_flag, as_int, as_names, as_strings, as_tuple
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.checks import as_flag, as_int, as_names
 from hypercomm.layout.reading.sizes import divisors
+from hypercomm.testing.bounds import (
+    InvalidArgument,
+    LayoutBounds,
+    check_layout,
+    names_to_draw,
+    required_dims,
+    st,
+)
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
@@ -31,18 +27,6 @@ DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
 
 EXPERT_NAMES = ("ep", "expt_tp", "expt_dp", "expt_cp")
 """The dims that views are drawn over by default."""
-
-
-class LayoutBounds(TypedDict, total=False):
-    """The bounds of `layouts` that other strategies take, too."""
-
-    min_dims: int
-    max_dims: int | None
-    min_size: int
-    max_size: int
-    max_ranks: int
-    dim_names: Sequence[str]
-    dims_required: Sequence[str]
 
 
 @st.composite
@@ -83,13 +67,16 @@ def layouts(
         >>> str(find(layouts(min_dims=2), lambda layout: layout.size > 2))
         'tp=1,cp=3'
     """
-    dim_names = as_strings(dim_names, "dim_names")
-    required = _required(dims_required, dim_names)
+    dim_names = names_to_draw(dim_names, "dim_names")
+    required = required_dims(dims_required, dim_names)
     max_dims = len(dim_names) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
     for name, bound in bounds.items():
         as_int(bound, name)
+    as_flag(listed, "listed")
+    if max_offset < 0:
+        raise InvalidArgument(f"max_offset must be 0 or more, got {max_offset}")
     if len(set(dim_names)) != len(dim_names):
         raise InvalidArgument(f"a layout cannot have a dim twice, as in dim_names={dim_names}")
     if not 1 <= min_dims <= max_dims <= len(dim_names):
@@ -135,7 +122,7 @@ def dim_subsets(
         >>> find(dim_subsets(RankLayout.parse("tp=2,dp=4")), lambda dims: "dp" in dims)
         ('dp',)
     """
-    _check_layout(layout)
+    check_layout(layout)
     return st.lists(
         st.sampled_from(layout.dim_names), min_size=min_dims, max_size=max_dims, unique=True
     ).map(tuple)
@@ -149,7 +136,7 @@ def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
         >>> find(ranks_of(RankLayout.parse("dp=8", rank_offset=3)), lambda rank: True)
         3
     """
-    _check_layout(layout)
+    check_layout(layout)
     return st.sampled_from(layout.ranks)
 
 
@@ -204,8 +191,8 @@ def grids(  # noqa: D417 - most are those of `layouts`
     limits |= {"dim_names": dim_names, "dims_required": dims_required}
     layout = draw(layouts(**limits, max_offset=0))
     grid = HyperCommGrid(layout, world_size=layout.size)
-    if views and draw(st.booleans()):
-        names = [name for name in EXPERT_NAMES if name not in layout.dim_names]
+    names = [name for name in EXPERT_NAMES if name not in layout.dim_names]
+    if views and names and draw(st.booleans()):
         view = draw(views_of(layout, dim_names=names))
         grid.register_view("expert", view.shape, view.dim_names)
     return grid
@@ -242,9 +229,9 @@ def views_of(
         >>> print(find(views, lambda view: len(view.dim_names) > 2))
         ep=2,expt_tp=4,pp=2
     """
-    _check_layout(layout)
-    names = as_strings(dim_names, "dim_names")
-    shared = _required(shared_dims, layout.dim_names, "shared_dims")
+    check_layout(layout)
+    names = names_to_draw(dim_names, "dim_names")
+    shared = required_dims(shared_dims, layout.dim_names, "shared_dims")
     runs = [1]  # the products of the sizes between dims that are shared
     for dim in layout.dim_names:
         if dim in shared:
@@ -276,99 +263,6 @@ def views_of(
 
 
 @st.composite
-def mappings(
-    draw: st.DrawFn,
-    *,
-    dim_names: Sequence[str] = ("tp", "cp", "dp", "pp"),
-    along: str | None = "dp",
-    max_size: int = 4,
-    max_ranks: int = 16,
-    beside: bool | None = None,
-) -> RankMapping:
-    """Draw a `RankMapping`; shrinks towards one rank to the same rank, where it may lie there.
-
-    Args:
-        draw: Given by hypothesis.
-        dim_names: The dims that both layouts are drawn over; what the mapping does with each is its
-            default: "cp" cuts the sequence, "pp" is the pipeline, others replicate.
-        along: The dim that splits the batch; both layouts have it. None: a weight, which further
-            dims cut as `shardings` draws it, for two axes.
-        max_size: Largest size of a dim.
-        max_ranks: Largest number of ranks of each layout.
-        beside: True puts the target on ranks behind the source's, False on the same from 0 on; None
-            draws it.
-
-    Raises:
-        InvalidArgument: No layouts can satisfy the bounds.
-        LayoutError: A bound is no int, or `dim_names` no sequence of names.
-        UnknownDimError: `along` is not among `dim_names`.
-
-    Example:
-        >>> from hypothesis import find
-        >>> print(find(mappings(beside=True), lambda mapping: mapping.kind == "fan-out"))
-        dp=1 at 0 -> dp=2 at 1: fan-out 1 -> 2 along dp
-    """
-    names = as_strings(dim_names, "dim_names")
-    batch = () if along is None else (as_dim(along, "along"),)
-    bounds: LayoutBounds = {"max_size": max_size, "max_ranks": max_ranks, "dim_names": names}
-    bounds["dims_required"] = _required(batch, names, "along")
-    if beside is not None:
-        as_flag(beside, "beside")
-    source = draw(layouts(**bounds, max_offset=0))
-    target = draw(layouts(**bounds, max_offset=0))
-    for dim in batch:
-        one, other = source.size_of(dim), target.size_of(dim)
-        if max(one, other) % min(one, other):  # the largest size below that does divide
-            fitting = next(
-                size for size in range(other, 0, -1) if not max(one, size) % min(one, size)
-            )
-            sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
-            target = RankLayout(sizes, target.dim_names)
-    is_beside = draw(st.booleans()) if beside is None else beside
-    target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
-    if along is not None:
-        return RankMapping(source, target, along)
-    cutting = [dim for dim in names if dim in {*source.dim_names, *target.dim_names} - {"pp"}]
-    shards = draw(shardings((1, 1), dim_names=cutting)) if cutting else {}
-    return RankMapping(source, target, None, shards=shards)
-
-
-def shardings(
-    shape: Sequence[int], *, dim_names: Sequence[str] = ("tp", "cp", "dp")
-) -> st.SearchStrategy[dict[str, int]]:
-    """Draw which dims cut which axis of a tensor, for `RankMapping(shards=)`; shrinks to no cut.
-
-    Each dim cuts one axis or none; dims that cut the same axis do so in the order drawn, the
-    outermost first. It shrinks towards few dims, the first of them and axis 0.
-
-    Args:
-        shape: The tensor's; an axis of length 0 is not cut.
-        dim_names: The dims that may cut.
-
-    Raises:
-        InvalidArgument: A dim is named twice.
-        LayoutError: `shape` is no sequence of lengths, or `dim_names` none of names.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(shardings([12, 8]), lambda cut: len(cut) == 2)
-        {'tp': 0, 'cp': 0}
-    """
-    lengths = as_tuple(shape, "shape")
-    for length in lengths:
-        if as_int(length, "a length of shape") < 0:
-            raise LayoutError(f"a length of shape must be 0 or more, got {length}")
-    names = as_strings(dim_names, "dim_names")
-    if len(set(names)) < len(names):
-        raise InvalidArgument(f"a dim cannot cut twice, as in dim_names={names}")
-    axes = [axis for axis, length in enumerate(lengths) if length > 0]
-    if not axes or not names:
-        return st.just({})
-    pair = st.tuples(st.sampled_from(names), st.sampled_from(axes))
-    return st.lists(pair, unique_by=lambda cut: cut[0], max_size=len(names)).map(dict)
-
-
-@st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
     """Draw 1 + `more` factors of a number at most, none of them 1 unless it is; towards one."""
     factors: list[int] = []
@@ -379,22 +273,3 @@ def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
         factors.append(draw(st.sampled_from(fitting)))
         number //= factors[-1]
     return [*factors, number]
-
-
-def _required(
-    names: Sequence[str], known: Sequence[str], what: str = "dims_required"
-) -> tuple[str, ...]:
-    """Check that dims are among those that can be drawn."""
-    required = as_strings(names, what)
-    for name in required:
-        if name not in known:
-            raise UnknownDimError(
-                f"{what} names {name!r}, which is not among {tuple(known)}"
-                f"{did_you_mean(name, known)}"
-            )
-    return required
-
-
-def _check_layout(layout: object) -> None:
-    if not isinstance(layout, RankLayout):
-        raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")

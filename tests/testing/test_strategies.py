@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, NoSuchExample
 
-from hypercomm import RankLayout
+from hypercomm import LayoutError, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
 pytestmark = pytest.mark.torch_free
@@ -111,11 +111,26 @@ def test_layouts_shrink_to_the_smallest(asked, condition, smallest):
         {"max_ranks": 0},
         {"min_dims": 2, "min_size": 3, "max_ranks": 8},
         {"max_offset": -1},
+        {"dims_required": ["tp", "tp"]},
     ],
     ids=str,
 )
 def test_layouts_refuse_impossible_bounds(asked):
     with pytest.raises(InvalidArgument):
+        find(layouts(**asked))
+
+
+# What would be empty at the second example, or is neither True nor False, is refused.
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"dim_names": iter(["tp"])}, "dim_names must be a sequence, which is read for each"),
+        ({"dims_required": iter(["tp"])}, "dims_required must be a sequence, which is read for"),
+        ({"listed": "no"}, "listed must be True or False, got 'no'"),
+    ],
+)
+def test_layouts_refuse_iterators_and_words(asked, sentence):
+    with pytest.raises(LayoutError, match=sentence):
         find(layouts(**asked))
 
 

@@ -5,11 +5,10 @@ Layouts are registered once somebody has loaded them: hypothesis alone loads not
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +35,9 @@ def _register(name: str) -> bool:
     from hypothesis import strategies as st
 
     def draw(_: type) -> Any:
-        from hypercomm.testing import strategies
+        from hypercomm import testing
 
-        return getattr(strategies, strategy)()
+        return getattr(testing, strategy)()
 
     st.register_type_strategy(found, draw)
     return True
@@ -50,14 +49,9 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        del path, target
         if name not in _MODULES:
             return None
-        sys.meta_path.remove(self)  # or it would find itself
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
+        spec = PathFinder.find_spec(name, path, target)  # below a package, all installs go by path
         if spec is not None and spec.loader is not None:
             spec.loader = _Registering(spec.loader)
         return spec
@@ -68,6 +62,11 @@ class _Registering(Loader):
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # an object of `copy`, without attributes yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)  # its source, say, for who looks and does not load
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
