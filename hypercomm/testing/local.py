@@ -37,8 +37,8 @@ class LocalRanks:
         """Make a tensor whose shard of each rank is what a function returns for that rank.
 
         Args:
-            function: Called with each rank; returns a tensor, which is detached from its past, or
-                one with shards, of which that rank's is taken.
+            function: Called with each rank; returns a tensor, which is copied without its past, or
+                one with shards, of which that rank's is copied.
 
         Raises:
             LaunchError: `function` cannot be called.
@@ -64,7 +64,8 @@ class LocalRanks:
                     f"function must return a plain torch.Tensor for each rank, or one of local "
                     f"ranks, got {shown(shard)} for rank {rank}"
                 )
-            shards[rank] = shard.detach()
+            with self._tensors.paused():
+                shards[rank] = shard.detach().clone()  # else ranks could share one storage
             kind = f"{shard.dtype} on {shard.device} with {shard.dim()} axes"
             kinds.setdefault(kind, rank)
         if len(kinds) > 1:

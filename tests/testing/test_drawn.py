@@ -1,6 +1,8 @@
 """The strategies for grids, views and mappings, `from_type`, and `given_ranks` on real ranks."""
 
+import functools
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,18 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from hypercomm import HyperCommGrid, RankFailedError, RankLayout, RankMapping, errors
-from hypercomm.testing import given_ranks, grids, layouts, mappings, shardings, views_of
+from hypercomm.testing import (
+    fake_world,
+    given_ranks,
+    grids,
+    layouts,
+    mappings,
+    shardings,
+    views_of,
+)
+from hypercomm.testing.kit import bodies
 from hypercomm.testing.kit.hook import register
+from hypercomm.testing.strategies import EXPERT_NAMES
 
 
 def smallest(strategy, condition=lambda _: True):
@@ -164,7 +176,7 @@ def no_layout(number):
         (
             given_ranks,
             errors.LaunchError,
-            "given_ranks needs a strategy, such as layouts(max_ranks=4)",
+            "given_ranks needs a strategy, such as layouts(max_ranks=4, max_offset=0)",
         ),
         (
             lambda: given_ranks(st.integers(), layout=layouts()),
@@ -177,7 +189,7 @@ def no_layout(number):
         (
             lambda: given_ranks(7),
             errors.LaunchError,
-            "given_ranks takes strategies, such as layouts(max_ranks=4), got 7",
+            ("given_ranks takes strategies, such as layouts(max_ranks=4, max_offset=0), got 7"),
         ),
         (
             lambda: given_ranks(st.integers())(lambda _: None),
@@ -192,7 +204,7 @@ def no_layout(number):
             errors.LaunchError,
             (
                 "an example of many_ranks has 5 ranks, more than 4; draw smaller ones, as in "
-                "layouts(max_ranks=4), or allow ranks_max=5"
+                "layouts(max_ranks=4, max_offset=0), or allow ranks_max=5"
             ),
         ),
         (
@@ -200,7 +212,7 @@ def no_layout(number):
             errors.LaunchError,
             (
                 "nothing that is drawn for no_layout says how many ranks it needs: number; draw a "
-                "layout, as from layouts(max_ranks=4), or give ranks="
+                "layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
             ),
         ),
     ],
@@ -216,6 +228,31 @@ def test_sentence(call, kind, sentence):
 def test_from_type(kind):
     register()
     assert isinstance(smallest(st.from_type(kind)), kind)
+
+
+# Where all names of a view are the grid's, there is no view.
+def test_grids_of_all_names_of_views():
+    drawn = grids(views=True, dim_names=EXPERT_NAMES, min_dims=4, max_ranks=4)
+    assert not smallest(drawn).views
+
+
+# Who looks for a class's module without loading it finds its source; finders stay as they are.
+def test_looking_loads_nothing():
+    program = """
+import sys
+import hypercomm
+from hypercomm.testing.kit.hook import register
+register()
+finders = list(sys.meta_path)
+folder = f"{hypercomm.__path__[0]}/grid"
+spec = finders[0].find_spec("hypercomm.grid.hyper_comm_grid", [folder])
+print("class HyperCommGrid" in spec.loader.get_source(spec.name), spec.name in sys.modules)
+assert sys.meta_path == finders
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "True False\n", done.stderr
 
 
 # It loads no layouts, and registers what is loaded afterwards.
@@ -268,6 +305,57 @@ def test_on_ranks(grid, number):
 @given_ranks(layouts(dim_names=["dp"], max_ranks=3, max_offset=0), max_examples=10)
 def is_wrong(layout):
     assert layout.size < 2 or dist.get_rank() == 0
+
+
+def doubled(test):
+    """A decorator of one's own, which must be there on ranks, too."""
+
+    @functools.wraps(test)
+    def twice(*args, number, **kwargs):
+        assert number >= 0, "outside"
+        return test(*args, number=2 * number, **kwargs)
+
+    return twice
+
+
+class TestMethods:
+    word = "mine"
+
+    # A method has an object on each rank, a static one none.
+    @pytest.mark.long
+    @given_ranks(layouts(dim_names=["dp"], max_ranks=2, max_offset=0), max_examples=2)
+    def test_drawn(self, layout):
+        assert self.word == "mine"
+        assert layout.size == dist.get_world_size()
+
+    @pytest.mark.long
+    @staticmethod
+    @pytest.mark.ranks(1)
+    def test_static(ranks):
+        assert ranks == dist.get_world_size()
+
+    # hypothesis's tests keep their decorators on ranks.
+    @pytest.mark.long
+    @pytest.mark.ranks(1)
+    @settings(deadline=None, max_examples=3, database=None)
+    @given(number=st.integers(1, 9))
+    @doubled
+    def test_decorated(self, number):
+        assert number % 2 == 0
+        assert self.word == "mine"
+
+
+# A grid has its arguments on ranks, too; one that borrows from another grid cannot travel.
+def test_a_grid_travels_with_its_arguments():
+    given = {"backend": "fake", "name": "b", "share": "identical", "creation": "enumerate"}
+    grid = HyperCommGrid("tp=2", **given, world_size=2)
+    form = pickle.loads(bodies.packed({"grid": grid}, "test")["grid"])
+    with fake_world(2), form.build() as built:
+        assert built.layout == grid.layout
+        assert {name: getattr(built._state.options, name) for name in given} == given
+    borrowing = HyperCommGrid("tp=2", share_with=grid, world_size=2)
+    with pytest.raises(errors.LaunchError, match="it has share_with=, a grid which is not on the"):
+        bodies.packed({"grid": borrowing}, "test")
 
 
 # The smallest example is told, with the first failing rank's traceback.

@@ -468,6 +468,17 @@ def test_bad_shards():
         assert [tuple(shard.shape) for shard in ranks.shards(weight).values()] == [(1,), (2,)]
 
 
+# A tensor that ranks have in common is copied: each rank's numbers are its own.
+@needs_torch
+def test_shards_are_copies():
+    base = torch.ones(1)
+    with local_ranks(4) as ranks, HyperCommGrid("tp=2,dp=2") as grid:
+        tensor = ranks.each(lambda _: base)
+        dist.all_reduce(tensor, group=grid.create_pg("dp"))
+        assert [shard.item() for shard in ranks.shards(tensor).values()] == [2] * 4
+    assert base.item() == 1
+
+
 # The page's program runs, and its assertion holds.
 @needs_torch
 def test_program_of_the_page():

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import marshal
 import os
 import pickle
@@ -69,7 +70,10 @@ class Body:
             ) from error
         if self.code is not None and isinstance(found, FunctionType) and not found.__closure__:
             found = _with_code(found, self.code)
-        if isinstance(owner, type):
+        if isinstance(owner, type) and not isinstance(
+            inspect.getattr_static(owner, self.qualname.rpartition(".")[2]),
+            (staticmethod, classmethod),
+        ):
             found = found.__get__(owner())
         loaded: Callable[..., Any] = found
         return loaded
@@ -105,9 +109,9 @@ def body_of(function: Callable[..., Any], *, inner: bool = False) -> Body:
 
 
 def _inner(function: Any) -> Any:
-    """What hypothesis has wrapped, and the function that a test kit has put in there."""
+    """What hypothesis has wrapped: not what `given_ranks` has put around it."""
     inner = function.hypothesis.inner_test
-    return getattr(inner, "__wrapped__", inner)
+    return getattr(inner, "_hypercomm_body", inner)
 
 
 def _module(name: str, file: str | None) -> ModuleType:
@@ -152,18 +156,19 @@ class _GridForm:
 
     layout: RankLayout
     views: tuple[tuple[str, RankLayout, tuple[str, ...]], ...]
+    options: dict[str, Any]
 
     def build(self) -> Any:
         from hypercomm.grid import HyperCommGrid
 
-        grid = HyperCommGrid(self.layout)
+        grid = HyperCommGrid(self.layout, **self.options)
         for name, view, shared in self.views:
             grid.register_view(name, view.shape, view.dim_names, shared)
         return grid
 
 
 def packed(arguments: Mapping[str, Any], test: str, what: str = "argument") -> dict[str, bytes]:
-    """Pickle the arguments of a body, each by itself; a grid travels as its layout and views.
+    """Pickle the arguments of a body, each by itself; a grid travels as its arguments and views.
 
     Args:
         arguments: By name.
@@ -193,10 +198,13 @@ def _form_of(value: Any) -> Any:
     grids = sys.modules.get("hypercomm.grid.hyper_comm_grid")
     if grids is None or type(value) is not grids.HyperCommGrid:
         return value
-    views = tuple(
-        (name, view.layout, view.shared_dims) for name, view in value._state.views.items()
-    )
-    return _GridForm(value.layout, views)
+    state = value._state
+    if state.lender is not None:
+        raise LaunchError("it has share_with=, a grid which is not on the ranks")
+    views = tuple((name, view.layout, view.shared_dims) for name, view in state.views.items())
+    options = attrs.asdict(state.options)
+    del options["world_size"]  # the ranks have one
+    return _GridForm(value.layout, views, options)
 
 
 def _unpacked(name: str, argument: bytes, stack: contextlib.ExitStack) -> Any:
@@ -225,7 +233,9 @@ def on_rank(body: Body, arguments: Mapping[str, bytes], folder: str | None) -> N
         values = {name: _unpacked(name, given, stack) for name, given in arguments.items()}
         function = body.load()
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Using `assume` outside")  # the parent hears of it
+        warnings.filterwarnings(
+            "ignore", "Using `(assume|reject)` outside"
+        )  # the parent hears of it
         try:
             function(**values)
         except BaseException as error:

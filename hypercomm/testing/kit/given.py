@@ -23,6 +23,8 @@ except ModuleNotFoundError as error:
         name="hypothesis",
     ) from error
 
+_EXAMPLE = "layouts(max_ranks=4, max_offset=0)"
+
 
 def given_ranks(
     *strategies: hypothesis.strategies.SearchStrategy[Any],
@@ -41,13 +43,13 @@ def given_ranks(
     hang, is what the test fails with. Nothing has a deadline but the ranks,
     and it takes no `@settings`.
 
-    A body is a function at the top of a module; it, and what is drawn, travels by pickle. It cannot
-    draw more (`data()`); `assume` works in it. A script calls such a test under
-    `if __name__ == "__main__":`.
+    A body is a function at the top of a module, or a method, which has an object of its own on
+    each rank; it, and what is drawn, travels by pickle. It cannot draw more (`data()`); `assume`
+    works in it. A script calls such a test under `if __name__ == "__main__":`.
 
     Args:
         strategies: What is drawn, as for `hypothesis.given`: for the last arguments of the body.
-        ranks: How many ranks there are; default: what the largest layout among the examples needs.
+        ranks: How many ranks there are; default: what the largest layout in an example needs.
         ranks_max: The most that may start; default: 4 for each processor, and at least 8.
         max_examples: How many examples are drawn.
         timeout: Seconds that one example may take.
@@ -73,7 +75,7 @@ def given_ranks(
             f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
         )
     if not strategies and not named:
-        raise LaunchError("given_ranks needs a strategy, such as layouts(max_ranks=4)")
+        raise LaunchError(f"given_ranks needs a strategy, such as {_EXAMPLE}")
     if strategies and named:
         raise LaunchError(
             "given_ranks takes strategies by position or by name, as hypothesis.given does, "
@@ -82,7 +84,7 @@ def given_ranks(
     for strategy in (*strategies, *named.values()):
         if not isinstance(strategy, hypothesis.strategies.SearchStrategy):
             raise LaunchError(
-                f"given_ranks takes strategies, such as layouts(max_ranks=4), got {shown(strategy)}"
+                f"given_ranks takes strategies, such as {_EXAMPLE}, got {shown(strategy)}"
             )
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
@@ -92,13 +94,17 @@ def given_ranks(
         @functools.wraps(function)
         def on_ranks(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            drawn = signature.bind(*args, **kwargs).arguments
+            drawn = dict(signature.bind(*args, **kwargs).arguments)
+            first = next(iter(signature.parameters), "")
+            if first in drawn and _is_method_of(drawn[first], body.qualname):
+                del drawn[first]  # each rank has an object of its own
             needed = count or _ranks_of(drawn, body.qualname)
             running.check_size(
                 needed,
                 most,
                 f"an example of {body.qualname}",
-                f"draw smaller ones, as in layouts(max_ranks={most}), or allow ranks_max={needed}",
+                f"draw smaller ones, as in layouts(max_ranks={most}, max_offset=0), or allow "
+                f"ranks_max={needed}",
             )
             arguments = packed(drawn, body.qualname)
             try:
@@ -106,6 +112,7 @@ def given_ranks(
             except running.WishError as wished:
                 running.grant(wished)
 
+        on_ranks._hypercomm_body = function  # type: ignore[attr-defined]  # what a rank looks for
         made: Callable[..., None] = hypothesis.given(*strategies, **named)(on_ranks)
         limits = settings(
             max_examples=max_examples,
@@ -118,13 +125,22 @@ def given_ranks(
     return decorated
 
 
+def _is_method_of(value: object, qualname: str) -> bool:
+    """Whether a function of that name is a method of an object."""
+    owner, _, name = qualname.rpartition(".")
+    return any(
+        kind.__qualname__ == owner and not isinstance(kind.__dict__.get(name), staticmethod)
+        for kind in type(value).__mro__
+    )
+
+
 def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
     """The ranks that the layouts among the arguments need: all from 0 on."""
     needed = [last + 1 for value in drawn.values() for last in _last_ranks(value)]
     if not needed:
         raise LaunchError(
             f"nothing that is drawn for {test} says how many ranks it needs: "
-            f"{', '.join(drawn)}; draw a layout, as from layouts(max_ranks=4), or give ranks="
+            f"{', '.join(drawn)}; draw a layout, as from {_EXAMPLE}, or give ranks="
         )
     return max(needed)
 

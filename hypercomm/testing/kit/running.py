@@ -91,9 +91,11 @@ class Output:
         self.printed.clear()
         for rank in range(nprocs):
             with suppress(FileNotFoundError):
-                data = (Path(folder) / str(rank)).read_bytes()
+                with (Path(folder) / str(rank)).open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_OUTPUT))
+                    data = file.read()
                 if data:
-                    self.printed[rank] = data[-_LONGEST_OUTPUT:].decode(errors="replace")
+                    self.printed[rank] = data.decode(errors="replace")
 
 
 def run_body(
