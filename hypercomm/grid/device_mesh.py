@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupOptionsError, LayoutError, OrderError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings
+from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings, as_tuple
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.process_groups import c10d
 
@@ -107,7 +107,8 @@ def read_flatten(
 
 
 def _side_by_side(name: str, given: object, labels: Sequence[str]) -> tuple[str, ...]:
-    parts = as_strings(as_dims(given), f"flatten[{name!r}]")
+    what = f"flatten[{name!r}]"
+    parts = as_strings(as_dims(given if isinstance(given, str) else as_tuple(given, what)), what)
     for part in parts:
         if part not in labels:
             raise UnknownDimError(

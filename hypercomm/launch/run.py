@@ -88,10 +88,7 @@ def run_ranks(
             f"and simulate() stand for larger jobs"
         )
     check_call(function, args)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise LaunchError(
-            f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
-        )
+    check_seconds(timeout)
     if group_timeout is not None:
         check_duration("group_timeout", group_timeout, LaunchError)
     if not isinstance(backend, str):
@@ -109,6 +106,18 @@ def run_ranks(
     )
     with _started(job) as ranks:
         return _Conversation(ranks, min(timeout, _LONGEST_S), on_message).results()
+
+
+def check_seconds(timeout: object) -> None:
+    """Refuse a timeout that is no number of seconds larger than 0.
+
+    Raises:
+        LaunchError: Shows it.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise LaunchError(
+            f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
+        )
 
 
 def check_call(function: object, args: object) -> None:

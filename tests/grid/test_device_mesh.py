@@ -351,6 +351,7 @@ def test_listed_grid_there_and_back(ranks):
             UnknownDimError,
             "flatten['all'] names 'cpp', and the mesh has ['dp', 'cp', 'tp']; did you mean 'cp'?",
         ),
+        ({"all": 5}, LayoutError, "flatten['all'] must be a sequence, got 5"),
         ({"all": []}, LayoutError, "flatten['all'] must name dims, each once, got []"),
         (
             {"all": ["cp", "dp"]},

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hypercomm.errors import LaunchError
+from hypercomm.launch.run import check_seconds
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.shown import shown
@@ -70,10 +71,7 @@ def given_ranks(
     most = running.most_ranks() if ranks_max is None else positive(ranks_max, "ranks_max")
     count = None if ranks is None else positive(ranks, "ranks")
     positive(max_examples, "max_examples")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise LaunchError(
-            f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
-        )
+    check_seconds(timeout)
     if not strategies and not named:
         raise LaunchError(f"given_ranks needs a strategy, such as {_EXAMPLE}")
     if strategies and named:
