@@ -57,12 +57,15 @@ def renew_world(
     `ranks`. Grids go on by `grid.reshape(target, ranks=...)`, in the new numbers; what it lists as
     lost is told in the old ones.
 
+    With `store` nobody waits: the old WORLD ends first, also where a rank does not come then.
+
     Args:
         ranks: Numbers of the old WORLD, in the order of the new one; the same on all of them.
-        store: A store of torch's, such as a FileStore that is new, where they meet; default: the
-            job's, which is there as long as the process that serves it: rank 0, or torchrun's
-            agent. Where it is lost they can meet in one that is given.
-        timeout: How long to wait for the others; default: the timeout of WORLD.
+        store: A store of torch's, such as a FileStore, that the new WORLD is made in, a new one
+            each time; default: the job's, which is there as long as the process that serves it:
+            rank 0, or torchrun's agent. It is for where that one is lost.
+        timeout: How long to wait for the others in the job's store; default: the timeout of WORLD,
+            which holds with `store`.
 
     Returns:
         The new job, and each rank's number in it; a context manager like that of `join`.
@@ -99,7 +102,7 @@ def renew_world(
             f"new WORLD call renew_world(): end this process"
         )
     digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
-    place = f"{'hypercomm' if store else old.namespace}/new world {digest}"
+    place = f"{old.namespace if store is None else 'hypercomm'}/new world {digest}"
     if store is None:
         place = f"{place}/{_meet(old, given, place, timeout)}"
         store = store_of_world()

@@ -1,7 +1,9 @@
 """Presets: the grid that torchtitan's `ParallelDims` makes meshes of, with its views.
 
 Source: `torchtitan.distributed.parallel_dims` of torchtitan 0.3.0, `ParallelDims.build_mesh`: the
-names of its meshes' dims, and which sizes multiply to which.
+names of its meshes' dims, and which sizes multiply to which. They are those of
+`spmd_backend="partial_dtensor"`; the default there, "spmd_types", builds others. The one dim of its
+loss mesh is called "loss_mesh" there, and "loss" here.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ def torchtitan_meshes(grids: GridSet) -> dict[str, DeviceMesh]:
     if not isinstance(grids, GridSet) or _GRID not in grids:
         raise LayoutError(f"grids must be what torchtitan_grids() makes, got {shown(grids)}")
     grid: HyperCommGrid = grids[_GRID]
-    if not set(_MESHES) <= {*grid._state.views}:
+    if not set(_MESHES) <= set(grid.views):
         raise LayoutError(
             f"grid {_GRID!r} must have the views {tuple(_MESHES)}, as torchtitan_grids() makes it"
         )
