@@ -347,7 +347,7 @@ class TestMethods:
 
 # A grid has its arguments on ranks, too; one that borrows from another grid cannot travel.
 def test_a_grid_travels_with_its_arguments():
-    given = {"backend": "fake", "name": "b", "share": "identical", "creation": "enumerate"}
+    given = {"backend": "gloo", "name": "b", "share": "identical", "creation": "enumerate"}
     grid = HyperCommGrid("tp=2", **given, world_size=2)
     form = pickle.loads(bodies.packed({"grid": grid}, "test")["grid"])
     with fake_world(2), form.build() as built:
