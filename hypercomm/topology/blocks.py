@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypercomm.errors import TopologyError
 from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.shown import shown
-from hypercomm.topology.found import Found
+from hypercomm.topology.found import Found, check_size
 
 _LEVELS = ("host", "domain", "leaf", "spine", "core")
 _EXAMPLE = "write GPUs for each host and what is around it, like '8,72' or 'host=8,domain=72'"
@@ -39,7 +39,8 @@ def read_blocks(on: int | str) -> Found:
         ({'host': 8, 'domain': 72}, {'host': 4})
     """
     if not isinstance(on, str):
-        return Found(f"on={on}", every={"host": positive(on, "the number of GPUs of each host")})
+        size = positive(on, "the number of GPUs of each host")
+        return Found(f"on={on}", every={"host": check_size(size, f"on={on}")})
     sizes: dict[str, int] = {}
     parts = [part.strip() for part in on.split(",")]
     if len(parts) > len(_LEVELS) and not any("=" in part for part in parts):
@@ -50,12 +51,12 @@ def read_blocks(on: int | str) -> Found:
         before, equals, behind = (piece.strip() for piece in part.partition("="))
         name, number = (before, behind) if equals else (_LEVELS[position], before)
         if name in sizes or not name:
-            raise TopologyError(f"{part!r} in {shown(on)} has no name of its own; {_EXAMPLE}")
+            raise TopologyError(f"{shown(part)} in {shown(on)} has no name of its own; {_EXAMPLE}")
         if not re.fullmatch(r"[0-9]{1,9}", number) or not int(number):
             raise TopologyError(
-                f"{part!r} in {shown(on)} has no number of GPUs, 1 at least; {_EXAMPLE}"
+                f"{shown(part)} in {shown(on)} has no number of GPUs, 1 at least; {_EXAMPLE}"
             )
-        sizes[name] = int(number)
+        sizes[name] = check_size(int(number), f"{shown(part)} in {shown(on)}")
     ordered = list(sizes.items())
     for (inner, small), (outer, large) in pairwise(ordered):
         if large % small or large == small:

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 
 from hypercomm.errors import TopologyError
+from hypercomm.layout.reading.checks import LARGEST_WORLD
 from hypercomm.layout.reading.shown import some_of
 
 SWITCHES = ("leaf", "spine", "core")
@@ -51,14 +52,33 @@ def text_of(path: str | os.PathLike[str]) -> str:
         TopologyError: It cannot be read.
     """
     try:
-        if Path(path).is_file() and Path(path).stat().st_size > _LARGEST_FILE:
-            raise TopologyError(f"{path} has more than {_LARGEST_FILE} bytes: it is no topology")
+        is_large = Path(path).is_file() and Path(path).stat().st_size > _LARGEST_FILE
+    except (OSError, ValueError):
+        is_large = False
+    if is_large:
+        raise TopologyError(f"{path} has more than {_LARGEST_FILE:,} bytes: it is no topology")
+    try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TopologyError(f"{path} cannot be read: it is no text in UTF-8") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TopologyError(f"{path} cannot be read: {reason}") from error
+
+
+def check_size(gpus: int, what: str) -> int:
+    """Return a number of GPUs that a machine may have; `what` begins the error's sentence.
+
+    Raises:
+        TopologyError: There are more than the largest world has ranks.
+
+    Example:
+        >>> check_size(72, "domain=72")
+        72
+    """
+    if gpus > LARGEST_WORLD:
+        raise TopologyError(f"{what}: {gpus:,} GPUs are more than {LARGEST_WORLD:,}, the most read")
+    return gpus
 
 
 def check_complete(

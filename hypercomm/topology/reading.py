@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 from hypercomm.errors import MissingPackageError, TopologyError
 from hypercomm.layout.reading.checks import as_world_size, positive
 from hypercomm.layout.reading.shown import shown, some_of
+from hypercomm.topology.agreeing import check_tree, check_whole
 from hypercomm.topology.blocks import is_blocks, read_blocks
-from hypercomm.topology.found import Found, check_complete, text_of
+from hypercomm.topology.found import Found, check_complete, check_size, text_of
 from hypercomm.topology.hostfiles import read_hostfile
 from hypercomm.topology.labels import read_labels
 from hypercomm.topology.levels import Level, Topology
@@ -32,6 +34,9 @@ ORDER = ("host", "sub-domain", "domain", "", "leaf", "spine", "core")
 
 LIVE = "live"
 """What stands for the job that runs."""
+
+_ARGUMENT = "gpus_per_host"
+"""How errors name that argument, as a source."""
 
 _KINDS = (
     "GPUs for each host (8, '8,72', 'host=8,domain=72'), a hostfile, a node list such as "
@@ -49,7 +54,9 @@ def _read_json(text: str, source: str) -> Found:
 
     try:
         content = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except TopologyError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
         raise TopologyError(f"{source} is no JSON: {error}") from error
     return _read_content(content, source)
 
@@ -62,10 +69,36 @@ def _read_yaml(text: str, source: str) -> Found:
             f"{source} needs pyyaml: pip install 'hypercomm[topology]', or write it as JSON"
         ) from error
     try:
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_keys(node, source)
+        content = None if node is None else loader.construct_document(node)
+    except TopologyError:
+        raise
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise TopologyError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
     return _read_content(content, source)
+
+
+def _check_keys(node: Any, source: str) -> None:
+    """Refuse a mapping of YAML that has a key twice: the last one would count, silently."""
+    waiting, seen = [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen or isinstance(one.value, str):
+            continue
+        seen.add(id(one))
+        keys: set[str] = set()
+        for child in one.value:
+            pair = child if isinstance(child, tuple) else (child,)
+            waiting += pair
+            if len(pair) == 2 and isinstance(pair[0].value, str):
+                name, line = pair[0].value, pair[0].start_mark.line + 1
+                if name in keys:
+                    raise TopologyError(
+                        f"{source}, line {line} names {name!r} twice; write each name once"
+                    )
+                keys.add(name)
 
 
 def _read_content(content: object, source: str) -> Found:
@@ -173,18 +206,22 @@ def _sources(on: Source | Sequence[Source], gpus_per_host: int | None) -> list[F
         raise TopologyError(f"on is empty; give {_KINDS}")
     found = [_read(one) for one in several]
     if gpus_per_host is not None:
-        found.append(
-            Found("gpus_per_host", every={"host": positive(gpus_per_host, "gpus_per_host")})
-        )
+        size = check_size(positive(gpus_per_host, _ARGUMENT), _ARGUMENT)
+        found.append(Found(_ARGUMENT, every={"host": size}))
     return found
 
 
 def _of_hosts(sources: Sequence[Found], ranks: int | None) -> Topology:
     """The levels of hosts that are named, each as often as it has GPUs."""
-    every = _merged_blocks(sources)
     named = [source for source in sources if source.slots]
-    slots = _slots(named, every.get("host"), ranks)
+    known = {host for one in named for host, count in one.slots.items() if count is not None}
+    if known >= named[0].slots.keys():
+        sources = [one for one in sources if one.source != _ARGUMENT]
+    every = _merged_blocks(sources)
+    told = next((one for one in sources if "host" in one.every and one.source != _ARGUMENT), None)
+    slots = _slots(named, every.get("host"), ranks, told)
     hosts = list(named[0].slots)
+    check_size(sum(slots[host] for host in hosts), f"{named[0].source}: all hosts together")
     levels = {"host": [host for host in hosts for _ in range(slots[host])]}
     for source in named:
         for name, held in source.levels.items():
@@ -192,10 +229,12 @@ def _of_hosts(sources: Sequence[Found], ranks: int | None) -> Topology:
                 raise TopologyError(f"{source.source} says the {name} of hosts, as another one did")
             check_complete(source.source, name, hosts, held)
             levels[name] = [held[host] for host in levels["host"]]
+    check_tree(named, hosts)
     for name, size in every.items():
         if name != "host":
             if name in levels:
                 raise TopologyError(f"{name}={size}, and another source says the {name} of hosts")
+            check_whole(name, size, {host: slots[host] for host in hosts})
             levels[name] = [f"{name}{rank // size}" for rank in range(len(levels["host"]))]
     return Topology(Level.of(name, levels[name]) for name in sorted(levels, key=place_of))
 
@@ -207,8 +246,9 @@ def place_of(name: str) -> int:
         >>> sorted(["spine", "tier-3", "host", "rack", "domain"], key=place_of)
         ['host', 'domain', 'rack', 'spine', 'tier-3']
     """
-    if name.startswith("tier-"):
-        return len(ORDER) + int(name.removeprefix("tier-"))
+    numbered = re.fullmatch(r"tier-([0-9]{1,9})", name)
+    if numbered:
+        return len(ORDER) + int(numbered[1])
     return ORDER.index(name if name in ORDER else "")
 
 
@@ -232,9 +272,13 @@ def _read(on: object) -> Found:
         if not _is_file(text):
             if is_blocks(text):
                 return read_blocks(text)
-            if re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
+            if re.search(r"[\[,]", text) and not re.search(r"[/\\]|" + _SUFFIX, text):
                 return Found(f"the node list {shown(text)}", _once(expand_hosts(text), text))
     return _read_file(on)
+
+
+_SUFFIX = r"\.(?:json|ya?ml|conf)(?:#.*)?$"
+"""What the name of a file ends with, and that of a host does not."""
 
 
 def _is_file(text: str) -> bool:
@@ -271,7 +315,14 @@ def _merged_blocks(sources: Sequence[Found]) -> dict[str, int]:
                 raise TopologyError(
                     f"{name}={every[name]} and {name}={size} of {source.source} contradict"
                 )
-    return every
+    ordered = sorted(every.items(), key=lambda one: (one[1], place_of(one[0])))
+    for (inner, small), (outer, large) in pairwise(ordered):
+        if large % small:
+            raise TopologyError(
+                f"{inner}={small} and {outer}={large} contradict: a {outer} would hold a part of a "
+                f"{inner}; {large // small * small} or {(large // small + 1) * small} would do"
+            )
+    return dict(ordered)
 
 
 def _of_blocks(sources: Sequence[Found], world_size: int) -> Topology:
@@ -283,18 +334,35 @@ def _of_blocks(sources: Sequence[Found], world_size: int) -> Topology:
     return Topology(levels)
 
 
-def _slots(named: Sequence[Found], per_host: int | None, world_size: int | None) -> dict[str, int]:
-    """The GPUs of each host."""
+def _slots(
+    named: Sequence[Found], per_host: int | None, world_size: int | None, told: Found | None
+) -> dict[str, int]:
+    """The GPUs of each host; `told` is the source that says them of all hosts."""
     hosts = list(named[0].slots)
     slots: dict[str, int] = {}
-    for source in reversed(named):
-        slots.update({host: count for host, count in source.slots.items() if count is not None})
+    by: dict[str, str] = {}
+    for source in named:
+        for host in hosts:
+            count = source.slots.get(host)
+            if count is None:
+                continue
+            if slots.setdefault(host, count) != count:
+                raise TopologyError(
+                    f"{by[host]} gives {host!r} {slots[host]} GPUs, {source.source} {count}; "
+                    f"correct one of them"
+                )
+            by.setdefault(host, source.source)
+            if told is not None and told.every["host"] != count:
+                raise TopologyError(
+                    f"{source.source} gives {host!r} {count} GPUs, {told.source} "
+                    f"{told.every['host']}; correct one of them"
+                )
     unknown = [host for host in hosts if host not in slots]
     if not unknown:
         return slots
     if per_host is None:
-        told = sum(slots[host] for host in hosts if host in slots)
-        left = 0 if world_size is None else world_size - told
+        known = sum(slots[host] for host in hosts if host in slots)
+        left = 0 if world_size is None else world_size - known
         if left < 1 or left % len(unknown):
             among = f" {world_size} ranks do not spread evenly;" if world_size is not None else ""
             raise TopologyError(
