@@ -17,6 +17,13 @@ from hypercomm.topology.found import Found
 _EXAMPLE = "write a host like 'node01 slots=8' or 'node01:8'"
 
 
+_KNOWN = (
+    *("slots", "max_slots", "max-slots", "slots_max", "slots-max"),
+    *("user", "username", "user_name", "user-name", "binding", "ifname"),
+)
+"""What Open MPI and Hydra write behind a host; only slots says where ranks are."""
+
+
 def read_hostfile(text: str, source: str) -> Found:
     r"""Read a hostfile.
 
@@ -46,7 +53,7 @@ def read_hostfile(text: str, source: str) -> Found:
             )
         for word in words[1:]:
             name, equals, value = word.partition("=")
-            if not equals or (count is not None and name == "slots"):
+            if name not in _KNOWN or not equals or (count is not None and name == "slots"):
                 raise TopologyError(f"{where} has {shown(word)} behind the host; {_EXAMPLE}")
             if name == "slots":
                 count = value

@@ -73,8 +73,9 @@ def read_labels(content: Mapping[str, Any], source: str) -> Found:
 
 
 def _of_kubernetes(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The labels of each node that has any of ours; a control plane's have none."""
+    """The labels of each node that has any of ours, or GPUs; a control plane's have none."""
     nodes: dict[str, Any] = {}
+    found = False
     items = content["items"]
     for item in items if isinstance(items, list) else [items]:
         data = item.get("metadata") if isinstance(item, Mapping) else None
@@ -84,11 +85,22 @@ def _of_kubernetes(content: Mapping[str, Any], source: str) -> dict[str, Any]:
         if name in nodes:
             raise TopologyError(f"{source} names {name!r} twice; name each host once")
         labels = data.get("labels") or {}
-        if isinstance(labels, Mapping) and any(_level_of(label) for label in labels):
-            nodes[name] = labels
-    if not nodes:
+        if isinstance(labels, Mapping):
+            labels = {_COUNT: _capacity(item), **labels}
+            has_level = any(_level_of(label) for label in labels)
+            found = found or has_level
+            if has_level or str(labels[_COUNT] or 0) != "0":
+                nodes[name] = labels
+    if not found:
         raise TopologyError(f"{source} has no node with a label such as {_KNOWN}")
     return nodes
+
+
+def _capacity(item: Mapping[str, Any]) -> object:
+    """The GPUs that a node of Kubernetes has; None where it does not say."""
+    status = item.get("status")
+    held = status.get("capacity") if isinstance(status, Mapping) else None
+    return held.get("nvidia.com/gpu") if isinstance(held, Mapping) else None
 
 
 def _level_of(label: object) -> str | None:
@@ -109,7 +121,7 @@ def _units_of(host: str, said: object, source: str) -> tuple[dict[str, str], int
             f"from the leaf up, or labels such as {_KNOWN}"
         )
     units = _by_level(said)
-    if not units:
+    if not units and _COUNT not in said:
         raise TopologyError(
             f"{source} has no label of {host!r} that is known, but {shown(list(said))}; give some "
             f"such as {_KNOWN}"

@@ -7,7 +7,7 @@ https://slurm.schedmd.com/topology.yaml.html: a tree of switches, or blocks, as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,10 @@ from hypercomm.topology.found import Found, tier
 from hypercomm.topology.node_lists import expand_hosts
 
 _NAMES = ("switchname", "blockname", "nodes", "switches", "blocksizes")
-_IGNORED = ("linkspeed",)
+_IGNORED = ("linkspeed", "level", "blockindex", "blocksize", "aggregatedblock")
+"""What says nothing of places, but for sizes; all but the first are of `scontrol show topology`."""
+
+_WORD = re.compile(r'(?:"[^"]*"|[^\s"])+|"')
 
 
 @attrs.frozen
@@ -64,11 +67,17 @@ def read_switches(text: str, source: str) -> Found:
     for number, line in _lines(text):
         where = f"{source}, line {number}"
         given = _fields(line, where)
+        if "level" in given and "switches" in given:  # scontrol repeats the hosts of those below
+            given.pop("nodes", None)
         lists = {name: _expanded(given.get(name, ""), where) for name in ("nodes", "switches")}
         if "switchname" in given:
             switches.append(_Unit(where, given["switchname"], **lists))
         elif "blockname" in given:
             blocks.append(_Unit(where, given["blockname"], lists["nodes"]))
+            sizes[0] = sizes[0] or _count(given.get("blocksize", "0"), where)
+        elif "aggregatedblock" in given:
+            size = _count(given.get("blocksize", "0"), where)
+            sizes += [] if size in sizes else [size]
         elif "blocksizes" in given:
             sizes = [_count(size, where) for size in given["blocksizes"].split(",")]
         else:
@@ -103,15 +112,24 @@ def read_slurm_yaml(content: Sequence[Any], source: str, wanted: str = "") -> Fo
         raise TopologyError(f"{source} has no topology {wanted!r}; there are {[*every]}")
     found = _of_yaml(every.pop(name), f"{source}, topology {name!r}")
     if found is None:
-        raise TopologyError(
-            f"{source}, topology {name!r} is neither a tree nor of blocks; there are also "
-            f"{[*every]}: name one behind the file, as in topology.yaml#racks"
+        others = (
+            f"; there are also {[*every]}: name one behind the file, as in topology.yaml#racks"
+            if every
+            else f"; give it one of the two, or leave {source} out"
         )
+        raise TopologyError(f"{source}, topology {name!r} is neither a tree nor of blocks{others}")
     levels = dict(found.levels)
     for other, one in every.items():
         more = _of_yaml(one, f"{source}, topology {other!r}")
-        if more is not None and found.slots.keys() <= more.slots.keys():
-            levels = {**more.levels, **levels}
+        if more is None or not found.slots.keys() & more.slots.keys():
+            continue
+        more_levels = {
+            level: held if level in _tier_names(more) else _or_itself(held, found.slots)
+            for level, held in more.levels.items()
+        }
+        for level, held in more_levels.items():
+            if found.slots.keys() <= held.keys():
+                levels.setdefault(level, held)
     return Found(source, found.slots, levels)
 
 
@@ -152,10 +170,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _fields(line: str, where: str) -> dict[str, str]:
     given: dict[str, str] = {}
-    for word in line.split():
-        name, equals, value = word.partition("=")
-        name = name.lower()
-        if not equals or name not in _NAMES + _IGNORED or not value or name in given:
+    for word in _WORD.findall(re.sub(r"\s*=\s*", "=", line)):
+        name, _, value = word.partition("=")
+        name, value = name.lower(), value.replace('"', "").strip()
+        if name not in _NAMES + _IGNORED or not value or "=" in value or name in given:
             raise TopologyError(
                 f"{where} has {shown(word)}; write it like 'SwitchName=s1 Nodes=node[01-08]', "
                 f"'SwitchName=top Switches=s[1-2]', 'BlockName=b1 Nodes=node[01-18]' or "
@@ -193,7 +211,7 @@ def _list(value: object, name: str, where: str) -> list[Any]:
 
 def _unit(value: object, kind: str, where: str) -> _Unit:
     one = _mapping(value, where)
-    name, nodes, children = one.get(kind), one.get("nodes", ""), one.get("children", "")
+    name, nodes, children = one.get(kind), one.get("nodes") or "", one.get("children") or ""
     if not all(isinstance(text, (str, int)) for text in (name, nodes, children)):
         raise TopologyError(f"{where} has no {kind} with a name in {shown(dict(one))}")
     place = f"{where}, {kind} {name}"
@@ -204,6 +222,7 @@ def _found(
     switches: Sequence[_Unit], blocks: Sequence[_Unit], sizes: Sequence[int], source: str
 ) -> Found:
     levels: dict[str, dict[str, str]] = {}
+    tiers = _tiers(switches, source) if switches else {}
     if blocks:
         levels["domain"] = _below(blocks, "block")
         numbers = {unit.name: number for number, unit in enumerate(blocks)}
@@ -213,8 +232,11 @@ def _found(
                 host: f"block-{size} {numbers[block] // max(together, 1)}"
                 for host, block in levels["domain"].items()
             }
-    if switches:
-        levels.update(_tiers(switches, source))
+    for name, held in levels.items():
+        levels[name] = _or_itself(
+            held, dict.fromkeys(host for one in tiers.values() for host in one)
+        )
+    levels.update(tiers)
     hosts = dict.fromkeys(host for level in levels.values() for host in level)
     if not hosts:
         raise TopologyError(f"{source} holds no host")
@@ -223,6 +245,16 @@ def _found(
         if absent is not None:
             raise TopologyError(f"{source} has no {name} for host {absent!r}, which it names")
     return Found(source, dict.fromkeys(hosts), levels)
+
+
+def _or_itself(held: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
+    """The block of each host; one that is in none is one by itself, as ordinary nodes are."""
+    return {**held, **{host: host for host in hosts if host not in held}}
+
+
+def _tier_names(found: Found) -> set[str]:
+    """The levels of switches."""
+    return {tier(number) for number in range(len(found.levels))} & found.levels.keys()
 
 
 def _below(units: Sequence[_Unit], kind: str) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Sources that contradict each other, sizes that no machine has, and what clusters really write."""
 
+import json
+
 import pytest
 
 from hypercomm.errors import TopologyError
@@ -111,3 +113,99 @@ def test_twice_in_yaml(file):
         read_topology(file("t.yaml", tree), 4)
     merged = "a: &a {network.topology.nvidia.com/leaf: l}\nb: {<<: *a, nvidia.com/gpu.count: 2}\n"
     assert units(read_topology(file("t.yaml", merged), 4))["leaf"] == ["l"] * 4
+
+
+# Behind a host stands what Open MPI and Hydra write; a slip of the pen is refused with its line.
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a slots=4\nb slot=4\n", "line 2 has 'slot=4' behind the host"),
+        ("rank 0=a slot=0\n", "line 1 has '0=a' behind the host"),
+        ("a count=4\n", "line 1 has 'count=4' behind the host"),
+    ],
+)
+def test_words_behind_a_host(file, text, says):
+    with pytest.raises(TopologyError) as caught:
+        read_topology(file("hosts", text), 4)
+    assert says in str(caught.value)
+    known = "a slots=1 max-slots=2\nb:1 user=me binding=rr\n"
+    assert units(read_topology(file("hosts", known))) == {"host": ["a", "b"]}
+
+
+BLOCK = "BlockName=b1 Nodes=n[1-2]\n"
+TREE = "SwitchName=s1 Nodes=n[1-4]\n"
+
+
+# A cluster of NVL72 and ordinary nodes: a host in no block is a domain by itself.
+def test_hosts_in_no_block(file):
+    wanted = {"host": ["n1", "n2", "n3", "n4"], "domain": ["b1", "b1", "n3", "n4"]}
+    wanted["leaf"] = ["s1"] * 4
+    assert units(read_topology(file("topology.conf", BLOCK + TREE), 4)) == wanted
+    yaml = """
+- topology: tree
+  cluster_default: true
+  tree: {switches: [{switch: s1, nodes: "n[1-4]", children:}]}
+- topology: nvl
+  block: {block_sizes: [2], blocks: [{block: b1, nodes: "n[1-2]"}]}
+- topology: elsewhere
+  block: {block_sizes: [2], blocks: [{block: b9, nodes: "m[1-2]"}]}
+"""
+    assert units(read_topology(file("topology.yaml", yaml), 4)) == wanted
+    with pytest.raises(TopologyError, match="has no leaf for host 'n9', which it names"):
+        read_topology(file("topology.conf", "BlockName=b1 Nodes=n9\n" + TREE), 4)
+
+
+# Spaces, quotes, and what `scontrol show topology` prints, which repeats the hosts of switches
+# below.
+@pytest.mark.parametrize(
+    "text",
+    [
+        'SwitchName=s0 Nodes="n[1-2]"\nSwitchName=top Switches="s0"\n',
+        "SwitchName = s0 Nodes = n[1-2]\nSwitchName = top Switches = s0\n",
+        "SwitchName=s0 Level=0 Nodes=n[1-2]\nSwitchName=top Level=1 Nodes=n[1-2] Switches=s0\n",
+    ],
+)
+def test_ways_to_write_switches(file, text):
+    wanted = {"host": ["n1", "n2"], "leaf": ["s0"] * 2, "spine": ["top"] * 2}
+    assert units(read_topology(file("topology.conf", text), 2)) == wanted
+
+
+def test_blocks_of_scontrol(file):
+    text = "BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2\n"
+    assert units(read_topology(file("topology.conf", text), 2))["domain"] == ["b1"] * 2
+    more = "BlockName=b2 Nodes=n[3-4] BlockSize=2\nBlockName=b3 Nodes=n[5-6] BlockSize=2\n"
+    more += "AggregatedBlock=b[1-2] BlockIndex=3 Nodes=n[1-4] BlockSize=4\n"
+    found = read_topology(file("topology.conf", text + more), 6)
+    assert found.level("block-4").of_rank.tolist() == [0, 0, 0, 0, 1, 1]
+    with pytest.raises(TopologyError, match="has 'Nodes=Switches=b'; write it like"):
+        read_topology(file("topology.conf", "SwitchName=a Nodes= Switches=b\n"), 2)
+
+
+# A node of Kubernetes with GPUs and no place is one by itself; a control plane is left out.
+def test_nodes_without_labels(file):
+    count = {"nvidia.com/gpu.count": "2"}
+    labels = {"a": {"accelerator.topograph.run/domain": "d"} | count, "b": count, "control": {}}
+    items = [{"metadata": {"name": name, "labels": said}} for name, said in labels.items()]
+    found = read_topology(file("nodes.json", json.dumps({"items": items})))
+    assert units(found) == {"host": [*"aabb"], "domain": ["d", "d", "b", "b"]}
+    items[1] |= {"metadata": {"name": "b"}, "status": {"capacity": {"nvidia.com/gpu": "2"}}}
+    assert read_topology(file("nodes.json", json.dumps({"items": items}))) == found
+    items[1]["metadata"]["labels"] = {"nvidia.com/gpu.count": "0"}
+    assert read_topology(file("nodes.json", json.dumps({"items": items}))).world_size == 2
+
+
+# Sentences say what there is, and name a file that is missing as one.
+def test_sentences(file, monkeypatch):
+    with pytest.raises(TopologyError) as caught:
+        read_topology(file("t.yaml", "- topology: x\n"), 4)
+    assert "[]" not in str(caught.value)
+    with pytest.raises(TopologyError, match=r"'my,hosts.json' is no file"):
+        read_topology("my,hosts.json", 4)
+    tree = "- topology: x\n  tree:\n    switches:\n    - {switch: s1, nodes:}\n"
+    with pytest.raises(TopologyError, match="holds no host"):
+        read_topology(file("t.yaml", tree), 4)
+    monkeypatch.setattr("hypercomm.topology.found._LARGEST_FILE", 4)
+    large = file("hosts", "a slots=2\n")
+    with pytest.raises(TopologyError) as caught:
+        read_topology(large)
+    assert str(caught.value) == f"{large} has more than 4 bytes: it is no topology"
