@@ -27,7 +27,9 @@ def on_a_terminal(height, width, *arguments):
     """What a terminal of this size shows, in lines."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    environment = {name: value for name, value in rank_free().items() if name != "COLUMNS"}
+    environment = {
+        name: value for name, value in rank_free().items() if name not in ("COLUMNS", "LINES")
+    }
     with subprocess.Popen(
         [sys.executable, "-m", "hypercomm", "plan", *arguments],
         stdout=its,
@@ -48,18 +50,22 @@ def on_a_terminal(height, width, *arguments):
 
 
 # 24 lines of 80 columns hold a plan of up to six dims, and the prompt after it, the small world's
-# own picture included; a narrow terminal does, too, and a tall one shows more.
+# own picture included where it fits; a narrow terminal does, too, and a low one.
 @pytest.mark.parametrize(
     ("arguments", "height", "width"),
     [
         (("tp=2,cp=2,dp=2,ep=2,fsdp=2,pp=2",), 24, 80),
         (("dp_replicate=4,dp_shard=4,cp=16,tp=2,ep=16,pp=16", "--rank", "77"), 24, 80),
         (("tp=2,cp=2,dp=4",), 24, 40),
+        (("tp=2,cp=2,dp=4,pp=2,ep=2,x=2",), 24, 80),
+        (("tp=2,cp=2,dp=4,pp=2,ep=2,x=2",), 24, 40),
+        (("tp=2,cp=2,dp=4,pp=2",), 16, 80),
     ],
 )
 def test_one_screen(arguments, height, width):
     lines = on_a_terminal(height, width, *arguments)
-    assert 15 < len(lines) < height
+    assert min(15, height - 2) < len(lines) < height
+    assert not any("gro…" in line for line in lines)
     assert max(map(len, lines)) <= width
     for dim in RankLayout.parse(arguments[0]).dim_names:
         assert any(line.startswith(f"{dim} ") for line in lines)
@@ -143,6 +149,26 @@ def test_memory(in_process):
     text = in_process("plan", "tp=2,cp=1,dp=4", "--nccl-channels", "24").stdout
     assert re.search(r"single dims +3 +882 MiB +4 +3 +882 MiB +4\n", text)
     assert "NCCL: about 441 MiB each, of 2 ranks or more on 24 channels" in text
+
+
+# The rows of a picture are as wide as the screen at most, and give way to the groups.
+@pytest.mark.parametrize(
+    ("width", "height", "rows", "row"),
+    [
+        (80, None, 2, "pp=0   0* 1   2  3   4  5   6  7 |  8  9  10 11  12 13  14 15"),
+        (60, None, 8, "pp=0 dp=0   0* 1   2  3"),
+        (29, 9, 8, "pp=0 dp=0   0* 1   2  3"),
+        (80, 3, 2, "pp=0   0* 1   2  3   4  5   6  7 |  8  9  10 11  12 13  14 15"),
+        (80, 2, -1, None),
+        (60, 8, -1, None),
+        (28, None, -1, None),
+    ],
+)
+def test_room_of_the_world(width, height, rows, row):
+    lines = picture(RankLayout.parse("tp=2,cp=2,dp=4,pp=2"), 8, 0, width, height)
+    assert len(lines) == rows + 1
+    assert max(map(len, lines), default=0) <= width
+    assert lines[1:2] == [row][: len(lines)]
 
 
 # A small world is there itself, hosts apart; --rank marks one. A large one is not.

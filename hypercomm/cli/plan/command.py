@@ -119,11 +119,13 @@ def plan(
     if as_json:
         print(json.dumps(head | asked.groups(every)))
         return
-    lines = screen.headlines(layout, head)
-    shown = every
     if wanted is None:
         every = most_used_first(every)
-        shown = every if max_dims is not None else every[: screen.room_for(every, lines)]
+    if wanted is None and max_dims is None:
+        lines = screen.headlines(layout, head, every)
+        shown = every[: screen.room_for(every, lines)]
+    else:
+        lines, shown = screen.headlines(layout, head), every
     screen.show(lines, head | asked.groups(shown), left_out=len(every) - len(shown))
 
 

@@ -11,13 +11,17 @@ from hypercomm.layout import RankLayout
 _MOST_IN_ROW, _MOST_ROWS = 16, 8
 
 
-def picture(layout: RankLayout, ranks_per_host: int, rank: int) -> list[str]:
+def picture(
+    layout: RankLayout, ranks_per_host: int, rank: int, width: int = 80, height: int | None = None
+) -> list[str]:
     """Draw the ranks, the first dims from left to right, with a bar between hosts.
 
     Args:
         layout: Whose.
         ranks_per_host: The number n of ranks on each host; host k holds k*n .. (k+1)*n - 1.
         rank: The rank that is marked.
+        width: The columns that there are; rows of fewer dims are tried where they do not suffice.
+        height: The lines that there are; default: as many as a picture may have.
 
     Returns:
         No lines where there are too many ranks.
@@ -28,10 +32,21 @@ def picture(layout: RankLayout, ranks_per_host: int, rank: int) -> list[str]:
               tp then dp from left to right
         pp=0  0 1  2 3
         pp=1  4 5  6*7
+        >>> picture(RankLayout.parse("tp=2,dp=2,pp=2"), 4, 6, height=2)
+        []
     """
-    inner = _dims_in_row(layout)
-    if not inner:
-        return []
+    most_rows = _MOST_ROWS if height is None else min(_MOST_ROWS, height - 1)
+    for inner in _dims_in_row(layout, most_rows):
+        lines = _rows(layout, inner, ranks_per_host, rank)
+        if max(map(len, lines)) > width:  # the title needs no place above the ranks
+            lines[0] = lines[0].lstrip()
+        if max(map(len, lines)) <= width:
+            return lines
+    return []
+
+
+def _rows(layout: RankLayout, inner: tuple[str, ...], ranks_per_host: int, rank: int) -> list[str]:
+    """A title, and a row for each group over the inner dims."""
     outer = [name for name in reversed(layout.dim_names) if name not in inner]
     rows = layout.groups(*inner).to_array().tolist()
     labels = [
@@ -54,11 +69,14 @@ def picture(layout: RankLayout, ranks_per_host: int, rank: int) -> list[str]:
     return lines
 
 
-def _dims_in_row(layout: RankLayout) -> tuple[str, ...]:
-    """The first dims: as many as fit beside each other, with two rows or a few; () for none."""
+def _dims_in_row(layout: RankLayout, most_rows: int) -> list[tuple[str, ...]]:
+    """The first dims: as many as fit beside each other, with two rows or a few, then fewer."""
     fitting = [
         count for count, size in enumerate(accumulate(layout.shape, mul), 1) if size <= _MOST_IN_ROW
     ]
     several = [count for count in fitting if math.prod(layout.shape[count:]) > 1] or fitting
-    most = max(several, default=0)
-    return layout.dim_names[:most] if math.prod(layout.shape[most:]) <= _MOST_ROWS else ()
+    return [
+        layout.dim_names[:count]
+        for count in reversed(several)
+        if math.prod(layout.shape[count:]) <= most_rows
+    ]

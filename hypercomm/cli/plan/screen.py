@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Column
+from rich.text import Text
 
 from hypercomm.cli.plan.keys import AskedViews, Key
 from hypercomm.cli.plan.picture import picture
@@ -16,21 +16,25 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.notation import format_coords
 
 _LINES, _COLUMNS = 24, 80
-"""The smallest screen that is thought of; the shell's next line is one of its lines."""
+"""The screen that is thought of where there is none."""
 
-_NARROW = 60
+_NARROW = 72
 """Columns below which strides and sockets are left out."""
 
 _FIXED = 2 + 3 + 2
 """Lines that are always there: the head of the groups, the communicators, and what they say."""
 
 
-def headlines(layout: RankLayout, found: dict[str, Any]) -> list[str]:
+def headlines(
+    layout: RankLayout, found: dict[str, Any], keys: Sequence[Key] | None = None
+) -> list[str]:
     """Return the lines above the groups, the small world itself among them.
 
     Args:
         layout: The layout.
         found: What is known, as JSON has it.
+        keys: What is shown below as far as there is room, for which the small world gives way;
+            default: nothing that the screen must hold.
     """
     last = found["rank_offset"] + found["ranks"] - 1
     hosts = f"{found['hosts']:,} host{'s' * (found['hosts'] > 1)} of {found['gpus_per_node']}"
@@ -43,7 +47,8 @@ def headlines(layout: RankLayout, found: dict[str, Any]) -> list[str]:
         f"{name}: {view['layout']}; there it is at {format_coords(view['coords'])}"
         for name, view in found["views"].items()
     ]
-    return lines + picture(layout, found["gpus_per_node"], found["rank"])
+    room = None if keys is None else _room_below(lines) - _fewest(keys)
+    return lines + picture(layout, found["gpus_per_node"], found["rank"], _screen()[1], room)
 
 
 def room_for(keys: Sequence[Key], lines: Sequence[str]) -> int:
@@ -53,12 +58,43 @@ def room_for(keys: Sequence[Key], lines: Sequence[str]) -> int:
         keys: All of them, those of single dims first.
         lines: What stands above.
     """
+    room = _room_below(lines)
+    return (
+        len(keys)
+        if len(keys) <= room
+        else max(_single(keys), room - _height(_more(len(keys), len(keys))))
+    )
+
+
+def _screen() -> tuple[int, int]:
+    """The lines and columns that there are."""
     out = console()
-    height, width = (out.height, out.width) if out.is_terminal else (_LINES, _COLUMNS)
-    above = sum(max(1, math.ceil(len(line) / width)) for line in lines)
-    room = max(_LINES, height) - 1 - _FIXED - above
-    single = sum(len(key.dims) == 1 for key in keys)
-    return len(keys) if len(keys) <= room else max(single, room - 1)
+    return (out.height, out.width) if out.is_terminal else (_LINES, _COLUMNS)
+
+
+def _height(line: str) -> int:
+    """The lines of the screen that a line takes."""
+    return max(1, len(Text(line).wrap(console(), _screen()[1])))
+
+
+def _room_below(lines: Sequence[str]) -> int:
+    """The lines for groups below some lines, the shell's next one being kept."""
+    return _screen()[0] - 1 - _FIXED - sum(map(_height, lines))
+
+
+def _fewest(keys: Sequence[Key]) -> int:
+    """The lines of the groups of single dims, and of what tells of others."""
+    single = _single(keys)
+    return single + (_height(_more(len(keys), len(keys))) if len(keys) > single else 0)
+
+
+def _single(keys: Sequence[Key]) -> int:
+    return sum(len(key.dims) == 1 for key in keys)
+
+
+def _more(left_out: int, every: int) -> str:
+    """What tells of sets of groups that are not shown."""
+    return f"and {left_out} more of {every}: --max-dims 2, or --groups, shows them"
 
 
 def show(lines: Sequence[str], found: dict[str, Any], left_out: int) -> None:
@@ -74,18 +110,18 @@ def show(lines: Sequence[str], found: dict[str, Any], left_out: int) -> None:
         out.print(escape(line), soft_wrap=not out.is_terminal)
     out.print(_groups(found))
     if left_out:
-        every = len(found["groups"]) + left_out
-        out.print(f"and {left_out} more of {every}: --max-dims 2, or --groups, shows them")
+        out.print(_more(left_out, len(found["groups"]) + left_out))
     _show_communicators(found)
 
 
 def _groups(found: dict[str, Any]) -> Any:
     is_narrow = console().width < _NARROW
     titles = map(numbers, ("groups", "size", *(() if is_narrow else ("strides",)), "hosts"))
-    own = Column(f"group of rank {found['rank']}", no_wrap=True)
+    title = f"rank {found['rank']}'s" if is_narrow else f"group of rank {found['rank']}"
+    own = Column(title, no_wrap=True)
     names = [escape(str(Key(groups["view"], groups["dims"]))) for groups in found["groups"]]
     dims = Column("dims", no_wrap=True, min_width=max(map(len, names), default=0))
-    made = table(dims, *titles, own, show_edge=False)
+    made = table(dims, *titles, own, show_edge=False, padding=(0, 0 if is_narrow else 1))
     for name, groups in zip(names, found["groups"], strict=True):
         example = groups["example"]
         made.add_row(
