@@ -96,7 +96,14 @@ def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def resolve(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home = importlib.import_module(homes[name])
+        try:
+            home = importlib.import_module(homes[name])
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise errors.MissingPackageError(
+                f"{module}.{name} needs torch: pip install torch"
+            ) from error
         value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
         setattr(sys.modules[module], name, value)
         return value

@@ -168,6 +168,10 @@ def test_the_grid_loads_torch():
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert "ModuleNotFoundError: import of torch halted" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(
+        "MissingPackageError: hypercomm.HyperCommGrid needs torch: pip install torch"
+    )
     assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
 
 

@@ -45,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not leave_it_to_another(error):
             _say(str(error))
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _say("this needs torch: pip install torch; plan, diff, draw and place --on FILE do not")
+        return 2
     return result if isinstance(result, int) else 0
 
 

@@ -226,14 +226,18 @@ def _of_hosts(sources: Sequence[Found], ranks: int | None) -> Topology:
     for source in named:
         for name, held in source.levels.items():
             if name in levels:
-                raise TopologyError(f"{source.source} says the {name} of hosts, as another one did")
+                raise TopologyError(
+                    f"{source.source} says the {name} of hosts, as another did; give one of them"
+                )
             check_complete(source.source, name, hosts, held)
             levels[name] = [held[host] for host in levels["host"]]
     check_tree(named, hosts)
     for name, size in every.items():
         if name != "host":
             if name in levels:
-                raise TopologyError(f"{name}={size}, and another source says the {name} of hosts")
+                raise TopologyError(
+                    f"{name}={size}, and another source says the {name} of hosts; give one of them"
+                )
             check_whole(name, size, {host: slots[host] for host in hosts})
             levels[name] = [f"{name}{rank // size}" for rank in range(len(levels["host"]))]
     return Topology(Level.of(name, levels[name]) for name in sorted(levels, key=place_of))
@@ -378,8 +382,9 @@ def _cut(topology: Topology, world_size: int | None) -> Topology:
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
+        several = "s" * (topology.world_size > 1)
         raise TopologyError(
-            f"the topology has {topology.world_size} GPUs, but the world has {world_size} ranks; "
-            f"add hosts, or start {topology.world_size} ranks"
+            f"the topology has {topology.world_size} GPU{several}, but the world has {world_size} "
+            f"ranks; add hosts, or start {topology.world_size} rank{several}"
         )
     return topology.select(range(world_size))

@@ -351,3 +351,20 @@ def test_without_the_extra(lacking):
     assert done.stderr == (
         f"hypercomm: the command line needs {lacking}: pip install 'hypercomm[cli]'\n"
     )
+
+
+# What needs torch says so where there is none, and what does not works.
+def test_without_torch():
+    program = "import sys; sys.modules['torch'] = None; from hypercomm.cli import main\n"
+    program += (
+        "print(main(['place', 'tp=2', '--on', '2']), main(['place', 'tp=2', '--on', 'live']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=rank_free(),
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "0 2"
+    assert done.stderr.startswith("hypercomm: this needs torch: pip install torch; ")

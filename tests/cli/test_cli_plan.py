@@ -76,7 +76,7 @@ def test_what_is_left_out(in_process):
     sizes = "tp=2,cp=2,ep=2,dp=16,fsdp=2,pp=2"
     lines = in_process("plan", sizes).stdout.splitlines()
     assert len(lines) < 24
-    assert f"and {63 - 13} more of 63: --max-dims 2, or --groups, shows them" in lines
+    assert f"and {63 - 13} more of 63: --max-dims, or --groups, shows them" in lines
     first = [line.split()[0] for line in lines[4:17]]
     assert first[:6] == ["tp", "cp", "ep", "dp", "fsdp", "pp"]
     assert set(first[6:]) == {"cp+dp", "tp+pp", "tp+cp", "tp+cp+dp", "tp+dp", "tp+ep", "tp+ep+pp"}

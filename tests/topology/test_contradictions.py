@@ -201,6 +201,8 @@ def test_sentences(file, monkeypatch):
     assert "[]" not in str(caught.value)
     with pytest.raises(TopologyError, match=r"'my,hosts.json' is no file"):
         read_topology("my,hosts.json", 4)
+    with pytest.raises(TopologyError, match=r"has 1 GPU, but the world has 2 ranks; .* 1 rank$"):
+        read_topology(file("h", "a:1\n"), 2)
     tree = "- topology: x\n  tree:\n    switches:\n    - {switch: s1, nodes:}\n"
     with pytest.raises(TopologyError, match="holds no host"):
         read_topology(file("t.yaml", tree), 4)

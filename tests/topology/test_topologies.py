@@ -285,7 +285,7 @@ def test_bad_files(file, name, text, says):
         (1.5, 4, "got 1.5"),
         (True, 4, "got True"),
         ("live", 4, "in a job give hypercomm.live_topology()"),
-        ([{"a": "s"}, {"a": "t"}], 4, "says the leaf of hosts, as another one did"),
+        ([{"a": "s"}, {"a": "t"}], 4, "says the leaf of hosts, as another did; give one of them"),
         (["4,8", "host=2"], 4, "host=4 and host=2 of on='host=2' contradict"),
     ],
 )

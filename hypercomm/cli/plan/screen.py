@@ -94,7 +94,7 @@ def _single(keys: Sequence[Key]) -> int:
 
 def _more(left_out: int, every: int) -> str:
     """What tells of sets of groups that are not shown."""
-    return f"and {left_out} more of {every}: --max-dims 2, or --groups, shows them"
+    return f"and {left_out} more of {every}: --max-dims, or --groups, shows them"
 
 
 def show(lines: Sequence[str], found: dict[str, Any], left_out: int) -> None:
