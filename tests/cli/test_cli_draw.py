@@ -126,6 +126,7 @@ def test_force(in_process, tmp_path):
 
 
 # The figures to reach, of whole processes: seconds by ranks.
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["svg", "html"])
 @pytest.mark.parametrize(

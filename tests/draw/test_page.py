@@ -206,6 +206,7 @@ def test_names_are_text(name):
 
 
 # A list has no short form, and the worst is a permutation; strides are as small as for eight ranks.
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("layout", "on", "kilobytes", "seconds"),

@@ -707,6 +707,7 @@ def test_bad_calls(call, error, says):
 
 # Six dims on 16,384 GPUs take less than two seconds, proposals included; of the processor's, as the
 # machine may be busy.
+@pytest.mark.slow
 @pytest.mark.alone
 def test_speed():
     traffic = "tp=40G,cp=3G,ep=10G,dp=6G,pp=0.1G,x=1G"

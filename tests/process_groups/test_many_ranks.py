@@ -100,20 +100,13 @@ def check_missing(ranks, missing, limit_s):
     return sorted(rank.asked.questions for rank in ranks.values())
 
 
-QUICK = {("any sixteen", 600.0)}
-
-
 # However many do not come to verify(), and whichever, a rank asks at most 40 questions. One rank
 # asks more: it searches for them, and one question tells it one bit, so that one of 10,000 takes 14
 # at least, and sixteen 168.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "limit_s"),
-    [
-        pytest.param(name, limit_s, marks=[] if (name, limit_s) in QUICK else pytest.mark.slow)
-        for name in MISSING
-        for limit_s in (30.0, 600.0, 1800.0)
-    ],
+    [(name, limit_s) for name in MISSING for limit_s in (30.0, 600.0, 1800.0)],
 )
 def test_questions_of_ten_thousand(name, limit_s):
     missing = MISSING[name]

@@ -375,6 +375,7 @@ def test_marked(ranks, tmp_path):
 
 
 # A bug planted in a layer of one's own is found on real ranks, and shrunk, in seconds.
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_planted_bug_is_found_in_seconds(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "sharded_layer.py"
