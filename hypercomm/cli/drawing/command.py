@@ -10,6 +10,7 @@ import click
 from hypercomm.cli import options
 from hypercomm.cli.diff import read
 from hypercomm.cli.drawing.showing import show
+from hypercomm.cli.live import machine
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout, RankMapping
@@ -42,8 +43,8 @@ def _read_dims(_: object, __: object, text: str | None) -> tuple[str, ...] | Non
     default=["8"],
     show_default=True,
     help="Where ranks are: GPUs for each host and domain (8 or 4,72), a hostfile, a node list, "
-    "topology.conf, topology.yaml, labels or switches as JSON; none: not shown. Several times: the "
-    "first names the hosts in order, others say more of them.",
+    "topology.conf, topology.yaml, labels or switches as JSON, or live in a job; none: not shown. "
+    "Several times: the first names the hosts in order, others say more of them.",
 )
 @click.option(
     "--dims",
@@ -90,7 +91,7 @@ def draw(
     """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
 
     With a second layout, draw what a change to it keeps, ends and makes; with --to, who sends what
-    to whom. Nothing is started, and torch is not loaded.
+    to whom. Nothing is started, and torch is not loaded, but with --on live.
     """
     of_mappings = {
         "--to-offset": to_offset,
@@ -103,7 +104,11 @@ def draw(
         raise click.UsageError("--force needs a file: -o grid.svg")
     if output is not None:
         writable(output, force)  # before anything is worked out
-    where = None if on == ("none",) else on[0] if len(on) == 1 else on
+    where = None
+    if on != ("none",):
+        where = machine(on)
+        if where is None:
+            return
     if target is not None:
         mapping = RankMapping(
             _layout(sizes, world_size, rank_offset),

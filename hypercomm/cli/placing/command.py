@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from hypercomm.cli import options
+from hypercomm.cli.live import machine
 from hypercomm.cli.placing.given import by_options, read_card, read_numbers
-from hypercomm.cli.printing import console, quiet, table
+from hypercomm.cli.printing import console, table
 from hypercomm.draw.drawing import KINDS as PICTURES
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
@@ -21,8 +22,6 @@ from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.reading.files import as_new_file
 from hypercomm.layout.reading.notation import parse_groups
-from hypercomm.topology import Topology
-from hypercomm.topology.reading import LIVE
 
 _ROOMY = 60
 """The columns of a terminal in which tables have lines."""
@@ -102,13 +101,9 @@ def place_command(
         as_new_file(path, force, NotationError)
     if picture is not None:
         writable(picture, force)
-    where: Topology | Sequence[str] = on
-    if LIVE in on:
-        if len(on) > 1:
-            raise NotationError("--on live stands alone: the job tells where its ranks are")
-        rank, where = _live()
-        if rank:
-            return 0
+    where = machine(on)
+    if where is None:
+        return 0
     with by_options():
         found = place(
             sizes,
@@ -143,14 +138,6 @@ def _check_apart(write: Sequence[tuple[str, str]], picture: str | None) -> None:
                 f"{known[file]} and {what} both name {path!r}; give each a file of its own"
             )
         known[file] = what
-
-
-def _live() -> tuple[int, Topology]:
-    """The number of this rank in the job that runs, and where all ranks are."""
-    from hypercomm.joining import join, live_topology
-
-    with quiet(), join(backend="gloo", need_launcher=True) as job:
-        return job.rank, live_topology()
 
 
 def _show(found: Placed) -> None:
