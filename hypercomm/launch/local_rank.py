@@ -28,6 +28,8 @@ import attrs
 from hypercomm.errors import LaunchError, NotInitializedError
 
 _LOOPBACK = "127.0.0.1"
+_JOINED, _ALL_JOINED = "hypercomm/joined", "hypercomm/all joined"
+"""Keys of the job's store: how many ranks have joined, and that all have."""
 
 
 @attrs.frozen
@@ -177,6 +179,10 @@ def _join_job(job: RankJob, rank: int, inbox: queue.Queue[bytes]) -> None:
     dist.init_process_group(
         job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
     )
+    # gloo cannot connect to a rank that has left, and a function may begin by leaving.
+    if store.add(_JOINED, 1) == job.nprocs:
+        store.set(_ALL_JOINED, "")
+    store.wait([_ALL_JOINED])
     # The store waits as long as the job's groups do, as it does where torch makes it itself.
     store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
 
