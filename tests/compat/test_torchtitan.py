@@ -60,7 +60,7 @@ def test_meshes(sizes, rank):
 @pytest.mark.clients
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_beside_torchtitan(sizes):
-    named = "pip install --no-deps torchtitan spmd_types"
+    named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
     with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
         meshes = torchtitan_meshes(grids)
