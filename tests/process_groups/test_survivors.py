@@ -13,7 +13,7 @@ from store_of_dict import Store
 
 from hypercomm import RankLayout
 from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.meeting import End, decide
+from hypercomm.process_groups.agreement.meeting import End, decide, end_of
 from hypercomm.process_groups.survival.heirs import Choice, Heirs
 
 
@@ -242,6 +242,20 @@ def test_a_late_choice():
     assert store.hold(heirs.elsewhere(joined, "place")) is None
     del store.held["where it waits"]
     assert store.hold(heirs.elsewhere(joined, "place")).kind == "differs"
+    assert store.hold(end_of("where it waits")).kind == "differs"
+
+
+# A rank that has not heard yet how its own wait has ended spoils nothing for one that has, and went
+# on with other ranks.
+def test_a_choice_of_one_that_went_on():
+    store = Store()
+    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
+    gone_on = Choice("host b", "another digest", "0..1", "where it waits now")
+    store.held |= {"/1": json.dumps(attrs.asdict(gone_on)), "place/here/0": "1"}
+    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    store.hold(decide("place", End("missing", (2,))))
+    assert store.hold(heirs.elsewhere(joined, "place")) == End("missing", (2,))
+    assert store.hold(end_of("where it waits now")) is None
 
 
 # The same ranks in another order, or as something else: told as for every reshape.

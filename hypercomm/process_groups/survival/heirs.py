@@ -145,8 +145,9 @@ class Heirs(Agreement):
                 f"{who(other, choice.host)}; ranks differ in which of them the grid goes on with; "
                 f"every rank must give reshape() the same ranks"
             )
-            end = End("differs", words=words, about=register)
-            if choice.register:
+            mine = End("differs", words=words, about=register)
+            end = yield from decide(register, mine)
+            if choice.register and end == mine:  # else the other may have heard it, and gone on
                 yield from decide(choice.register, end)
             return end
         return None
