@@ -9,6 +9,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from hypercomm.process_groups import c10d
+
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
@@ -59,6 +61,7 @@ class Joined:
         """
         made = self._made.pop() if self._made else None
         if made is not None and dist.group.WORLD is made:
+            c10d.let_threads_finish()
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:

@@ -39,6 +39,9 @@ from hypercomm.process_groups.c10d.store import store
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 """What lives as long as a group."""
 
+_FINISHING_S = 0.05
+"""What a thread of gloo may take to drop a tensor, where other processes have the cores."""
+
 
 def missing() -> list[str]:
     """Say what the installed torch lacks for creating a group under a name of our own."""
@@ -208,7 +211,7 @@ def let_threads_finish() -> None:
     thread may be waiting to drop a tensor (pytorch pull request 154976).
     """
     if not since("2.8") and is_live() and default_backend() != "fake":
-        time.sleep(0.02)
+        time.sleep(_FINISHING_S)
 
 
 def destroy(group: ProcessGroup) -> None:
