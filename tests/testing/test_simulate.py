@@ -146,7 +146,8 @@ def test_megatron_beside_ours(sizes):
             megatron.initialize_model_parallel(**sizes)
             return megatron.get_data_parallel_rank()
         finally:
-            vars(megatron).update(blank)  # its own teardown forgets some of its globals
+            # its own teardown forgets some of its globals
+            vars(megatron).update({**blank, "_global_process_group_list": None})
 
     def ours():
         with pytest.raises(StateError):
