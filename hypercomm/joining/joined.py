@@ -61,8 +61,7 @@ class Joined:
         """
         made = self._made.pop() if self._made else None
         if made is not None and dist.group.WORLD is made:
-            c10d.let_threads_finish()
-            dist.destroy_process_group()
+            c10d.destroy_world()
 
     def __enter__(self) -> Self:
         return self

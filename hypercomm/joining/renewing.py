@@ -146,13 +146,11 @@ def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
     if (device := bound_device()) is not None:
         options["device_id"] = device
     rank, size = ranks.index(old.rank), len(ranks)
-    c10d.let_threads_finish()
     c10d.end_world()
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
     except Exception as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        c10d.destroy_world()
         raise JoinError(
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: start the job again"

@@ -56,6 +56,7 @@ from hypercomm.process_groups.c10d.groups import (
     abort,
     as_member,
     destroy,
+    destroy_world,
     end_world,
     forget_non_members,
     is_registered,

@@ -255,7 +255,13 @@ def end_world() -> None:
     nccl = [group for group in registered() if is_nccl(backend_of(group))]
     with contextlib.suppress(Exception):  # they go all the same
         abort(sorted(nccl, key=lambda group: group is world))
+    destroy_world()
+
+
+def destroy_world() -> None:
+    """Destroy WORLD, where there is one, and with it every group of this process."""
     if dist.is_initialized():
+        let_threads_finish()
         dist.destroy_process_group()
 
 
