@@ -83,17 +83,14 @@ def _warnings(placed: Placed) -> Iterable[str]:
     largest = int(placed.topology.level(level).sizes.max())
     for spread in placed.on(level):
         dims = "+".join(spread.dims)
-        if not spread.across or not any(kind_of(dim) in _TIGHT for dim in spread.dims):
+        kinds = [kind_of(dim) for dim in spread.dims]
+        if not spread.across or not any(kind in _TIGHT for kind in kinds):
             continue
-        if len(spread.dims) > 1 and any(
-            kind_of(dim) == "dp" for dim in spread.dims
-        ):  # its gradients, which go everywhere
+        if len(kinds) > 1 and "dp" in kinds:  # its gradients, which go everywhere
             continue
-        first = (
-            shown(spread.first)
-            if spread.size <= _SHOWN
-            else (f"({', '.join(map(str, spread.first[:4]))}, ..., {spread.first[-1]})")
-        )
+        first = shown(spread.first)
+        if spread.size > _SHOWN:
+            first = f"({', '.join(map(str, spread.first[:4]))}, ..., {spread.first[-1]})"
         why = f"; a {level} has {largest} GPUs" if spread.size > largest else ""
         yield (
             f"{spread.across:,} of {spread.groups:,} {dims} groups leave their {level}, "
