@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -230,31 +231,32 @@ def test_behind_the_dead():
     assert "0..14 on rank 15 (host host b)" in second.words
 
 
+def rank_that_waits(other, choice):
+    """Rank 0 at "place", which goes on with 0..2, and how it looks what another goes on with."""
+    store = Store()
+    store.held |= {f"/{other}": json.dumps(attrs.asdict(choice)), "place/here/0": "1"}
+    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
+    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    return store, partial(heirs.elsewhere, joined, "place")
+
+
 # What a rank goes on with where all others have heard that it comes to nothing is no difference: it
 # came late, and will hear so. Where nothing is decided, it is one.
 def test_a_late_choice():
-    store = Store()
-    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
-    late = Choice("host b", "another digest", "0..3", "where it waits")
-    store.held |= {"/2": json.dumps(attrs.asdict(late)), "place/here/0": "1"}
-    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    store, elsewhere = rank_that_waits(2, Choice("host b", "another", "0..3", "where it waits"))
     store.hold(decide("where it waits", End("differs", words="of another time")))
-    assert store.hold(heirs.elsewhere(joined, "place")) is None
+    assert store.hold(elsewhere()) is None
     del store.held["where it waits"]
-    assert store.hold(heirs.elsewhere(joined, "place")).kind == "differs"
+    assert store.hold(elsewhere()).kind == "differs"
     assert store.hold(end_of("where it waits")).kind == "differs"
 
 
 # A rank that has not heard yet how its own wait has ended spoils nothing for one that has, and went
 # on with other ranks.
 def test_a_choice_of_one_that_went_on():
-    store = Store()
-    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
-    gone_on = Choice("host b", "another digest", "0..1", "where it waits now")
-    store.held |= {"/1": json.dumps(attrs.asdict(gone_on)), "place/here/0": "1"}
-    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
+    store, elsewhere = rank_that_waits(1, Choice("host b", "another", "0..1", "where it waits now"))
     store.hold(decide("place", End("missing", (2,))))
-    assert store.hold(heirs.elsewhere(joined, "place")) == End("missing", (2,))
+    assert store.hold(elsewhere()) == End("missing", (2,))
     assert store.hold(end_of("where it waits now")) is None
 
 

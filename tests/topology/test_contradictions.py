@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from unit_names import units
 
 from hypercomm.errors import TopologyError
 from hypercomm.layout import place
@@ -10,22 +11,6 @@ from hypercomm.topology import read_topology
 from hypercomm.topology.reading import place_of
 
 pytestmark = pytest.mark.torch_free
-
-
-@pytest.fixture
-def file(tmp_path):
-    """Write a file, and say where it is."""
-
-    def write(name, text):
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
-def units(topology):
-    """The names of the units of each rank, by level."""
-    return {level.name: [level.names[unit] for unit in level.of_rank] for level in topology.levels}
 
 
 EIGHTS, FOURS = "a slots=8\nb slots=8\n", "a slots=4\nb slots=4\n"

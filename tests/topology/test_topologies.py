@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from unit_names import units
 
 from hypercomm.errors import LayoutError, MissingPackageError, TopologyError
 from hypercomm.topology import Level, Topology, read_topology
@@ -32,22 +33,6 @@ SLURM_YAML = """
       - {switch: s1, nodes: "node[01-02]"}
       - {switch: s2, nodes: "node[03-04]"}
 """
-
-
-@pytest.fixture
-def file(tmp_path):
-    """Write a file, and say where it is."""
-
-    def write(name, text):
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
-def units(topology):
-    """The names of the units of each rank, by level."""
-    return {level.name: [level.names[unit] for unit in level.of_rank] for level in topology.levels}
 
 
 # Blocks: rank r is on host r // 4, in domain r // 8.
