@@ -148,6 +148,16 @@ def test_a_creation_is_tried_again(late, place):
         ) in got[rank][0]
 
 
+# Where the store is slow to say who is missing, a rank that did not come is still not said to have
+# come and not connected.
+def test_a_creation_times_out_while_the_store_is_slow():
+    got = run_ranks(rank_functions.absent_while_the_store_is_slow, 3, timeout=60)
+    assert [total for _, total in got] == [111] * 3
+    for (said, missing), _ in got[:2]:
+        assert missing == (2,)
+        assert f"rank 2 (dp=2; host {socket.gethostname()}) did not come; rank" in said
+
+
 # A process that was in another job before agrees on names with one that is new.
 def test_a_survivor_and_its_new_peer(tmp_path):
     got = run_ranks(rank_functions.survivor_and_replacement, 3, args=(str(tmp_path),), timeout=60)

@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError
+from hypercomm.errors import CreationError, GroupCreationTimeout
 from hypercomm.launch import report
+from hypercomm.process_groups.c10d.gloo_store import GlooStore
 from hypercomm.process_groups.creation.creation import together
 from ranks.common import all_reduce_of, threads_and_files
 from ranks.common import tables as registered
@@ -205,6 +207,26 @@ def late_for_the_first_try(late):
     dist.barrier()
     with grid:
         return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
+
+
+def absent_while_the_store_is_slow():
+    """Rank 2 never comes; to ask who is missing takes longer than the wait that is over."""
+    grid, rank = HyperCommGrid([3], ["dp"]), dist.get_rank()
+    said, missing = None, GlooStore._missing
+
+    def slowly(self, keys, first=0):
+        time.sleep(1)
+        yield from missing(self, keys, first)
+
+    if rank != 2:
+        with mock.patch.object(GlooStore, "_missing", slowly):
+            try:
+                grid.create_pg("dp", timeout=timedelta(seconds=1))
+            except GroupCreationTimeout as error:
+                said = str(error), error.missing
+    dist.barrier()
+    with grid:
+        return said, all_reduce_of(10**rank, grid.create_pg("dp"))
 
 
 def survivor_and_replacement(folder):

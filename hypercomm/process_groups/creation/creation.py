@@ -180,9 +180,9 @@ def _explain(attempt: Attempt, error: Exception, waited_s: float) -> None:
         raise CreationError(
             f"{_what(attempt, own)} was not created: {error}; once it can, all may try again"
         ) from error
-    absent = _not_connected(own)
+    absent, what = _silent(own)
     if absent:
-        raise _timed_out(attempt, own, absent, "connect", waited_s) from error
+        raise _timed_out(attempt, own, absent, what, waited_s) from error
     raise CreationError(
         f"{_what(attempt, own)} was not created, as its members could not connect; all of them "
         f"know, and may try again ({str(error).splitlines()[0]})"
@@ -206,15 +206,19 @@ def _what(attempt: Attempt, own: OwnGroup) -> str:
     return f"the process group over {attempt.title} of ranks {own.ranks}"
 
 
-def _not_connected(own: OwnGroup) -> list[int]:
-    """Name the members that neither connected nor gave up, though others saw that all cannot."""
+def _silent(own: OwnGroup) -> tuple[list[int], str]:
+    """Name the members that neither connected nor gave up, and say what they did not do.
+
+    Those that left no address did not come, and keep the others from connecting: where there are
+    such, only they are named. gloo may end before our own wait for them does, on a busy machine.
+    """
+
+    def address(position: int) -> bytes | None:
+        return c10d.read_bytes(address_key(own.name, position))
 
     def answered(position: int) -> bool:
         said = (own.key(what, own.ranks[position]) for what in ("connected", "gave up"))
-        return (
-            any(c10d.is_set([key]) for key in said)
-            or c10d.read_bytes(address_key(own.name, position)) == GAVE_UP
-        )
+        return any(c10d.is_set([key]) for key in said) or address(position) == GAVE_UP
 
     silent = list(range(len(own.ranks)))
 
@@ -223,7 +227,8 @@ def _not_connected(own: OwnGroup) -> list[int]:
         return not silent
 
     wait_until(all_answered, _GRACE_S, lambda: None)
-    return [own.ranks[position] for position in silent]
+    absent = [position for position in silent if address(position) is None]
+    return [own.ranks[position] for position in absent or silent], "come" if absent else "connect"
 
 
 def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> None:
