@@ -23,7 +23,7 @@ import attrs
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch.local_rank import InheritedFd, RankJob, pickled, report, serve
-from hypercomm.launch.stacks import grouped
+from hypercomm.launch.stacks import grouped, inwards
 from hypercomm.layout.reading.checks import check_duration, positive
 from hypercomm.layout.reading.shown import shown
 
@@ -39,6 +39,9 @@ _MOST_RANKS = 4096
 
 _GRACE_S = 0.3
 """After one rank fails, how long to wait for an earlier failure to be heard of."""
+
+_STACK_S = 2.0
+"""How long a rank may take to write down its stack; one that stands still never does."""
 
 _LEAVING_S = 5.0
 """The longest that a rank which has returned may take to leave. Before torch 2.8
@@ -293,7 +296,7 @@ class _Conversation:
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)  # makes it write down its stack
-        time.sleep(_GRACE_S)
+        _wait_for_stacks(late)
         told = "\n".join(
             f"ranks {numbers} are at\n{place}"
             for numbers, place in grouped({rank.number: _stack(rank) for rank in late})
@@ -302,12 +305,22 @@ class _Conversation:
         self.failed.append((0.0, late[0].number, reason))
 
 
+def _wait_for_stacks(ranks: Sequence[_Rank]) -> None:
+    """Wait until each rank has written something, and writes no more."""
+    end, before = time.monotonic() + _STACK_S, [0] * len(ranks)
+    while time.monotonic() < end:
+        sizes = [os.fstat(rank.stack.fileno()).st_size for rank in ranks]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+        time.sleep(_GRACE_S / 10)
+
+
 def _stack(rank: _Rank) -> list[str]:
     """Where a rank is, from the function that it runs inwards."""
     rank.stack.seek(0)
     frames = rank.stack.read().decode(errors="replace").splitlines()[1:]
-    own = [line for line in frames if "local_rank.py" in line]
-    return frames[: frames.index(own[0])] if own else frames
+    return inwards(frames)
 
 
 def _pid(process: ForkServerProcess) -> int:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in')
 
+_RUNS = "local_rank.py"
+"""The file that runs a rank's function; the frames of a report lie there, too, further in."""
+
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple(
     f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -40,6 +43,23 @@ def grouped(stacks: Mapping[int, Sequence[str]]) -> list[tuple[list[int], str]]:
         place = found.setdefault(_innermost(frames) or lines[0], ([], "\n".join(lines)))
         place[0].append(rank)
     return list(found.values())
+
+
+def inwards(stack: Sequence[str]) -> list[str]:
+    """Return the frames of the function that a rank runs, and of what that calls.
+
+    Example:
+        >>> run, user = '  File "local_rank.py"', '  File "train.py"'
+        >>> inwards([run, user, run, run, '  File "<forkserver>"']) == [run, user]
+        True
+    """
+    runs = [_RUNS in line for line in stack]
+    if True not in runs:
+        return list(stack)
+    end = len(runs) - runs[::-1].index(True)
+    while end and runs[end - 1]:
+        end -= 1
+    return list(stack[:end] or stack)  # all of it where the function has not begun
 
 
 def _innermost(frames: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -135,6 +136,21 @@ def test_a_rank_that_is_stopped():
             on_message=lambda _, pid: pids.append(pid),
         )
     assert_gone(pids)
+
+
+# A rank that stands still for a second, as busy machines do, says afterwards where it is.
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_rank_that_is_slow_to_say_where_it_is():
+    begin = time.monotonic()
+
+    def stop(_rank, pid):
+        for moment, number in [(3.7, signal.SIGSTOP), (5.0, signal.SIGCONT)]:
+            wait_s = begin + moment - time.monotonic()
+            threading.Timer(wait_s, os.kill, (pid, number)).start()
+
+    with pytest.raises(RankFailedError, match=r"ranks \[0\] are at\n.* in hang_on"):
+        run_ranks(rank_functions.hang_on, 1, args=(0,), timeout=4, on_message=stop)
 
 
 # What a rank has started ends with it.

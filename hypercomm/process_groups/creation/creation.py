@@ -86,9 +86,10 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
         c10d.forget_non_members()
         waited_s = time.monotonic() - begin
         try:
-            give_up([attempt], _why_alone(attempt, error))
+            why = answer(partial(_why_alone, attempt, error), _TELLING_S)
+            give_up([attempt], "" if attempt.is_met else why)
             if isinstance(error, (RuntimeError, ValueError)):
-                answer(partial(_explain, attempt, error, waited_s), _EXPLAINING_S)
+                answer(partial(_explain, attempt, error, waited_s, why), _EXPLAINING_S)
         except dist.DistNetworkError as gone:
             if attempt.connecting is None:
                 raise error from gone
@@ -108,8 +109,7 @@ def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
 
     Args:
         attempts: To create the groups.
-        why: Why this rank failed, for the others; "" where they are told otherwise. It counts
-            where this rank has no address yet: what fails later comes of the others, as a rule.
+        why: Why this rank failed, for the others; "" where they are told otherwise.
 
     Raises:
         DistNetworkError: The store is gone, or does not answer.
@@ -127,7 +127,7 @@ def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
                 place: GAVE_UP,
                 address_key(own.name, GAVE_UP_KEY): "1",
             }
-            if why and c10d.read_bytes(address_key(own.name, own.position)) is None:
+            if why:
                 texts = {address_key(own.name, FAILED_KEY): why, **texts}
             c10d.set_all(texts)
 
@@ -136,12 +136,14 @@ def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
 
 
 def _why_alone(attempt: Attempt, error: BaseException) -> str:
-    """Say why this rank failed, unless for want of others, or where they hear it at a meeting."""
+    """Say why this rank failed, where it has no address yet: later it is for want of others."""
     waited = (AttemptGivenUpError, MembersMissingError, MemberFailedError, LateError)
     own = attempt.connecting
-    if attempt.is_met or own is None or isinstance(error, (*waited, HyperCommError)):
+    if own is None or isinstance(error, (*waited, HyperCommError)):
         return ""
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or not dist.is_initialized():
+        return ""
+    if c10d.read_bytes(address_key(own.name, own.position)) is not None:
         return ""
     rank, said = own.rank, (str(error).splitlines() or [""])[0][:_LONGEST_WORD]
     where = f"{format_coords(attempt.layout.coords(rank))}; host {this_host()}"
@@ -159,7 +161,7 @@ def _left_by(attempt: Attempt, strategy: str, before: set[ProcessGroup]) -> set[
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == attempt.own.ranks}
 
 
-def _explain(attempt: Attempt, error: Exception, waited_s: float) -> None:
+def _explain(attempt: Attempt, error: Exception, waited_s: float, why: str) -> None:
     """Raise an error of ours where we know better than torch what went wrong."""
     if isinstance(error, (HyperCommError, AttemptGivenUpError)):
         return
@@ -176,9 +178,9 @@ def _explain(attempt: Attempt, error: Exception, waited_s: float) -> None:
         missing = [own.ranks[position] for position in error.positions]
         how = ", until others gave up" if error.others_gave_up else ""
         raise _timed_out(attempt, own, missing, f"come{how}", waited_s) from error
-    if isinstance(error, MemberFailedError):
+    if why or isinstance(error, MemberFailedError):
         raise CreationError(
-            f"{_what(attempt, own)} was not created: {error}; once it can, all may try again"
+            f"{_what(attempt, own)} was not created: {why or error}; once it can, all may try again"
         ) from error
     absent, what = _silent(own)
     if absent:
