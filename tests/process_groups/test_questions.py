@@ -2,8 +2,11 @@
 
 import re
 import sys
+import threading
+import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,6 +14,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid
 from hypercomm.process_groups.agreement import arrival
+from hypercomm.process_groups.c10d import store
 from hypercomm.process_groups.c10d.gloo import world_address_key
 from hypercomm.testing.simulated_job import (
     attempt,
@@ -307,3 +311,19 @@ def test_who_comes_late_meets_who_tries_again(seed):
     run = simulate_job(program, 2, seed=seed)
     assert [kind for kind, _ in run.values()] == ["", ""], run
     assert run.took_s < 3.0 + 1.0, run
+
+
+class SlowToAppend(list):
+    def append(self, item):
+        time.sleep(0.02)
+        super().append(item)
+
+
+# Who asks one thing after the other needs one thread, also where that is slow to be idle again.
+def test_one_thread_answers(monkeypatch):
+    workers = store.Workers()
+    monkeypatch.setattr(workers, "_idle", SlowToAppend())
+    monkeypatch.setattr(store, "workers", workers)
+    before = threading.active_count()
+    assert [store.in_time(partial(abs, -number), 5) for number in range(5)] == list(range(5))
+    assert threading.active_count() == before + 1

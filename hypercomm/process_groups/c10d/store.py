@@ -110,6 +110,9 @@ _LOOKING_S = 0.5
 _in_thread = threading.local()
 
 
+_Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
+
+
 class Workers:
     """Threads that wait for something to do: on a busy machine a new one is slow to begin.
 
@@ -117,11 +120,14 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        self._idle: list[_Inbox] = []
         os.register_at_fork(after_in_child=self._idle.clear)
 
-    def start(self, action: Callable[[], None]) -> None:
-        """Do something that raises nothing, in a thread."""
+    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
+        """Do something that raises nothing, in a thread, and call `done` once that is idle again.
+
+        Whoever waits for it and then starts something else needs no other thread.
+        """
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -129,13 +135,16 @@ class Workers:
             threading.Thread(
                 target=self._work, args=(inbox,), name="hypercomm", daemon=True
             ).start()
-        inbox.put(action)
+        inbox.put((action, done))
 
-    def _work(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _work(self, inbox: _Inbox) -> None:
         ask_here()
         while True:
-            inbox.get()()
+            action, done = inbox.get()
+            action()
             self._idle.append(inbox)
+            done()
+            del action, done  # they hold what was asked
 
 
 workers = Workers()
@@ -181,9 +190,8 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
             results.append(action())
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             errors.append(error)
-        done.set()
 
-    workers.start(run)
+    workers.start(run, done.set)
     if look is None:
         done.wait(min(limit_s, threading.TIMEOUT_MAX))
     else:

@@ -219,15 +219,17 @@ class JobState:
 class _Workers:
     """Stands in for the threads that ask the store: each question has a task of its own."""
 
-    def start(self, action: Callable[[], None]) -> None:
+    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
         scheduler = substitutes.running.now
         if scheduler is None or scheduler.current is None:
             action()
+            done()
             return
 
         def run() -> None:
             real_store.ask_here()
             action()
+            done()
 
         scheduler.spawn(scheduler.current.process, run)
 
