@@ -24,7 +24,7 @@ from hypercomm.testing import (
     shardings,
     views_of,
 )
-from hypercomm.testing.kit import bodies
+from hypercomm.testing.kit import bodies, bound, running
 from hypercomm.testing.kit.hook import register
 from hypercomm.testing.strategies import EXPERT_NAMES
 
@@ -109,6 +109,11 @@ def test_mappings_of_weights(mapping):
 @given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4)
 def many_ranks(layout):
     raise AssertionError(layout)
+
+
+@given_ranks(st.sampled_from([RankLayout([2], ["tp"]), RankLayout([3], ["tp"])]))
+def is_fine(layout):
+    assert dist.get_world_size() == layout.size
 
 
 @given_ranks(st.integers())
@@ -364,6 +369,22 @@ def test_shrinks():
     with pytest.raises(RankFailedError, match=r"^rank 1 of 2 failed: Traceback") as caught:
         is_wrong()
     assert caught.value.rank == 1
+
+
+# The option of pytest's is the bound where given_ranks has none: also above the machine's.
+@pytest.mark.long
+def test_the_option_is_the_bound(monkeypatch):
+    monkeypatch.setattr(running, "most_ranks", lambda: 1)
+    with pytest.raises(
+        errors.LaunchError, match=r"^an example of is_fine has 2 ranks, more than 1;"
+    ):
+        is_fine()
+    token = bound.current.set(bound.Bound(2))
+    try:
+        is_fine()
+        assert (bound.current.get().ran, bound.current.get().left_out) == (1, [3])
+    finally:
+        bound.current.reset(token)
 
 
 # The plugin's marker, in this very suite.

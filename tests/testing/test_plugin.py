@@ -17,7 +17,8 @@ TESTS = """
     import os, sys, threading, time, unittest
     import pytest, torch, torch.distributed as dist
     from hypothesis import assume, given, settings, strategies as st
-    from hypercomm import HyperCommGrid, run_ranks as start
+    from hypercomm import HyperCommGrid, RankLayout, run_ranks as start
+    from hypercomm.testing import given_ranks
 
     @pytest.fixture
     def lock():
@@ -73,7 +74,29 @@ TESTS = """
             assert self.word == "mine"
             assert total.item() <= 5 * ranks
 
+    sizes = st.sampled_from([2, 3, 5, 400])
+
+    @given_ranks(sizes.map(lambda size: RankLayout([size], ["tp"])), ranks_max=64)
+    def test_some_left_out(layout):
+        assert dist.get_world_size() == layout.size <= 4
+
+    @given_ranks(sizes.map(lambda size: RankLayout([size], ["tp"])))
+    def test_some_left_out_and_wrong(layout):
+        assert layout.size != 3
+
+    @given_ranks(st.sampled_from([RankLayout([5], ["tp"]), RankLayout([6], ["tp"])]))
+    def test_all_left_out(layout):
+        raise AssertionError(layout)
+
+    @given_ranks(st.booleans(), ranks=6)
+    def test_left_out_by_ranks(drawn):
+        raise AssertionError(drawn)
+
     class TestCase(unittest.TestCase):
+        @given_ranks(st.booleans(), ranks=7)
+        def test_left_out_too(self, drawn):
+            raise AssertionError(drawn)
+
         @pytest.mark.ranks(1)
         def test_case(self):
             pass
@@ -211,6 +234,20 @@ def test_drawn(shown):
     assert "    number=7,\n" in told
     assert "Explanation" not in told
     assert "deprecated" not in told
+
+
+# Of given_ranks no example starts that has more ranks than the option allows; the report says how
+# many those were, and a test without any other is skipped.
+def test_left_out(shown):
+    told = "2 of 4 examples were not started: they have more than --ranks-max=4 ranks\n"
+    assert told in about(shown, "test_some_left_out")
+    assert "PASSED test_all.py::test_some_left_out\n" in shown
+    wrong = about(shown, "test_some_left_out_and_wrong")
+    assert " of 3 failed: " in wrong
+    assert " not started: they have more than --ranks-max=4 ranks\n" in wrong
+    for size in (5, 6, 7):
+        told = f"{size} ranks are more than --ranks-max=4, and no example had fewer\n"
+        assert f"SKIPPED [1] test_all.py: {told}" in shown
 
 
 # What cannot work says so in one sentence.

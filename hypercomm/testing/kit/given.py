@@ -14,6 +14,7 @@ from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.shown import shown
 from hypercomm.testing.kit import running
 from hypercomm.testing.kit.bodies import body_of, packed
+from hypercomm.testing.kit.bound import current
 
 try:
     import hypothesis
@@ -51,7 +52,9 @@ def given_ranks(
     Args:
         strategies: What is drawn, as for `hypothesis.given`: for the last arguments of the body.
         ranks: How many ranks there are; default: what the largest layout in an example needs.
-        ranks_max: The most that may start; default: 4 for each processor, and at least 8.
+        ranks_max: The most that an example may have; default: 4 for each processor, and at least
+            8, or pytest's `--ranks-max`. Examples of more ranks than that option's do not start,
+            whatever is given here; where no example is left, the test is skipped.
         max_examples: How many examples are drawn.
         timeout: Seconds that one example may take.
         named: What is drawn, by the name of the body's argument; either these or those.
@@ -68,7 +71,7 @@ def given_ranks(
         ... def test_mean(grid, number):
         ...     assert grid[grid.dim_names].mean(number) == number
     """
-    most = running.most_ranks() if ranks_max is None else positive(ranks_max, "ranks_max")
+    asked = None if ranks_max is None else positive(ranks_max, "ranks_max")
     count = None if ranks is None else positive(ranks, "ranks")
     positive(max_examples, "max_examples")
     check_seconds(timeout)
@@ -97,6 +100,10 @@ def given_ranks(
             if first in drawn and _is_method_of(drawn[first], body.qualname):
                 del drawn[first]  # each rank has an object of its own
             needed = count or _ranks_of(drawn, body.qualname)
+            bound = current.get()
+            if bound is not None and not bound.lets(needed):
+                return  # no reject(): hypothesis would fail a test of which it rejects most
+            most = asked or (running.most_ranks() if bound is None else bound.limit)
             running.check_size(
                 needed,
                 most,

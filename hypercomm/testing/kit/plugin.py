@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from hypercomm.testing.kit.bound import Bound
     from hypercomm.testing.kit.running import Output
     from hypercomm.testing.local import LocalRanks
 
@@ -33,6 +34,7 @@ _MARKER = (
     "for each size. Its fixtures are made in pytest's process, and travel to the ranks by pickle."
 )
 _BEFORE = pytest.StashKey[frozenset[int]]()
+_BOUND = pytest.StashKey["Bound"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks-max",
         type=int,
         metavar="N",
-        help="skip tests marked ranks(...) at sizes above N; default: 4 for each processor, and "
-        "at least 8",
+        help="skip tests marked ranks(...) at sizes above N, and leave out such examples of "
+        "given_ranks; default: 4 for each processor, and at least 8",
     )
     group.addoption(
         "--ranks-timeout",
@@ -198,19 +200,34 @@ def _shown(item: pytest.Item) -> Iterator[Output | None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(
+    item: pytest.Item,
     call: pytest.CallInfo[None],
 ) -> Generator[None, Any, None]:
     """Show a rank's traceback, without that of the process which waited for it."""
     outcome = yield
+    report = outcome.get_result()
+    bound = item.stash.get(_BOUND, None)
+    if bound is not None and call.when == "call" and bound.left_out:
+        _tell_left_out(item, bound, report)
     running = sys.modules.get(_RUNNING)
     error = None if call.excinfo is None else call.excinfo.value
     if running is None or not isinstance(error, running.RanksFailedError):
         return
-    report = outcome.get_result()
     if report.failed:
         notes = "\n".join(getattr(error, "__notes__", ()))  # what hypothesis has to say
         drawn, _, _ = notes.partition("\nExplanation:")  # of lines that ran here, none of a body
         report.longrepr = f"{error}\n{drawn}".rstrip()
+
+
+def _tell_left_out(item: pytest.Item, bound: Bound, report: pytest.TestReport) -> None:
+    """Say which examples of `given_ranks` did not start; without any other, the test is skipped."""
+    if bound.ran or not report.passed:
+        report.sections.append(("given_ranks", bound.told()))
+        return
+    reason = f"{_too_many(min(bound.left_out), item.config)}, and no example had fewer"
+    report.outcome = "skipped"
+    where: Any = (str(item.path), None, f"Skipped: {reason}")  # a line would be one of ours
+    report.longrepr = where
 
 
 # ---- ranks that are left behind -----------------------------------------------------------------
@@ -218,7 +235,16 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Refuse what the marker cannot be for, and remember the ranks that fixtures have started."""
+    """Refuse what the marker cannot be for, and remember the ranks that fixtures have started.
+
+    Before that, bound the examples of `given_ranks`.
+    """
+    limit = item.config.getoption("--ranks-max")
+    if limit is not None:
+        from hypercomm.testing.kit.bound import Bound, current
+
+        item.stash[_BOUND] = Bound(limit)
+        current.set(item.stash[_BOUND])
     sizes = getattr(getattr(item, "callspec", None), "params", {})
     if "ranks" not in sizes and item.get_closest_marker("ranks") is not None:
         pytest.fail(_NO_FUNCTION.format(item.name), pytrace=False)
