@@ -11,6 +11,7 @@ import sys
 import attrs
 import page_runner as runner
 import pytest
+from blame_dumps import Dumps
 
 import hypercomm
 from hypercomm import errors
@@ -231,6 +232,22 @@ def test_json(arguments, nested):
         if key.count(".") == 0 or key.startswith(nested or ("-",))
     }
     assert found == set(documented(arguments[0]))
+
+
+# Blame prints what it found in dumps; who waits in a group is told as in a finding.
+@pytest.mark.torch_free
+def test_json_of_blame(tmp_path):
+    dumps = Dumps(3)
+    for rank in range(2):
+        dumps.call(rank, "WORLD", state="runs")
+    printed = set(keys_of(printed_json("blame", str(dumps.write(tmp_path)))))
+    calls, waits = (
+        {key.removeprefix(path) for key in printed if key.startswith(path)}
+        for path in ("findings[].calls[].", "groups[].waits[].")
+    )
+    assert calls == waits
+    found = {key for key in printed if not key.startswith("groups[].waits[].")}
+    assert found == set(documented("blame"))
 
 
 # What doctor prints is its report and `ok`.
