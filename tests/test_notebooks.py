@@ -1,8 +1,10 @@
 """How values look in a notebook, as dicts that JSON can hold, and as tables of pandas."""
 
 import json
+import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
 from hypercomm.layout.difference import difference
 from hypercomm.testing import fake_world, simulate
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "grid.ipynb"
 ODD = RankLayout([2, 3], ["t<p", "d&p"], 4)
 LISTED = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
 
@@ -155,3 +158,66 @@ def test_pandas():
     for rank in mapping.source_ranks:
         sent = tuple(message.target for message in mapping.sends(rank))
         assert tuple(frame[frame.source == rank].target) == sent
+
+
+KERNEL = """
+import ast, json, pathlib, sys
+
+names = {"__name__": "__main__"}
+for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
+    text = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        continue
+    if text.startswith("%%writefile "):
+        first, _, rest = text.partition("\\n")
+        pathlib.Path(first.split()[1]).write_text(rest)
+        continue
+    *lines, last = ast.parse(text).body
+    if not isinstance(last, ast.Expr):
+        lines, last = [*lines, last], ast.parse("None").body[0]
+    exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+    value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    if value is not None:
+        print("a picture" if "<svg" in getattr(value, "_repr_html_", str)() else value)
+"""
+"""What a kernel does with the cells of a notebook, as far as the example needs it."""
+
+
+# The example's cells run in order, also those on real ranks, and it holds no outputs that grow old.
+@pytest.mark.long
+def test_the_example(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, EXAMPLE],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:5] == [
+        "a picture",
+        "{'tp': 1, 'cp': 0, 'dp': 1}",  # 5 is 1 + 0 * 2 + 1 * 4
+        "{'tp': (4, 5), 'cp': (5, 7), 'dp': (1, 5)}",
+        "None 1",
+        "a picture",
+    ]
+    assert "  this is rank 5, at tp=1, cp=0, dp=1" in lines
+    assert lines[-1] == str([{"tp": 2, "dp": 2}] * 4)
+    notebook = json.loads(EXAMPLE.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert all(not cell.get("outputs") for cell in notebook["cells"])
+
+
+# A function of a cell, which no rank would find, is refused before one starts.
+def test_a_function_of_a_cell():
+    cell = "from hypercomm import run_ranks\ndef work():\n    pass\nrun_ranks(work, 2)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", cell], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "hypercomm.errors.LaunchError: work is defined in a notebook, or at a prompt, where ranks, "
+        "which are processes, do not find it; write it to a file, in a notebook with %%writefile, "
+        "and import it"
+    )

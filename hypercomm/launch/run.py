@@ -65,7 +65,8 @@ def run_ranks(
     server that they come from stays for the next call, and ends with the calling process.
 
     Args:
-        function: What each rank runs; it must be importable: defined at the top of a module.
+        function: What each rank runs; it must be importable: defined at the top of a module, not in
+            a cell of a notebook.
         nprocs: The number of ranks, at most 4096.
         args: Arguments of `function`, the same on every rank. They, and what it returns, travel
             by pickle.
@@ -124,13 +125,20 @@ def check_seconds(timeout: object) -> None:
 
 
 def check_call(function: object, args: object) -> None:
-    """Refuse what is no function, and arguments that are no sequence.
+    """Refuse what is no function, or one that no process finds, and arguments that are no sequence.
 
     Raises:
         LaunchError: Says what was given.
     """
     if not callable(function):
         raise LaunchError(f"function must be callable, got {shown(function)}")
+    main = sys.modules["__main__"]
+    if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        name = getattr(function, "__qualname__", shown(function))
+        raise LaunchError(
+            f"{name} is defined in a notebook, or at a prompt, where ranks, which are processes, "
+            f"do not find it; write it to a file, in a notebook with %%writefile, and import it"
+        )
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
 
