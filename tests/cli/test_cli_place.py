@@ -89,7 +89,7 @@ def test_files(in_process, tmp_path):
     )
     files = ["--on", str(tmp_path / "hosts"), "--on", str(tmp_path / "topology.conf")]
     call = ["place", "tp=2,dp=2,pp=2", *files, "--traffic", "tp=9G,dp=5G,pp=1M", "--json"]
-    found = json.loads(in_process(*call, "--take", "hosts").stdout)
+    found = json.loads(in_process(*call).stdout)
     assert [row["across"] for row in found["groups"] if row["dims"] == ["dp"]] == [4, 4, 0]
     kinds = {proposal["kind"]: proposal for proposal in found["proposals"]}
     rows = kinds["order"]["groups"]
@@ -154,6 +154,11 @@ def test_model(in_process, tmp_path, as_file):
             ["tp=2", "--on", "8", "--write", "order", "x", "--write", "order", "x"],
             "--write order and --write order both name 'x'; give each a file of its own",
         ),
+        (
+            ["tp=2", "--on", "8", "--take", "given"],
+            "what is written and drawn, and nothing is: give --write KIND FILE or --draw FILE, too",
+        ),
+        (["tp=2", "--on", "8", "--take", "best", "--json"], "--take best says what is written"),
         (["tp=2", "--on", "8", "--write", "ordre", "x"], "did you mean 'order'?"),
         (["tp=2", "--on", "8", "--write", "order", "/no/x"], "'/no/x' cannot be written"),
         (["tp=2", "--on", "live"], NO_JOB),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import click
+from click.core import ParameterSource
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -95,6 +96,11 @@ def place_command(
     Then what would be better: another order of dims or hosts, a dim in two, GPUs left out.
     Nothing is started, and torch is not loaded, but with --on live.
     """
+    if _is_given("take") and not write and picture is None:
+        raise click.UsageError(
+            f"--take {take} says what is written and drawn, and nothing is: give --write KIND FILE "
+            f"or --draw FILE, too, or leave it out; all that is proposed is shown without it"
+        )
     _check_apart(write, picture)
     for kind, path in write:
         check_choice("the kind to write", kind, tuple(KINDS), NotationError)
@@ -115,7 +121,8 @@ def place_command(
             gpus_per_host=gpus_per_node,
             groups=wanted or (),
         )
-    texts = [(found.take(take).text_for(kind), path) for kind, path in write]
+    taken = found.take(take)
+    texts = [(taken.text_for(kind), path) for kind, path in write]
     if as_json:
         print(found.to_json())
     else:
@@ -123,8 +130,14 @@ def place_command(
     for text, path in texts:
         save(text, path, force)
     if picture is not None:
-        found.take(take).draw().save(picture, force)
+        taken.draw().save(picture, force)
     return 0
+
+
+def _is_given(parameter: str) -> bool:
+    """Tell whether the user has given an option, or its default stands."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is not ParameterSource.DEFAULT
 
 
 def _check_apart(write: Sequence[tuple[str, str]], picture: str | None) -> None:
