@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from hypercomm.errors import TopologyError
 from hypercomm.layout.reading.checks import positive
+from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.shown import shown
 from hypercomm.topology.found import Found, check_size
 
@@ -25,11 +26,12 @@ def is_blocks(text: str) -> bool:
     return all("=" in part or re.fullmatch(r"\s*-?[0-9]+\s*", part) for part in parts)
 
 
-def read_blocks(on: int | str) -> Found:
+def read_blocks(on: int | str, names: Names = ARGUMENTS) -> Found:
     """Read how many GPUs each unit of a level has.
 
     Args:
         on: The GPUs of each host; or a text with those of each level, innermost first.
+        names: What errors call arguments.
 
     Raises:
         TopologyError: A number is none, a name comes twice, or units do not fit into each other.
@@ -40,7 +42,8 @@ def read_blocks(on: int | str) -> Found:
     """
     if not isinstance(on, str):
         size = positive(on, "the number of GPUs of each host")
-        return Found(f"on={on}", every={"host": check_size(size, f"on={on}")})
+        source = names.given("on", on)
+        return Found(source, every={"host": check_size(size, source)})
     sizes: dict[str, int] = {}
     parts = [part.strip() for part in on.split(",")]
     if len(parts) > len(_LEVELS) and not any("=" in part for part in parts):
@@ -66,4 +69,4 @@ def read_blocks(on: int | str) -> Found:
                 f"in {shown(on)} a {outer} of {large} GPUs does not hold several whole "
                 f"{inner}s of {small}; {' or '.join(map(str, near))} would do"
             )
-    return Found(f"on={on!r}", every=sizes)
+    return Found(names.given("on", on), every=sizes)

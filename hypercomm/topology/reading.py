@@ -15,6 +15,7 @@ import numpy as np
 
 from hypercomm.errors import MissingPackageError, TopologyError
 from hypercomm.layout.reading.checks import as_world_size, positive
+from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.shown import shown, some_of
 from hypercomm.topology.agreeing import check_tree, check_whole
 from hypercomm.topology.blocks import is_blocks, read_blocks
@@ -34,9 +35,6 @@ ORDER = ("host", "sub-domain", "domain", "", "leaf", "spine", "core")
 
 LIVE = "live"
 """What stands for the job that runs."""
-
-_ARGUMENT = "gpus_per_host"
-"""How errors name that argument, as a source."""
 
 _KINDS = (
     "GPUs for each host (8, '8,72', 'host=8,domain=72'), a hostfile, a node list such as "
@@ -155,12 +153,17 @@ def read_topology(
         >>> read_topology(["node[1-4]", "8,16"]).names
         ('host', 'domain')
     """
+    return read_named(on, world_size, gpus_per_host, ARGUMENTS)
+
+
+def read_named(on: On, world_size: int | None, gpus_per_host: int | None, names: Names) -> Topology:
+    """Read where the ranks of a world are, where errors call arguments by other names."""
     world_size = None if world_size is None else as_world_size(world_size)
     if isinstance(on, Topology):
         return _cut(on, world_size)
-    sources = _sources(on, gpus_per_host)
+    sources = _sources(on, gpus_per_host, names)
     if any(source.slots for source in sources):
-        return _cut(_of_hosts(sources, world_size), world_size)
+        return _cut(_of_hosts(sources, world_size, names), world_size)
     if world_size is None:
         raise TopologyError(
             f"{sources[0].source} says how large units are, but not how many: give world_size"
@@ -169,7 +172,10 @@ def read_topology(
 
 
 def read_machine(
-    on: On, ranks: int | None = None, gpus_per_host: int | None = None
+    on: On,
+    ranks: int | None = None,
+    gpus_per_host: int | None = None,
+    names: Names = ARGUMENTS,
 ) -> Callable[[int], Topology]:
     """Read all GPUs that there are, those included that a job of so many ranks leaves out.
 
@@ -177,6 +183,7 @@ def read_machine(
         on: As for `read_topology`.
         ranks: How many ranks hosts of unknown size have together.
         gpus_per_host: As for `read_topology`.
+        names: What errors call arguments.
 
     Returns:
         What gives the machine when told how many GPUs are needed: one that is given by blocks
@@ -191,35 +198,35 @@ def read_machine(
     """
     if isinstance(on, Topology):
         return lambda _: on
-    sources = _sources(on, gpus_per_host)
+    sources = _sources(on, gpus_per_host, names)
     if any(source.slots for source in sources):
-        topology = _of_hosts(sources, ranks)
+        topology = _of_hosts(sources, ranks, names)
         return lambda _: topology
     largest = max(_merged_blocks(sources).values())
     return lambda needed: _of_blocks(sources, -(-needed // largest) * largest)
 
 
-def _sources(on: Source | Sequence[Source], gpus_per_host: int | None) -> list[Found]:
+def _sources(on: On, gpus_per_host: int | None, names: Names) -> list[Found]:
     """Read all that is said of a machine."""
     several = list(on) if isinstance(on, (list, tuple)) else [on]
-    if not several:
-        raise TopologyError(f"on is empty; give {_KINDS}")
-    found = [_read(one) for one in several]
+    found = [_read(one, names) for one in several or [""]]
     if gpus_per_host is not None:
-        size = check_size(positive(gpus_per_host, _ARGUMENT), _ARGUMENT)
-        found.append(Found(_ARGUMENT, every={"host": size}))
+        argument = names["gpus_per_host"]
+        size = check_size(positive(gpus_per_host, argument), argument)
+        found.append(Found(argument, every={"host": size}))
     return found
 
 
-def _of_hosts(sources: Sequence[Found], ranks: int | None) -> Topology:
+def _of_hosts(sources: Sequence[Found], ranks: int | None, names: Names) -> Topology:
     """The levels of hosts that are named, each as often as it has GPUs."""
+    argument = names["gpus_per_host"]
     named = [source for source in sources if source.slots]
     known = {host for one in named for host, count in one.slots.items() if count is not None}
     if known >= named[0].slots.keys():
-        sources = [one for one in sources if one.source != _ARGUMENT]
+        sources = [one for one in sources if one.source != argument]
     every = _merged_blocks(sources)
-    told = next((one for one in sources if "host" in one.every and one.source != _ARGUMENT), None)
-    slots = _slots(named, every.get("host"), ranks, told)
+    told = next((one for one in sources if "host" in one.every and one.source != argument), None)
+    slots = _slots(named, every.get("host"), ranks, told, argument)
     hosts = list(named[0].slots)
     check_size(sum(slots[host] for host in hosts), f"{named[0].source}: all hosts together")
     levels = {"host": [host for host in hosts for _ in range(slots[host])]}
@@ -256,18 +263,18 @@ def place_of(name: str) -> int:
     return ORDER.index(name if name in ORDER else "")
 
 
-def _read(on: object) -> Found:
+def _read(on: object, names: Names) -> Found:
     """Read one source."""
     if isinstance(on, Mapping):
-        return read_labels(on, "on")
+        return read_labels(on, names["on"])
     if isinstance(on, int) and not isinstance(on, bool):
-        return read_blocks(on)
+        return read_blocks(on, names)
     if not isinstance(on, (str, os.PathLike)):
-        raise TopologyError(f"on must be {_KINDS}; got {shown(on)}")
+        raise TopologyError(f"{names['on']} must be {_KINDS}; got {shown(on)}")
     text = os.fspath(on)
     if isinstance(text, str) and isinstance(on, str):
         if not text.strip():
-            raise TopologyError(f"on is empty; give {_KINDS}")
+            raise TopologyError(f"{names['on']} is empty; give {_KINDS}")
         if text == LIVE:
             raise TopologyError(
                 "on='live' is for `hypercomm place`; in a job give hypercomm.live_topology(), "
@@ -275,10 +282,10 @@ def _read(on: object) -> Found:
             )
         if not _is_file(text):
             if is_blocks(text):
-                return read_blocks(text)
+                return read_blocks(text, names)
             if re.search(r"[\[,]", text) and not re.search(r"[/\\]|" + _SUFFIX, text):
                 return Found(f"the node list {shown(text)}", _once(expand_hosts(text), text))
-    return _read_file(on)
+    return _read_file(on, names)
 
 
 _SUFFIX = r"\.(?:json|ya?ml|conf)(?:#.*)?$"
@@ -301,11 +308,11 @@ def _once(hosts: Sequence[str], text: str) -> dict[str, int | None]:
     return dict.fromkeys(hosts)
 
 
-def _read_file(path: str | os.PathLike[str]) -> Found:
+def _read_file(path: str | os.PathLike[str], names: Names) -> Found:
     source = os.fspath(path)
     name = source.partition("#")[0] if isinstance(source, str) and not _is_file(source) else source
     if not isinstance(name, str) or not _is_file(name):
-        raise TopologyError(f"{shown(source)} is no file; on must be {_KINDS}")
+        raise TopologyError(f"{shown(source)} is no file; {names['on']} must be {_KINDS}")
     text, suffix = text_of(name), Path(name).suffix.lower()
     reader = next(read for _, fits, read in READERS if fits(suffix, text))
     return reader(text, source)
@@ -339,9 +346,9 @@ def _of_blocks(sources: Sequence[Found], world_size: int) -> Topology:
 
 
 def _slots(
-    named: Sequence[Found], per_host: int | None, world_size: int | None, told: Found | None
+    named: Sequence[Found], per_host: int | None, ranks: int | None, told: Found | None, what: str
 ) -> dict[str, int]:
-    """The GPUs of each host; `told` is the source that says them of all hosts."""
+    """The GPUs of each host; `told` says them of all hosts, and `what` would."""
     hosts = list(named[0].slots)
     slots: dict[str, int] = {}
     by: dict[str, str] = {}
@@ -366,12 +373,12 @@ def _slots(
         return slots
     if per_host is None:
         known = sum(slots[host] for host in hosts if host in slots)
-        left = 0 if world_size is None else world_size - known
+        left = 0 if ranks is None else ranks - known
         if left < 1 or left % len(unknown):
-            among = f" {world_size} ranks do not spread evenly;" if world_size is not None else ""
+            among = f" {ranks} ranks do not spread evenly;" if ranks is not None else ""
             raise TopologyError(
                 f"{named[0].source} does not say how many GPUs {some_of(unknown, 4)} have;{among} "
-                f"give gpus_per_host, or write 'name slots=8' for each host"
+                f"give {what}, or write 'name slots=8' for each host"
             )
         per_host = left // len(unknown)
     return slots | dict.fromkeys(unknown, per_host)

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.torch_free
 
 NO_JOB = "no launcher was found" if importlib.util.find_spec("torch") else "this needs torch"
 
+MODEL = "hidden=8,layers=1,sequence=1,micro_batches=1,parameters=1"
+
 NVL72 = ["place", "tp=4,dp=16,pp=4", "--on", "4,72", "--traffic", "tp=40G,dp=6G,pp=100M"]
 
 
@@ -113,6 +115,17 @@ def test_model(in_process, tmp_path, as_file):
     ("arguments", "says"),
     [
         (["tp=2", "--on", "nope"], "'nope' is no file; --on must be GPUs for each host"),
+        (["tp=2", "--on", ""], ": --on is empty; give GPUs for each host"),
+        (["tp", "--on", "n1,n2"], "n1, n2 have; give --gpus-per-node, or write 'name slots=8' for"),
+        (["tp=2", "--on", "8", "--on", "host=4"], "host=8 and host=4 of --on 'host=4' contradict"),
+        (
+            ["tp=2", "--on", "8", "--traffic", "tp=1", "--model", MODEL],
+            ": give --traffic or --model, not both: the traffic follows from the model",
+        ),
+        (
+            ["tp=2,dp=2", "--on", "8", "--traffic", "tp=1", "--overlap", "dp"],
+            ": --overlap names dp, whose traffic is not given; there is tp",
+        ),
         (["tp=2", "--on", "8", "--traffic", "tp"], "'tp' in the traffic 'tp' cannot be read"),
         (["tp=2", "--on", "8", "--weights", "host=x"], "--weights gives 'host' 'x', which is no"),
         (["tp=2", "--on", "8", "--weights", "host"], "'host' in --weights 'host' is no name=value"),

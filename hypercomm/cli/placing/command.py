@@ -12,12 +12,13 @@ from rich.table import Column, Table
 
 from hypercomm.cli import options
 from hypercomm.cli.live import machine
-from hypercomm.cli.placing.given import by_options, read_card, read_numbers
+from hypercomm.cli.placing.given import OPTIONS, read_card, read_numbers
 from hypercomm.cli.printing import console, table
 from hypercomm.draw.drawing import KINDS as PICTURES
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
-from hypercomm.layout.placing import Placed, place
+from hypercomm.layout.placing import Placed
+from hypercomm.layout.placing.place import place_named
 from hypercomm.layout.placing.placed import COLUMNS, TAKEN
 from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
@@ -110,17 +111,15 @@ def place_command(
     where = machine(on)
     if where is None:
         return 0
-    with by_options():
-        found = place(
-            sizes,
-            where,
-            traffic=traffic,
-            model=None if model is None else read_card(model),
-            overlapped=overlap or (),
-            weights=None if weights is None else read_numbers(weights, "--weights"),
-            gpus_per_host=gpus_per_node,
-            groups=wanted or (),
-        )
+    found = place_named(
+        *(sizes, where, OPTIONS),
+        traffic=traffic,
+        model=None if model is None else read_card(model),
+        overlapped=overlap or (),
+        weights=None if weights is None else read_numbers(weights, OPTIONS["weights"]),
+        gpus_per_host=gpus_per_node,
+        groups=wanted or (),
+    )
     taken = found.take(take)
     texts = [(taken.text_for(kind), path) for kind, path in write]
     if as_json:

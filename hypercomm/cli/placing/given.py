@@ -1,52 +1,31 @@
-"""What `hypercomm place` is given as text: a model's card, numbers by name."""
+"""What `hypercomm place` is given: its options, and texts as a model's card or numbers by name."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hypercomm.errors import HyperCommError, NotationError
+from hypercomm.errors import NotationError
 from hypercomm.layout.placing import Card
 from hypercomm.layout.placing.traffic import as_amount
+from hypercomm.layout.reading.names import Names
 from hypercomm.layout.reading.shown import shown
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
-_OPTIONS = (
-    (r"gpus_per_host", "--gpus-per-node"),
-    (r"overlapped", "--overlap"),
-    (r"weights names", "--weights names"),
-    (r"on=(?=\S)", "--on "),
-    (r"on must be", "--on must be"),
-    (r"give traffic(?= or|, too)", "give --traffic"),
-    (r"or model, not both", "or --model, not both"),
+OPTIONS = Names(
+    {
+        "on": "--on",
+        "traffic": "--traffic",
+        "model": "--model",
+        "overlapped": "--overlap",
+        "weights": "--weights",
+        "gpus_per_host": "--gpus-per-node",
+    }
 )
 """What arguments of `place` are called on the command line."""
-
-
-@contextmanager
-def by_options() -> Iterator[None]:
-    """Let errors name options in the place of arguments.
-
-    Example:
-        >>> with by_options():
-        ...     raise NotationError("gpus_per_host must be at least 1, got 0")
-        Traceback (most recent call last):
-        hypercomm.errors.NotationError: --gpus-per-node must be at least 1, got 0
-    """
-    try:
-        yield
-    except HyperCommError as error:
-        text = str(error)
-        for argument, option in _OPTIONS:
-            text = re.sub(rf"(?<![\w'\"/.-]){argument}", option, text)
-        error.args = (text, *error.args[1:])
-        raise
 
 
 def read_card(text: str) -> Card:

@@ -22,11 +22,12 @@ from hypercomm.layout.placing.traffic import (
 )
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD, as_flag
+from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.notation import OPEN, parse_sizes
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.layout.reading.sizes import close_sizes
 from hypercomm.topology import Topology
-from hypercomm.topology.reading import On, read_machine, read_topology
+from hypercomm.topology.reading import On, read_machine, read_named
 
 
 def place(
@@ -83,29 +84,61 @@ def place(
           cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
           pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
     """
+    return place_named(
+        *(sizes, on, ARGUMENTS),
+        traffic=traffic,
+        model=model,
+        overlapped=overlapped,
+        weights=weights,
+        gpus_per_host=gpus_per_host,
+        groups=groups,
+        proposals=proposals,
+    )
+
+
+def place_named(
+    sizes: str | RankLayout | Mapping[str, int],
+    on: On,
+    names: Names,
+    *,
+    traffic: Given | None = None,
+    model: Card | Mapping[str, object] | None = None,
+    overlapped: str | Iterable[Dims] = (),
+    weights: Mapping[str, float] | None = None,
+    gpus_per_host: int | None = None,
+    groups: str | Iterable[Dims] = (),
+    proposals: bool = True,
+) -> Placed:
+    """Do what `place` does, where errors call its arguments by other names."""
     proposals = as_flag(proposals, "proposals")
-    layout, machine = _read_both(sizes, on, gpus_per_host)
+    layout, machine = _read_both(sizes, on, gpus_per_host, names)
     if layout.size > LARGEST_WORLD:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; up to {LARGEST_WORLD:,} are placed")
     topology = machine(layout.last_rank + 1)
     if topology.world_size <= layout.last_rank:
         raise WorldSizeError(_too_few(layout, topology.world_size))
     if traffic is not None and model is not None:
-        raise LayoutError("give traffic or model, not both: the traffic follows from the model")
+        raise LayoutError(
+            f"give {names['traffic']} or {names['model']}, not both: the traffic follows from the "
+            f"model"
+        )
     if model is not None:
         card = model if isinstance(model, Card) else Card.read(model)
         sent = card.traffic(layout)
     elif traffic is not None:
-        sent = read_traffic(traffic, layout, overlapped)
+        sent = read_traffic(traffic, layout, overlapped, names)
     else:
         sent = usual_traffic(layout)
     if traffic is None and overlapped:
-        raise LayoutError("overlapped says of traffic what goes on beside it: give traffic, too")
+        raise LayoutError(
+            f"{names['overlapped']} says of traffic what goes on beside it: give "
+            f"{names['traffic']}, too"
+        )
     placed = look(
         layout,
         topology,
         sent,
-        weights_of(topology, _read_weights(weights, topology)),
+        weights_of(topology, _read_weights(weights, topology, names["weights"])),
         is_assumed=traffic is None and model is None,
         groups=[layout.order_dims(dims) for dims in as_items(groups, "groups")],
     )
@@ -113,27 +146,27 @@ def place(
 
 
 def _read_both(
-    sizes: object, on: On, gpus_per_host: int | None
+    sizes: object, on: On, gpus_per_host: int | None, names: Names
 ) -> tuple[RankLayout, Callable[[int], Topology]]:
     """Read the layout and the machine, either of which may follow from the other."""
     if isinstance(sizes, RankLayout):
-        return sizes, read_machine(on, sizes.last_rank + 1, gpus_per_host)
+        return sizes, read_machine(on, sizes.last_rank + 1, gpus_per_host, names)
     if not isinstance(sizes, (str, Mapping)):
         raise LayoutError(f"sizes must be like 'tp=4,dp=16', or a layout, got {shown(sizes)}")
     named = parse_sizes(sizes) if isinstance(sizes, str) else dict(sizes)
     if OPEN in named.values():
-        gpus = _count(on, gpus_per_host)
+        gpus = _count(on, gpus_per_host, names)
         named = close_sizes(named, gpus, f"the machine has {gpus} GPUs")
     else:
         named = close_sizes(named, None)
     layout = RankLayout([*named.values()], [*named])
-    return layout, read_machine(on, layout.size, gpus_per_host)
+    return layout, read_machine(on, layout.size, gpus_per_host, names)
 
 
-def _count(on: On, gpus_per_host: int | None) -> int:
+def _count(on: On, gpus_per_host: int | None, names: Names) -> int:
     """The GPUs of a machine that names its hosts."""
     try:
-        return read_topology(on, gpus_per_host=gpus_per_host).world_size
+        return read_named(on, None, gpus_per_host, names).world_size
     except TopologyError as error:
         said = str(error).removesuffix(": give world_size")
         raise type(error)(
@@ -158,16 +191,16 @@ def _too_few(layout: RankLayout, gpus: int) -> str:
     )
 
 
-def _read_weights(weights: object, topology: Topology) -> Mapping[str, float]:
+def _read_weights(weights: object, topology: Topology, what: str) -> Mapping[str, float]:
     if weights is None:
         return {}
     if not isinstance(weights, Mapping):
-        raise LayoutError(f"weights must give numbers by level, got {shown(weights)}")
+        raise LayoutError(f"{what} must give numbers by level, got {shown(weights)}")
     found: dict[str, float] = {}
     for name, weight in weights.items():
         if name not in topology.names:
             raise LayoutError(
-                f"weights names no level of this machine with {shown(name)}; it has "
+                f"{what} names no level of this machine with {shown(name)}; it has "
                 f"{list(topology.names)}{did_you_mean(name, topology.names)}"
             )
         number = as_number(weight)

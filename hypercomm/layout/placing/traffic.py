@@ -13,6 +13,7 @@ import numpy as np
 from hypercomm.errors import LayoutError, NotationError
 from hypercomm.layout.numbering.numbering import Dims, Numbering
 from hypercomm.layout.reading.checks import as_dims, as_flag, as_tuple, check_choice
+from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.shown import shown
 
 Pattern = Literal["ring", "chain", "all-to-all"]
@@ -148,7 +149,10 @@ Given = str | Mapping[str, "int | float | Traffic"]
 
 
 def read_traffic(
-    given: Given, layout: Numbering, overlapped: str | Iterable[Dims] = ()
+    given: Given,
+    layout: Numbering,
+    overlapped: str | Iterable[Dims] = (),
+    names: Names = ARGUMENTS,
 ) -> dict[tuple[str, ...], Traffic]:
     """Read what is said of the traffic of a layout's dims.
 
@@ -156,6 +160,7 @@ def read_traffic(
         given: Bytes for each rank and step, as "tp=40G,dp+cp=6.5G", or by dims.
         layout: The layout.
         overlapped: Dims whose traffic goes on beside the computation.
+        names: What errors call arguments.
 
     Raises:
         NotationError: The text cannot be read.
@@ -170,7 +175,7 @@ def read_traffic(
     by_dims = _parse(given) if isinstance(given, str) else given
     if not isinstance(by_dims, Mapping) or not by_dims:
         raise LayoutError(f"traffic must give bytes by dims; {_EXAMPLE}, got {shown(given)}")
-    hidden = [layout.order_dims(dims) for dims in as_items(overlapped)]
+    hidden = [layout.order_dims(dims) for dims in as_items(overlapped, names["overlapped"])]
     found: dict[tuple[str, ...], Traffic] = {}
     for name, said in by_dims.items():
         dims = layout.order_dims(as_dims(name))
@@ -184,17 +189,17 @@ def read_traffic(
     unknown = [dims for dims in hidden if dims not in found]
     if unknown:
         raise LayoutError(
-            f"overlapped names {'+'.join(unknown[0])}, whose traffic is not given; there is "
-            f"{', '.join('+'.join(dims) for dims in found)}"
+            f"{names['overlapped']} names {'+'.join(unknown[0])}, whose traffic is not given; "
+            f"there is {', '.join('+'.join(dims) for dims in found)}"
         )
     return found
 
 
-def as_items(value: str | Iterable[Dims], what: str = "overlapped") -> tuple[Dims, ...]:
+def as_items(value: str | Iterable[Dims], what: str) -> tuple[Dims, ...]:
     """Read one set of dims, or several: "dp", "dp+cp,tp", ["dp"].
 
     Example:
-        >>> as_items("dp+cp,tp"), as_items(["dp"]), as_items(())
+        >>> as_items("dp+cp,tp", "groups"), as_items(["dp"], "groups"), as_items((), "groups")
         (('dp+cp', 'tp'), ('dp',), ())
     """
     if isinstance(value, str):
