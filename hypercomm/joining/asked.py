@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import LaunchError
-from hypercomm.launch.launchers import LAUNCHERS, FoundJob, Launcher, find_job, held_in
+from hypercomm.launch.launchers import FoundJob, Launcher, find_job, held_in, none_found
 from hypercomm.launch.traps import check_alone
 from hypercomm.layout.reading.checks import as_int
 from hypercomm.layout.reading.shown import shown
@@ -111,7 +111,12 @@ class Asked:
         environment = self.variables()
         found = find_job(environment)
         if found is None and self.need_launcher:
-            raise LaunchError(not_launched())
+            raise LaunchError(
+                none_found(
+                    "start the program with torchrun, srun or mpirun, or give rank=, size=, "
+                    "address= and port="
+                )
+            )
         if found is None:
             check_alone(held_in(environment))
             self._check_alone_here()
@@ -155,12 +160,3 @@ class Asked:
                 f"{name}={shown(getattr(self, name))}, and no launcher has told which rank this "
                 f"is; give rank= and size=, too"
             )
-
-
-def not_launched() -> str:
-    """Say that no launcher was found, and what was looked at."""
-    looked = dict.fromkeys(name for row in LAUNCHERS for name in (row.rank, *row.size))
-    return (
-        f"no launcher was found: none of {', '.join(looked)} is set; start the program with "
-        f"torchrun, srun or mpirun, or give rank=, size=, address= and port="
-    )

@@ -219,6 +219,16 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     return _with_place(alike[0], alike, held)
 
 
+def none_found(advice: str) -> str:
+    """Say that no launcher was found, what was looked at, and what to do.
+
+    >>> none_found("use srun")  # doctest: +ELLIPSIS
+    'no launcher was found: none of RANK, WORLD_SIZE, OMPI_COMM_WORLD_RANK, ... is set; use srun'
+    """
+    looked = dict.fromkeys(name for row in LAUNCHERS for name in (row.rank, *row.size))
+    return f"no launcher was found: none of {', '.join(looked)} is set; {advice}"
+
+
 def held_in(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what an environment holds of the variables that are looked at.
 

@@ -105,6 +105,16 @@ def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, sentence):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 
+# Outside a job, the advice is what a shell takes.
+def test_live_outside_a_job(in_process):
+    pytest.importorskip("torch")
+    done = in_process("draw", "tp=2", "--on", "live")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "as in `torchrun --nproc-per-node 8 --no-python hypercomm draw ...`" in done.stderr
+    assert "or give --on a file, a node list or GPUs for each host" in done.stderr
+    assert "rank=" not in done.stderr
+
+
 # Several --on tell one machine: the first names the hosts, the next says in which domain they are.
 def test_several_on(in_process, tmp_path):
     hosts, switches = tmp_path / "hosts", tmp_path / "switches.json"

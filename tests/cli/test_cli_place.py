@@ -14,7 +14,11 @@ from hypercomm import RankLayout
 
 pytestmark = pytest.mark.torch_free
 
-NO_JOB = "no launcher was found" if importlib.util.find_spec("torch") else "this needs torch"
+NO_JOB = (
+    "torchrun --nproc-per-node 8 --no-python hypercomm place ...`, with srun or"
+    if importlib.util.find_spec("torch")
+    else "this needs torch"
+)
 
 MODEL = "hidden=8,layers=1,sequence=1,micro_batches=1,parameters=1"
 
