@@ -9,11 +9,12 @@ from hypercomm.blame.comparing import Difference
 from hypercomm.blame.order import Votes
 from hypercomm.blame.records import FROM_ANYBODY, Call, Evidence, GroupId
 from hypercomm.blame.waiting import Wait
+from hypercomm.layout.reading.counting import plural
 from hypercomm.layout.reading.notation import format_ranks
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
+    return f"{plural('rank', len(ranks))} {format_ranks(sorted(ranks))}"
 
 
 def call_in_group(evidence: Evidence, group: GroupId, call: Call) -> str:

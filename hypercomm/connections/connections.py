@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.layout.reading.tables import as_html
@@ -85,8 +86,8 @@ class Connections:
 
     def _headline(self) -> str:
         edges = sum(row.is_edge for row in self.rows)
-        groups = _several(len(self.rows) - edges, "communicator")
-        more = f" and {_several(edges, 'edge')}" if edges else ""
+        groups = counted(len(self.rows) - edges, "communicator")
+        more = f" and {counted(edges, 'edge')}" if edges else ""
         return (
             f"{groups}{more} in {self.seconds:.3f} s, after a meeting of "
             f"{self.meeting_seconds:.3f} s"
@@ -106,10 +107,6 @@ class Connections:
     def _repr_html_(self) -> str:
         columns, rows = self._cells()
         return as_html(self._headline(), columns, rows)
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _plain(_: type, __: Any, value: Any) -> Any:

@@ -13,12 +13,12 @@ import numpy as np
 from hypercomm.draw.palette import AMOUNTS, FILLS, MARKS, MIXED, RESULTS, shade
 from hypercomm.draw.parts.amounts import amount_words, amounts_of, summary
 from hypercomm.draw.parts.cells import Cells, cells_of, groups_in
-from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.parts.fates import Fate, fates
 from hypercomm.draw.parts.groups_lit import GroupsLit, dims_in, long_dims
 from hypercomm.draw.parts.words import about
 from hypercomm.draw.scenes import ChangeScene, Dims, GridScene, MatrixScene, Scene
 from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.topology import Topology
 

@@ -18,6 +18,7 @@ from hypercomm.layout.reading.checks import (
     is_utf8,
     world_too_small,
 )
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import OPEN, format_ranks, parse_sizes
 from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.reading.sizes import check_one_open, close_sizes, known_size
@@ -207,7 +208,7 @@ class Placement:
             raise WorldSizeError(f"requires={wanted!r}, but {problem}")
 
     def __str__(self) -> str:
-        count = f"{len(self.layouts)} grid{'s' * (len(self.layouts) > 1)}"
+        count = counted(len(self.layouts), "grid")
         if self.kind == "tiled":
             return f"{count}, tiling the world of {self.world_size} ranks"
         if self.kind == "overlapping":

@@ -15,6 +15,7 @@ import numpy as np
 
 from hypercomm.errors import MissingPackageError, TopologyError
 from hypercomm.layout.reading.checks import as_world_size, positive
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.shown import shown, some_of
 from hypercomm.topology.agreeing import check_tree, check_whole
@@ -389,9 +390,8 @@ def _cut(topology: Topology, world_size: int | None) -> Topology:
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
-        several = "s" * (topology.world_size > 1)
         raise TopologyError(
-            f"the topology has {topology.world_size} GPU{several}, but the world has {world_size} "
-            f"ranks; add hosts, or start {topology.world_size} rank{several}"
+            f"the topology has {counted(topology.world_size, 'GPU')}, but the world has "
+            f"{world_size:,} ranks; add hosts, or start {counted(topology.world_size, 'rank')}"
         )
     return topology.select(range(world_size))

@@ -13,6 +13,7 @@ from hypercomm.cli.plan.keys import AskedViews, Key
 from hypercomm.cli.plan.picture import picture
 from hypercomm.cli.printing import console, numbers, table
 from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import format_coords
 
 _LINES, _COLUMNS = 24, 80
@@ -37,7 +38,7 @@ def headlines(
             default: nothing that the screen must hold.
     """
     last = found["rank_offset"] + found["ranks"] - 1
-    hosts = f"{found['hosts']:,} host{'s' * (found['hosts'] > 1)} of {found['gpus_per_node']}"
+    hosts = f"{counted(found['hosts'], 'host')} of {found['gpus_per_node']}"
     ranks = f"{found['ranks']:,} ranks {found['rank_offset']}..{last}"
     lines = [
         f"{found['layout']}: {ranks}; the first dim varies fastest",
@@ -148,9 +149,9 @@ def _show_communicators(found: dict[str, Any]) -> None:
     rows = {"single dims": "single_dims", f"all {listed} above": "groups"}
     for title, key in rows.items():
         cells: list[str] = []
-        for counted in (all_of_them[key]["never"], all_of_them[key]["identical"]):
-            cells += [f"{counted['process_groups']:,}", _size(counted["nccl_bytes"])]
-            cells += [f"{counted['gloo_sockets']:,}" for _ in sockets]
+        for costs in (all_of_them[key]["never"], all_of_them[key]["identical"]):
+            cells += [f"{costs['process_groups']:,}", _size(costs["nccl_bytes"])]
+            cells += [f"{costs['gloo_sockets']:,}" for _ in sockets]
         made.add_row(title.rpartition(" ")[0] if is_narrow else title, *cells)
     out.print(made)
     each = _size(all_of_them["nccl_bytes_each"])

@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import MatrixScene
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import format_ranks
 
 MOST_SIDE = 48

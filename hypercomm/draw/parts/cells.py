@@ -11,9 +11,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import distinct, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.topology import Topology
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from hypercomm.draw.parts.groups_lit import GroupsLit, long_dims
 from hypercomm.draw.scenes import ChangeScene, Dims, Result, ranks_of
+from hypercomm.layout.reading.counting import counted
 
 MOST_RANKS_OF_ALL = 64
 """Up to so many ranks, a picture shows the groups over every dim; else over one."""
@@ -36,8 +37,8 @@ class Fate:
         kept = int(np.count_nonzero(self.kept))
         left = self.lit.count - kept
         told = [f"{count:,} {what}" for count, what in ((kept, "kept"), (left, self.otherwise))]
-        groups = f"group{'s' * (self.lit.count > 1)} of {self.lit.size:,}"
-        return f"{self.lit.count:,} {groups}: {', '.join(t for t in told if t[:2] != '0 ')}"
+        groups = f"{counted(self.lit.count, 'group')} of {self.lit.size:,}"
+        return f"{groups}: {', '.join(t for t in told if t[:2] != '0 ')}"
 
 
 def fates(scene: ChangeScene) -> list[tuple[str, Fate | None, Fate | None]]:

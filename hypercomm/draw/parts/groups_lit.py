@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.parts.counting import plural
 from hypercomm.draw.scenes import Dims, distinct, group_of_each, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout.reading.counting import counted, plural
 from hypercomm.topology import Level, Topology
 
 
@@ -73,7 +73,7 @@ class GroupsLit:
         >>> GroupsLit(Numbering([2, 3], ["tp", "dp"]), ("dp",)).words()
         '2 groups of 3'
         """
-        text = f"{self.count:,} group{'s' * (self.count > 1)} of {self.size:,}"
+        text = f"{counted(self.count, 'group')} of {self.size:,}"
         for level in topology.levels if topology else ():
             least, most = self.reach(level)
             if least == most == 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hypercomm.draw.parts.cells import MOST_RANKS, MOST_UNITS, cells_of
-from hypercomm.draw.parts.counting import counted
 from hypercomm.draw.scenes import GridScene, distinct, ranks_of
+from hypercomm.layout.reading.counting import counted
 from hypercomm.topology import Topology
 
 

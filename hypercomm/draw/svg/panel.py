@@ -13,6 +13,7 @@ from hypercomm.draw.scenes import Dims
 from hypercomm.draw.svg.blocks import Block, escaped, fitted, label, rectangle
 from hypercomm.draw.svg.placed import Size, draw_frames, place
 from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout.reading.counting import counted, plural
 from hypercomm.layout.reading.notation import format_coords, format_ranks
 from hypercomm.topology import Topology
 
@@ -163,10 +164,10 @@ def _units(
         x, y = at[cell]
         told = format_ranks(groups.tolist())
         first = int(cells.firsts[cell])
-        ranks = f"{int(cells.counts[cell]):,} ranks"
+        ranks = counted(int(cells.counts[cell]), "rank")
         tip = (
             f"{cells.kind} {cells.names[cell]}: {ranks}, the first is {first}\n"
-            f"{lit.name} group{'s' * (groups.size > 1)} {told} ({groups.size:,} of {lit.count:,})"
+            f"{lit.name} {plural('group', groups.size)} {told} ({groups.size:,} of {lit.count:,})"
         )
         parts.append(f'<g class="g"><title>{escaped(tip)}</title>')
         parts.append(_filled(x, y, size.width, size.height, Look("mixed")))

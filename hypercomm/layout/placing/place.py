@@ -22,6 +22,7 @@ from hypercomm.layout.placing.traffic import (
 )
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD, as_flag
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.names import ARGUMENTS, Names
 from hypercomm.layout.reading.notation import OPEN, parse_sizes
 from hypercomm.layout.reading.shown import did_you_mean, shown
@@ -183,9 +184,8 @@ def _too_few(layout: RankLayout, gpus: int) -> str:
         if 1 <= gpus // others < layout.size_of(dim):
             near.append((gpus // others * others, f"{dim}={gpus // others}"))
     near.sort(key=lambda one: -one[0])
-    fits = " or ".join(f"{size} ({ranks:,} rank{'s' * (ranks > 1)})" for ranks, size in near)
-    lacking = layout.last_rank + 1 - gpus
-    more = f"{lacking:,} more GPU{'s' * (lacking > 1)}"
+    fits = " or ".join(f"{size} ({counted(ranks, 'rank')})" for ranks, size in near)
+    more = counted(layout.last_rank + 1 - gpus, "more GPU")
     return f"{layout} needs {layout.last_rank + 1:,} GPUs, but the machine has {gpus:,}; " + (
         f"{fits} would fit, and so would all with {more}" if near else f"{more} would do"
     )

@@ -17,6 +17,7 @@ from hypercomm.layout.placing.spread import Spread
 from hypercomm.layout.placing.traffic import Traffic
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.topology import Topology
@@ -191,7 +192,7 @@ class Placed:
     def headline(self) -> str:
         """The layout and its machine in one sentence."""
         units = self.topology.select(self.layout.ranks).levels
-        told = ", ".join(f"{one.units:,} {_plural(one.name, one.units)}" for one in units)
+        told = ", ".join(counted(one.units, one.name) for one in units)
         return f"{self.layout}: {self.layout.size:,} ranks on {told}"
 
     @property
@@ -330,12 +331,6 @@ class Proposal:
 
     def __repr__(self) -> str:
         return f"<Proposal: {self.headline}>"
-
-
-def _plural(name: str, count: int) -> str:
-    if count == 1:
-        return name
-    return "leaves" if name == "leaf" else f"{name}s"
 
 
 def _runs(gpus: tuple[int, ...]) -> str:

@@ -132,12 +132,13 @@ def _too_many(size: int, config: pytest.Config) -> str:
     limit = _most(config)
     if config.getoption("--ranks-max") is not None:
         return f"{size} ranks are more than --ranks-max={limit}"
+    from hypercomm.layout.reading.counting import counted
     from hypercomm.testing.kit import running
 
-    count = running.cores()
+    processors = counted(running.cores(), "processor")
     return (
-        f"{size} ranks are more than the {limit} that this machine with {count} "
-        f"processor{'s' if count > 1 else ''} should start; --ranks-max={size} starts them"
+        f"{size} ranks are more than the {limit} that this machine with {processors} should "
+        f"start; --ranks-max={size} starts them"
     )
 
 

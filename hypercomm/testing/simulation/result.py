@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from hypercomm.errors import DisagreementError
+from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.testing.simulation.calls import CallDisagreement, Collective
 from hypercomm.testing.simulation.creations import Creation, Disagreement
@@ -47,16 +48,12 @@ class Simulation(Generic[Result]):
             raise DisagreementError("\n".join(self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        kinds: dict[str, list[Disagreement | CallDisagreement]] = {
-            "process group{s} would not come about": [],
-            "collective{s} would not meet": [],
-        }
-        groups, calls = kinds.values()
-        for one in self.disagreements:
-            (groups if isinstance(one, Disagreement) else calls).append(one)
-        for words, found in kinds.items():
+        groups = [one for one in self.disagreements if isinstance(one, Disagreement)]
+        calls = [one for one in self.disagreements if not isinstance(one, Disagreement)]
+        kinds = (("process group", "come about", groups), ("collective", "meet", calls))
+        for what, verb, found in kinds:
             if found:
-                yield f"{len(found):,} {words.format(s='s' * (len(found) != 1))}:"
+                yield f"{counted(len(found), what)} would not {verb}:"
                 yield from (f"  {one}" for one in found[:_SHOWN])
             if len(found) > _SHOWN:
                 yield f"  and {len(found) - _SHOWN:,} more"
