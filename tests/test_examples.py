@@ -28,6 +28,7 @@ TOLERANCES = {
     "ported_megatron": 1e-5,
     "reinforcement_actors": 0,
     "reinforcement_weights": 0,
+    "renew_world": 1e-12,
     "ring_attention": 1e-4,
     "sharded_layer": None,  # it compares on its ranks
     "survivors": 1e-12,
@@ -62,7 +63,7 @@ MISSING = {
     ),
     "three_d_training": NO_FSDP2,
 }
-LOSES_RANKS = {"elastic_restart", "survivors"}
+LOSES_RANKS = {"elastic_restart", "renew_world", "survivors"}
 """Those in which a rank that does not come in time is lost."""
 ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
 
@@ -114,6 +115,11 @@ def test_example(name, tmp_path):
     if name == "elastic_restart":
         assert "rank 2 failed: killed by signal 9 (SIGKILL)\n" in done.stdout
         assert "tp=1,dp=3, from step 3 on: " in done.stdout
+    if name == "renew_world":
+        assert (
+            "gpu=2,host=2, without ranks 2..3: host=1; rank 5 is 3; leaves: [2]\n"
+            "exit codes: [0, 0, 0, -9, 0, 0]\n" in done.stdout
+        )
     if name == "survivors":
         assert "tp=2,dp=3, without ranks 4..5: dp=2; spare: ranks [4]\n" in done.stdout
     if name == "sharded_layer":
