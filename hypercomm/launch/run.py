@@ -92,6 +92,7 @@ def run_ranks(
             f"and simulate() stand for larger jobs"
         )
     check_call(function, args)
+    check_importable(function)
     check_seconds(timeout)
     if group_timeout is not None:
         check_duration("group_timeout", group_timeout, LaunchError)
@@ -125,13 +126,23 @@ def check_seconds(timeout: object) -> None:
 
 
 def check_call(function: object, args: object) -> None:
-    """Refuse what is no function, or one that no process finds, and arguments that are no sequence.
+    """Refuse what is no function, and arguments that are no sequence.
 
     Raises:
         LaunchError: Says what was given.
     """
     if not callable(function):
         raise LaunchError(f"function must be callable, got {shown(function)}")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
+
+
+def check_importable(function: Callable[..., object]) -> None:
+    """Refuse a function that other processes do not find.
+
+    Raises:
+        LaunchError: Says where it is defined.
+    """
     main = sys.modules["__main__"]
     if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         name = getattr(function, "__qualname__", shown(function))
@@ -139,8 +150,6 @@ def check_call(function: object, args: object) -> None:
             f"{name} is defined in a notebook, or at a prompt, where ranks, which are processes, "
             f"do not find it; write it to a file, in a notebook with %%writefile, and import it"
         )
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
 
 
 def check_devices(backend: str, ranks: int) -> None:

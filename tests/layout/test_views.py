@@ -117,7 +117,8 @@ def test_shared_dims_make_the_same_groups():
         seen[fits, bool(shared)] += 1
 
     check()
-    assert min(seen[fits, True] for fits in (True, False)) > examples(1500) / 50, seen
+    if examples(1500) == 1500:  # of few examples, too few may share dims
+        assert min(seen[fits, True] for fits in (True, False)) > 30, seen
 
 
 # What cannot be a view is refused with the numbers or the names, and nothing has changed.
