@@ -48,6 +48,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
             hosts = [host for host in grid.layout.groups("gpu") if {*host} <= {*left}]
             ranks = [rank for host in hosts for rank in host]
             if dist.get_rank() not in ranks:
+                grid.abort()
                 return "leaves", []
             del parallel  # it holds the old WORLD
             job = renew_world(ranks)
@@ -57,6 +58,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
         else:
             optimizer.step()
             losses.append(float(mean))
+    grid.destroy()
     if job is not None:
         job.leave()  # as all of this WORLD are there, it ends like any other
     return how, losses
