@@ -35,7 +35,7 @@ _STYLES = (
 )  # the last one has the narrow windows
 _SCRIPTS = (  # a script uses the names of those before it, and of others once the page has loaded
     *("data.js", "grid.js", "boxes.js", "blocks.js", "theme.js", "colouring.js", "view.js"),
-    *("cells.js", "paint.js", "ranks_picture.js", "about.js", "matrix.js", "search.js"),
+    *("cells.js", "paint.js", "edges.js", "ranks_picture.js", "about.js", "matrix.js", "search.js"),
     *("panel.js", "keys.js", "main.js"),
 )
 _INT32 = np.iinfo(np.int32)

@@ -640,6 +640,60 @@ def test_modules(show):
     assert about(browser)["where"] == {"module": "llm", "spare": "in no grid"}
 
 
+WAYS = """JSON.stringify(hypercomm.picture.ways.map((way) => {
+  const { picture: { panes: [{ boxes }], world, grids }, view, canvas } = hypercomm;
+  const isIn = ([x, y], box) =>
+    x > box.x && x < box.x + box.width && y > box.y && y < box.y + box.height;
+  const frame = ([x, y]) => grids.findIndex((_, module) => {
+    const box = boxes.box(0, module);
+    const wide = { x: box.x - 0.1, y: box.y, width: box.width + 0.2, height: box.height };
+    return isIn([x, y], wide); // a straight one ends at the edge
+  });
+  const along = (part, to, from) =>
+    [0, 1].map((axis) => from[axis] + part * (to[axis] - from[axis]));
+  const inside = way.map((_, i) => i).slice(1).flatMap((i) =>
+    Array.from({ length: 100 }, (_, step) => along((step + 0.5) / 100, way[i], way[i - 1])));
+  const slots = Array.from({ length: world.size }, (_, slot) => slot);
+  const middle = along(0.2, way.at(way.length > 2 ? 2 : 1), way.at(way.length > 2 ? 1 : 0));
+  const stage = canvas.getBoundingClientRect();
+  return {
+    ends: [frame(inside[0]), frame(inside.at(-1))],
+    covered: slots.filter((slot) => inside.some((point) => isIn(point, boxes.box(-1, slot)))),
+    middle: [stage.x + view.toX(middle[0]), stage.y + view.toY(middle[1])],
+  };
+}))"""
+"""For each arrow the frames it begins and ends in, the cells that it covers, and a pixel of it."""
+
+
+# An arrow for each edge runs from one module's frame to the other's and covers no cell: to the next
+# one, back, to the row below, over one in between and up again. With one module, there are none.
+@pytest.mark.parametrize("dark", [False, True])
+def test_arrows_between_modules(show, dark):
+    grids = tuple((f"m{i}", RankLayout([2, 4], ["tp", "dp"], 8 * i)) for i in range(5))
+    edges = [[0, 1], [2, 1], [2, 3], [0, 2], [4, 0]]
+    pairs = tuple((f"m{here}", f"m{there}") for here, there in edges)
+    browser = show(GridScene("five", grids, dims=("tp",), edges=pairs), dark=dark)
+    ways = json.loads(browser.run(WAYS))
+
+    def is_light():
+        return [sum(colour_at(browser, *way["middle"])) > 3 * 128 for way in ways]
+
+    assert [way["ends"] for way in ways] == edges
+    assert [way["covered"] for way in ways] == [[]] * len(edges)
+    assert is_light() == [dark] * len(edges)
+    browser.run("document.querySelectorAll('#modules button')[1].click()")
+    frames(browser)
+    assert is_light() == [not dark] * len(edges)
+
+
+# Where hosts are the frames, modules have none: the row of buttons says who sends to whom.
+def test_no_arrows_between_hosts(show):
+    grids = (("a", RankLayout.parse("tp=4")), ("b", RankLayout([4], ["tp"], 4)))
+    browser = show(GridScene("ab", grids, read_topology(4, 8), ("tp",), edges=(("a", "b"),)))
+    assert browser.run("hypercomm.picture.ways.length") == 0
+    assert "→" in text_of(browser, "modules")
+
+
 # A module of other dims keeps the colours of those that it has.
 def test_modules_on_the_same_ranks(show):
     grids = (("dense", RankLayout.parse("tp=2,dp=4")), ("expert", RankLayout.parse("ep=4,dp=2")))

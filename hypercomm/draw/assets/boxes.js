@@ -5,12 +5,14 @@ const PAD = 0.14;
 const HEADERS = [0.36, 0.6, 0.9, 1.3, 2]; // of frames at least, from the inside to the outside
 const HEADER_SHARE = 0.045; // of a frame's width, so that names grow with what they name
 const GAPS = [0, 0.16, 0.36, 0.8, 1.6, 3]; // between cells, hosts, domains, ...
+const ROOM_FOR_ARROWS = 0.08; // of a module's width, between modules
 
 class Boxes {
   /** Units of a level all get the room of the largest, so that a place is found by division. */
   constructor(levels, slots, aspect) {
     this.levels = levels;
     this.slots = slots;
+    this.roomy = null; // the level of what has arrows between its units
     this.top = levels.length; // the level of the picture itself, which has one unit
     this.parents = levels.map((_, level) => this.parentsOf(level));
     this.kids = [];
@@ -66,7 +68,8 @@ class Boxes {
     for (let level = 0; level <= this.top; level++) {
       const isTop = level === this.top;
       const isAlone = this.count(level) === 1; // it fills the window, as the picture does
-      const gap = GAPS[Math.min(level, GAPS.length - 1)];
+      const room = level - 1 === this.roomy ? ROOM_FOR_ARROWS * width : 0;
+      const gap = Math.max(GAPS[Math.min(level, GAPS.length - 1)], room);
       const [stepX, stepY] = [width + gap, height + gap];
       const columns = columnsFor(
         this.kids[level].most,

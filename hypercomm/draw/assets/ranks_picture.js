@@ -21,6 +21,7 @@ class RanksPicture {
     this.row = [askedFor("before"), askedFor("after"), 0].find((row) => row >= 0);
     this.dims = new Set(scene.dims);
     if (!this.dims.size) this.dims.add(this.firstDim());
+    if (scene.edges?.length) this.panes[0].boxes.roomy = levelOfModules(this.levels);
     this.arrange(1.6);
     this.recolour();
   }
@@ -73,6 +74,7 @@ class RanksPicture {
     this.places = this.panes.map((_, i) =>
       isWide ? { x: i * (width + gap), y: 0 } : { x: 0, y: i * (height + gap) },
     );
+    this.ways = waysOf(this.scene.edges, this.panes[0]);
     const last = this.places.at(-1);
     this.width = last.x + width;
     this.height = last.y + height;
@@ -98,6 +100,7 @@ class RanksPicture {
       paintCells(pen, own, pane);
       if (this.isChange) this.paintTitle(pen, view, i);
     });
+    if (this.grid < 0) paintArrows(pen, view, this.ways);
   }
 
   paintTitle({ ctx, theme }, view, i) {
