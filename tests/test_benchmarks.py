@@ -184,7 +184,7 @@ def test_calls(modules, tmp_path, monkeypatch):
 
 
 # The script itself counts a creation: each call of a file, each change to one that is called.
-@pytest.mark.long
+@pytest.mark.slow
 def test_calls_of_a_creation():
     command = [sys.executable, str(BENCHMARKS / "calls.py"), "--trace"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

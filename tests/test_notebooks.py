@@ -184,7 +184,7 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
 
 
 # The example's cells run in order, also those on real ranks, and it holds no outputs that grow old.
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_example(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KERNEL, EXAMPLE],

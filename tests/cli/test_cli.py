@@ -145,7 +145,7 @@ def test_ctrl_c():
 
 # Ctrl-C while torch is still being loaded ends it as well, without a traceback from anywhere.
 @pytest.mark.long
-@pytest.mark.parametrize("seconds", [0.1, 0.4])
+@pytest.mark.parametrize("seconds", [pytest.param(0.1, marks=pytest.mark.slow), 0.4])
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_the_start(seconds):
     with subprocess.Popen(
@@ -184,7 +184,7 @@ def test_a_killed_rank():
 
 
 # A check that hangs ends after --timeout and says which rank is where.
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_check_that_hangs():
     process = start_check("tp=2,cp=2,dp=2", "--timeout", "8")
     forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]

@@ -21,7 +21,7 @@ def test_every_group_communicates():
 
 
 # Fifty times leave as many groups, threads and files as one.
-@pytest.mark.long
+@pytest.mark.slow
 def test_cycles():
     for before, after in run_ranks(ezpz_ranks.cycles, 4, args=(50,)):
         assert after == before

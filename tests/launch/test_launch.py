@@ -199,7 +199,12 @@ if __name__ == "__main__":
 # Whatever ends the caller, its ranks and the fork server end with it.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
 )
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_caller_that_ends(tmp_path, number):

@@ -373,7 +373,9 @@ def test_two_ranks(deed, least):
 
 
 # The same where one dies and one is interrupted, whenever it may be.
-@pytest.mark.parametrize(("deed", "least"), [(ARRIVES, 20_000), (DIFFERS, 2_500)])
+@pytest.mark.parametrize(
+    ("deed", "least"), [pytest.param(ARRIVES, 20_000, marks=pytest.mark.slow), (DIFFERS, 2_500)]
+)
 def test_two_ranks_a_kill_and_an_interrupt(deed, least):
     faults = {"kills": 1, "interrupts": 1}
     search((ARRIVES, deed), least, ENDS[deed] | {"failed"}, faults=faults)

@@ -222,7 +222,7 @@ def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
 
 # Twenty reshapes leave no thread and no group; files may differ by a few that gloo is about to
 # close, where a group left by each reshape would hold two sockets at least.
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_leftovers():
     reshapes = 20
     for before, after in run_ranks(reshape_ranks.many, 8, args=(reshapes // 2,), timeout=180):

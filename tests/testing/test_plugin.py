@@ -321,6 +321,7 @@ def test_more_than_the_machine_should_start(tmp_path):
 
 
 # Reports come through xdist as they are.
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="needs pytest-xdist")
 def test_xdist(tmp_path):
     (tmp_path / "test_all.py").write_text(textwrap.dedent(TESTS))
