@@ -109,7 +109,7 @@ def serve(job: RankJob, rank: int, link: connection.Connection, fds: list[int]) 
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stack)  # any thread may be the one that hears it
     os.environ.clear()
     os.environ.update(_environment(job, rank))
     _parent.link = link

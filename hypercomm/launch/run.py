@@ -23,7 +23,7 @@ import attrs
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch.local_rank import InheritedFd, RankJob, pickled, report, serve
-from hypercomm.launch.stacks import grouped, inwards
+from hypercomm.launch.stacks import grouped, inwards, of_main_thread
 from hypercomm.layout.reading.checks import check_duration, positive
 from hypercomm.layout.reading.shown import shown
 
@@ -336,8 +336,7 @@ def _wait_for_stacks(ranks: Sequence[_Rank]) -> None:
 def _stack(rank: _Rank) -> list[str]:
     """Where a rank is, from the function that it runs inwards."""
     rank.stack.seek(0)
-    frames = rank.stack.read().decode(errors="replace").splitlines()[1:]
-    return inwards(frames)
+    return inwards(of_main_thread(rank.stack.read().decode(errors="replace")))
 
 
 def _pid(process: ForkServerProcess) -> int:

@@ -45,6 +45,23 @@ def grouped(stacks: Mapping[int, Sequence[str]]) -> list[tuple[list[int], str]]:
     return list(found.values())
 
 
+def of_main_thread(dump: str) -> list[str]:
+    r"""Return the frames of a process's first thread, which faulthandler writes last.
+
+    Example:
+        >>> lines = ["Thread 0x2 (most recent call first):", "  one", "", "Thread 0x1:", "  two"]
+        >>> of_main_thread("\n".join(lines))
+        ['  two']
+    """
+    frames: list[str] = []
+    for line in dump.splitlines():
+        if line.startswith("  "):
+            frames.append(line)
+        else:
+            frames.clear()
+    return frames
+
+
 def inwards(stack: Sequence[str]) -> list[str]:
     """Return the frames of the function that a rank runs, and of what that calls.
 
