@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GroupCreationTimeout
 from hypercomm.launch import report
+from hypercomm.process_groups import c10d
 from hypercomm.process_groups.c10d.gloo_store import GlooStore
 from hypercomm.process_groups.creation.creation import together
 from ranks.common import all_reduce_of, threads_and_files
@@ -212,14 +213,21 @@ def late_for_the_first_try(late):
 def absent_while_the_store_is_slow():
     """Rank 2 never comes; to ask who is missing takes longer than the wait that is over."""
     grid, rank = HyperCommGrid([3], ["dp"]), dist.get_rank()
-    said, missing = None, GlooStore._missing
+    said, missing, read = None, GlooStore._missing, c10d.read_bytes
 
     def slowly(self, keys, first=0):
         time.sleep(1)
         yield from missing(self, keys, first)
 
+    def read_slowly(key):
+        time.sleep(0.1)
+        return read(key)
+
     if rank != 2:
-        with mock.patch.object(GlooStore, "_missing", slowly):
+        with (
+            mock.patch.object(GlooStore, "_missing", slowly),
+            mock.patch.object(c10d, "read_bytes", read_slowly),
+        ):
             try:
                 grid.create_pg("dp", timeout=timedelta(seconds=1))
             except GroupCreationTimeout as error:

@@ -58,7 +58,7 @@ _LONGEST_WORD = 500
 _GRACE_S = 1.0
 """After a connection failed, how long to wait for the others to say that theirs did."""
 
-_EXPLAINING_S = 1.5
+_EXPLAINING_S = _GRACE_S + 1.5
 _TELLING_S = 0.5
 """How long the store may take to answer when something has failed."""
 
@@ -86,19 +86,37 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
         c10d.forget_non_members()
         waited_s = time.monotonic() - begin
         try:
-            why = answer(partial(_why_alone, attempt, error), _TELLING_S)
-            give_up([attempt], "" if attempt.is_met else why)
-            if isinstance(error, (RuntimeError, ValueError)):
+            why = answer(partial(_give_up_for, attempt, error), _TELLING_S)
+            if isinstance(error, Exception if why else (RuntimeError, ValueError)):
                 answer(partial(_explain, attempt, error, waited_s, why), _EXPLAINING_S)
         except dist.DistNetworkError as gone:
             if attempt.connecting is None:
                 raise error from gone
             raise CreationError(
-                f"{_what(attempt, attempt.connecting)} was not created: the job's store is gone, "
-                f"and with it, as a rule, rank 0, whose process serves it "
-                f"({str(gone).splitlines()[0]}); restart the job"
+                f"{_what(attempt, attempt.connecting)} was not created: {_without_store(gone)}"
             ) from error
         raise
+
+
+def _without_store(gone: BaseException) -> str:
+    """Say why nobody can tell what became of a creation, and what to do."""
+    if isinstance(gone.__cause__, LateError):
+        return (
+            "the job's store does not answer in time, and who was missing is not known; once it "
+            "answers, all may try again; where it never does, rank 0, whose process serves it as a "
+            "rule, is cut off: restart the job"
+        )
+    return (
+        f"the job's store is gone, and with it, as a rule, rank 0, whose process serves it "
+        f"({str(gone).splitlines()[0]}); restart the job"
+    )
+
+
+def _give_up_for(attempt: Attempt, error: BaseException) -> str:
+    """Wait no more, and tell the others why, where that is known; one question, if it is late."""
+    why = _why_alone(attempt, error)
+    give_up([attempt], "" if attempt.is_met else why)
+    return why
 
 
 def give_up(attempts: Iterable[Attempt], why: str = "") -> None:
@@ -214,13 +232,12 @@ def _silent(own: OwnGroup) -> tuple[list[int], str]:
     Those that left no address did not come, and keep the others from connecting: where there are
     such, only they are named. gloo may end before our own wait for them does, on a busy machine.
     """
-
-    def address(position: int) -> bytes | None:
-        return c10d.read_bytes(address_key(own.name, position))
+    address: dict[int, bytes | None] = {}
 
     def answered(position: int) -> bool:
         said = (own.key(what, own.ranks[position]) for what in ("connected", "gave up"))
-        return any(c10d.is_set([key]) for key in said) or address(position) == GAVE_UP
+        address[position] = c10d.read_bytes(address_key(own.name, position))
+        return address[position] == GAVE_UP or any(c10d.is_set([key]) for key in said)
 
     silent = list(range(len(own.ranks)))
 
@@ -229,7 +246,7 @@ def _silent(own: OwnGroup) -> tuple[list[int], str]:
         return not silent
 
     wait_until(all_answered, _GRACE_S, lambda: None)
-    absent = [position for position in silent if address(position) is None]
+    absent = [position for position in silent if address[position] is None]
     return [own.ranks[position] for position in absent or silent], "come" if absent else "connect"
 
 
