@@ -88,6 +88,16 @@ TESTS = """
     def test_all_left_out(layout):
         raise AssertionError(layout)
 
+    @pytest.mark.xfail(strict=True)
+    @given_ranks(st.just(RankLayout([8], ["tp"])))
+    def test_left_out_and_strict(layout):
+        raise AssertionError(layout)
+
+    @pytest.mark.xfail
+    @given_ranks(st.just(RankLayout([9], ["tp"])))
+    def test_left_out_and_lenient(layout):
+        raise AssertionError(layout)
+
     @given_ranks(st.booleans(), ranks=6)
     def test_left_out_by_ranks(drawn):
         raise AssertionError(drawn)
@@ -245,7 +255,7 @@ def test_left_out(shown):
     wrong = about(shown, "test_some_left_out_and_wrong")
     assert " of 3 failed: " in wrong
     assert " not started: they have more than --ranks-max=4 ranks\n" in wrong
-    for size in (5, 6, 7):
+    for size in (5, 6, 7, 8, 9):
         told = f"{size} ranks are more than --ranks-max=4, and no example had fewer\n"
         assert f"SKIPPED [1] test_all.py: {told}" in shown
 

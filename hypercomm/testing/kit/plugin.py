@@ -35,6 +35,7 @@ _MARKER = (
 )
 _BEFORE = pytest.StashKey[frozenset[int]]()
 _BOUND = pytest.StashKey["Bound"]()
+_BOUNDS = "hypercomm.testing.kit.bound"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -209,7 +210,7 @@ def pytest_runtest_makereport(
     report = outcome.get_result()
     bound = item.stash.get(_BOUND, None)
     if bound is not None and call.when == "call" and bound.left_out:
-        _tell_left_out(item, bound, report)
+        _tell_left_out(item, bound, report, passed=call.excinfo is None)
     running = sys.modules.get(_RUNNING)
     error = None if call.excinfo is None else call.excinfo.value
     if running is None or not isinstance(error, running.RanksFailedError):
@@ -220,13 +221,18 @@ def pytest_runtest_makereport(
         report.longrepr = f"{error}\n{drawn}".rstrip()
 
 
-def _tell_left_out(item: pytest.Item, bound: Bound, report: pytest.TestReport) -> None:
+def _tell_left_out(
+    item: pytest.Item, bound: Bound, report: pytest.TestReport, *, passed: bool
+) -> None:
     """Say which examples of `given_ranks` did not start; without any other, the test is skipped."""
-    if bound.ran or not report.passed:
+    if bound.ran or not passed:
         report.sections.append(("given_ranks", bound.told()))
         return
     reason = f"{_too_many(min(bound.left_out), item.config)}, and no example had fewer"
     report.outcome = "skipped"
+    vars(report).pop(
+        "wasxfail", None
+    )  # a test that did not run has not passed, unexpectedly or not
     where: Any = (str(item.path), None, f"Skipped: {reason}")  # a line would be one of ours
     report.longrepr = where
 
@@ -246,6 +252,8 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
         item.stash[_BOUND] = Bound(limit)
         current.set(item.stash[_BOUND])
+    elif _BOUNDS in sys.modules:  # that of a pytest which ran within this one
+        sys.modules[_BOUNDS].current.set(None)
     sizes = getattr(getattr(item, "callspec", None), "params", {})
     if "ranks" not in sizes and item.get_closest_marker("ranks") is not None:
         pytest.fail(_NO_FUNCTION.format(item.name), pytrace=False)
