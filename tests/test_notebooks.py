@@ -217,7 +217,7 @@ def test_a_function_of_a_cell():
         [sys.executable, "-c", cell], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.stderr.splitlines()[-1] == (
-        "hypercomm.errors.LaunchError: work is defined in a notebook, or at a prompt, where ranks, "
-        "which are processes, do not find it; write it to a file, in a notebook with %%writefile, "
-        "and import it"
+        "hypercomm.errors.LaunchError: work is defined where there is no file (a notebook, a "
+        "prompt, python -c), and ranks, which are processes, do not find it; write it to a file, "
+        "in a notebook with %%writefile, and import it"
     )

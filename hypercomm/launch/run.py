@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import IO, Any, TypeVar
@@ -23,7 +24,7 @@ import attrs
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch.local_rank import InheritedFd, RankJob, pickled, report, serve
-from hypercomm.launch.stacks import grouped, inwards, of_main_thread
+from hypercomm.launch.stacks import grouped, inwards, is_whole, of_main_thread
 from hypercomm.layout.reading.checks import check_duration, positive
 from hypercomm.layout.reading.shown import shown
 
@@ -143,12 +144,15 @@ def check_importable(function: Callable[..., object]) -> None:
     Raises:
         LaunchError: Says where it is defined.
     """
+    while isinstance(function, partial):
+        function = function.func
     main = sys.modules["__main__"]
     if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         name = getattr(function, "__qualname__", shown(function))
         raise LaunchError(
-            f"{name} is defined in a notebook, or at a prompt, where ranks, which are processes, "
-            f"do not find it; write it to a file, in a notebook with %%writefile, and import it"
+            f"{name} is defined where there is no file (a notebook, a prompt, python -c), and "
+            f"ranks, which are processes, do not find it; write it to a file, in a notebook with "
+            f"%%writefile, and import it"
         )
 
 
@@ -316,27 +320,25 @@ class _Conversation:
         _wait_for_stacks(late)
         told = "\n".join(
             f"ranks {numbers} are at\n{place}"
-            for numbers, place in grouped({rank.number: _stack(rank) for rank in late})
+            for numbers, place in grouped(
+                {rank.number: inwards(of_main_thread(_dump(rank))) for rank in late}
+            )
         )
         reason = f"it had not returned after {self.timeout:g} s\n{told}"
         self.failed.append((0.0, late[0].number, reason))
 
 
 def _wait_for_stacks(ranks: Sequence[_Rank]) -> None:
-    """Wait until each rank has written something, and writes no more."""
-    end, before = time.monotonic() + _STACK_S, [0] * len(ranks)
-    while time.monotonic() < end:
-        sizes = [os.fstat(rank.stack.fileno()).st_size for rank in ranks]
-        if all(sizes) and sizes == before:
-            return
-        before = sizes
+    """Wait until each rank has written all, which takes a busy machine a moment."""
+    end = time.monotonic() + _STACK_S
+    while time.monotonic() < end and not all(is_whole(_dump(rank)) for rank in ranks):
         time.sleep(_GRACE_S / 10)
 
 
-def _stack(rank: _Rank) -> list[str]:
-    """Where a rank is, from the function that it runs inwards."""
-    rank.stack.seek(0)
-    return inwards(of_main_thread(rank.stack.read().decode(errors="replace")))
+def _dump(rank: _Rank) -> str:
+    """What a rank has written of where it is; the place where it writes on is shared, and stays."""
+    file = rank.stack.fileno()
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 def _pid(process: ForkServerProcess) -> int:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in')
 
-_RUNS = "local_rank.py"
+_RUNS = str(Path(__file__).with_name("local_rank.py"))
 """The file that runs a rank's function; the frames of a report lie there, too, further in."""
+
+_MORE = "\n...\n"
+"""Ends what faulthandler writes of a hundred threads and more, of which the first is none."""
 
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple(
@@ -45,38 +48,50 @@ def grouped(stacks: Mapping[int, Sequence[str]]) -> list[tuple[list[int], str]]:
     return list(found.values())
 
 
-def of_main_thread(dump: str) -> list[str]:
-    r"""Return the frames of a process's first thread, which faulthandler writes last.
+def is_whole(dump: str) -> bool:
+    r"""Tell whether faulthandler has written all that it writes of a process.
 
     Example:
-        >>> lines = ["Thread 0x2 (most recent call first):", "  one", "", "Thread 0x1:", "  two"]
-        >>> of_main_thread("\n".join(lines))
-        ['  two']
+        >>> header = "Thread 0x1 (...):\n"
+        >>> is_whole(header), is_whole(f'{header}  File "train.py", line 9 in <module>\n')
+        (False, True)
     """
-    frames: list[str] = []
-    for line in dump.splitlines():
-        if line.startswith("  "):
-            frames.append(line)
-        else:
-            frames.clear()
-    return frames
+    return dump.endswith((" in <module>\n", "  ...\n", _MORE))
+
+
+def of_main_thread(dump: str) -> list[str]:
+    r"""Return the frames of a process's first thread, which faulthandler writes last; of no other.
+
+    Example:
+        >>> first = 'Thread 0x1 (...):\n  File "train.py", line 9 in <module>\n'
+        >>> other = 'Thread 0x2 (...):\n  File "io.py", line 3 in read\n'
+        >>> of_main_thread(f"{other}\n{first}"), of_main_thread(other)
+        (['  File "train.py", line 9 in <module>'], [])
+    """
+    if dump.endswith(_MORE):
+        return ["  (it has too many threads to say)"]
+    if not is_whole(dump):
+        return []
+    return [line for line in dump.rpartition("Thread 0x")[2].splitlines() if line.startswith("  ")]
 
 
 def inwards(stack: Sequence[str]) -> list[str]:
     """Return the frames of the function that a rank runs, and of what that calls.
 
+    Where the function has not begun, those are of what the rank waits for in its place.
+
     Example:
-        >>> run, user = '  File "local_rank.py"', '  File "train.py"'
-        >>> inwards([run, user, run, run, '  File "<forkserver>"']) == [run, user]
+        >>> run, user = f'  File "{_RUNS}", line 5 in serve', '  File "train.py", line 3 in main'
+        >>> inwards([run, user, run, run, '  File "forkserver.py", line 8 in main']) == [run, user]
         True
     """
-    runs = [_RUNS in line for line in stack]
+    runs = [f'"{_RUNS}"' in line for line in stack]
     if True not in runs:
         return list(stack)
     end = len(runs) - runs[::-1].index(True)
     while end and runs[end - 1]:
         end -= 1
-    return list(stack[:end] or stack)  # all of it where the function has not begun
+    return list(stack[:end] or stack)
 
 
 def _innermost(frames: Sequence[str]) -> str:

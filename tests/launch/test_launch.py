@@ -142,15 +142,24 @@ def test_a_rank_that_is_stopped():
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_is_slow_to_say_where_it_is():
+    run_ranks(os.getpid, 1)  # what starts ranks has loaded torch
     begin = time.monotonic()
 
-    def stop(_rank, pid):
-        for moment, number in [(3.7, signal.SIGSTOP), (5.0, signal.SIGCONT)]:
-            wait_s = begin + moment - time.monotonic()
-            threading.Timer(wait_s, os.kill, (pid, number)).start()
+    def stop(pid):
+        time.sleep(begin + 3.7 - time.monotonic())
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.3)
+        os.kill(pid, signal.SIGCONT)
 
     with pytest.raises(RankFailedError, match=r"ranks \[0\] are at\n.* in hang_on"):
-        run_ranks(rank_functions.hang_on, 1, args=(0,), timeout=4, on_message=stop)
+        run_ranks(
+            rank_functions.hang_on,
+            1,
+            args=(0,),
+            timeout=4,
+            on_message=lambda _, pid: threading.Thread(target=stop, args=[pid]).start(),
+        )
+    assert time.monotonic() - begin > 3.7 + 1.3
 
 
 # What a rank has started ends with it.
