@@ -43,7 +43,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
             loss = (parallel(x) - x.roll(1, 1)).square().mean()
             loss.backward()
             mean = grid["host"].mean(grid["gpu"].mean(loss.detach()))
-        except RuntimeError:  # a collective has failed, and no rank's weights have changed
+        except RuntimeError as error:  # a collective has failed
             left = grid.survivors(3 * TIMEOUT)
             hosts = [host for host in grid.layout.groups("gpu") if {*host} <= {*left}]
             ranks = [rank for host in hosts for rank in host]
@@ -52,6 +52,10 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
                 return "leaves", []
             del parallel  # it holds the old WORLD
             job = renew_world(ranks)
+            steps = [None] * job.size
+            dist.all_gather_object(steps, len(losses))
+            if len(set(steps)) > 1:  # some took the step whose last collective failed for others
+                raise RuntimeError(f"ranks are at steps {steps}: use a checkpoint") from error
             lost = grid.reshape("gpu=2,host=-1", ranks=range(job.size)).lost
             parallel = DistributedDataParallel(model)
             how = f"{grid.layout}, without ranks {lost.words}; rank {first} is {job.rank}"
