@@ -9,8 +9,11 @@ from pathlib import Path
 
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in')
 
-_RUNS = str(Path(__file__).with_name("local_rank.py"))
-"""The file that runs a rank's function; the frames of a report lie there, too, further in."""
+_RUNS = "/".join((*Path(__file__).parts[-3:-1], "local_rank.py"))
+"""The file that runs a rank's function; the frames of a report lie there, too, further in.
+
+Only its end counts: ranks that begin in another folder may find another copy of us there.
+"""
 
 _MORE = "\n...\n"
 """Ends what faulthandler writes of a hundred threads and more, of which the first is none."""
@@ -81,11 +84,11 @@ def inwards(stack: Sequence[str]) -> list[str]:
     Where the function has not begun, those are of what the rank waits for in its place.
 
     Example:
-        >>> run, user = f'  File "{_RUNS}", line 5 in serve', '  File "train.py", line 3 in main'
+        >>> run, user = f'  File "/{_RUNS}", line 5 in serve', '  File "train.py", line 3 in main'
         >>> inwards([run, user, run, run, '  File "forkserver.py", line 8 in main']) == [run, user]
         True
     """
-    runs = [f'"{_RUNS}"' in line for line in stack]
+    runs = [f'/{_RUNS}"' in line for line in stack]
     if True not in runs:
         return list(stack)
     end = len(runs) - runs[::-1].index(True)

@@ -87,7 +87,7 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
         waited_s = time.monotonic() - begin
         try:
             why = answer(partial(_give_up_for, attempt, error), _TELLING_S)
-            if isinstance(error, Exception if why else (RuntimeError, ValueError)):
+            if isinstance(error, (RuntimeError, ValueError)):
                 answer(partial(_explain, attempt, error, waited_s, why), _EXPLAINING_S)
         except dist.DistNetworkError as gone:
             if attempt.connecting is None:
