@@ -18,6 +18,9 @@ Only its end counts: ranks that begin in another folder may find another copy of
 _MORE = "\n...\n"
 """Ends what faulthandler writes of a hundred threads and more, of which the first is none."""
 
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.MULTILINE)
+"""Begins what faulthandler writes of a thread, the first of which it writes last."""
+
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple(
     f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -66,7 +69,7 @@ def of_main_thread(dump: str) -> list[str]:
     r"""Return the frames of a process's first thread, which faulthandler writes last; of no other.
 
     Example:
-        >>> first = 'Thread 0x1 (...):\n  File "train.py", line 9 in <module>\n'
+        >>> first = 'Current thread 0x1 (...):\n  File "train.py", line 9 in <module>\n'
         >>> other = 'Thread 0x2 (...):\n  File "io.py", line 3 in read\n'
         >>> of_main_thread(f"{other}\n{first}"), of_main_thread(other)
         (['  File "train.py", line 9 in <module>'], [])
@@ -75,7 +78,7 @@ def of_main_thread(dump: str) -> list[str]:
         return ["  (it has too many threads to say)"]
     if not is_whole(dump):
         return []
-    return [line for line in dump.rpartition("Thread 0x")[2].splitlines() if line.startswith("  ")]
+    return [line for line in _THREAD.split(dump)[-1].splitlines() if line.startswith("  ")]
 
 
 def inwards(stack: Sequence[str]) -> list[str]:

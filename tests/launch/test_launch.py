@@ -120,6 +120,7 @@ def test_ranks_that_hang():
     assert reason.startswith("it had not returned after 3 s\nranks [0, 2] are at\n")
     assert "in barrier" in reason.partition("ranks [1] are at")[0]
     assert "in hang_on" in reason.partition("ranks [1] are at")[2]
+    assert "thread" not in reason  # nothing of what listens to the parent
     assert_gone(pids)
 
 
