@@ -230,9 +230,7 @@ def _tell_left_out(
         return
     reason = f"{_too_many(min(bound.left_out), item.config)}, and no example had fewer"
     report.outcome = "skipped"
-    vars(report).pop(
-        "wasxfail", None
-    )  # a test that did not run has not passed, unexpectedly or not
+    vars(report).pop("wasxfail", None)  # what did not run has not passed, unexpectedly or not
     where: Any = (str(item.path), None, f"Skipped: {reason}")  # a line would be one of ours
     report.longrepr = where
 
