@@ -116,7 +116,7 @@ class Chromium:
             time.sleep(0.02)
 
     def open(self, text, folder, *, size=(1280, 800), dark=False, still=True):
-        """Show a document, as a file, and wait until it has drawn itself.
+        """Show a document, as a file, and wait until it has drawn itself in the room that it has.
 
         Args:
             text: The document.
@@ -137,6 +137,11 @@ class Chromium:
         self.wait(
             "document.readyState === 'complete' && document.documentElement.dataset.ready === 'yes'"
         )
+        self.frames()
+
+    def frames(self):
+        """Wait until all that was asked for is laid out and drawn."""
+        self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def resize(self, width, height):
         """Give the window another size, in pixels."""

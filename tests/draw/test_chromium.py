@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from itertools import product
+from itertools import permutations, product
 
 import attrs
 import pytest
@@ -46,10 +46,6 @@ def grid_scene(layout, on=None, dims=("tp",)):
     layout = RankLayout.parse(layout) if isinstance(layout, str) else layout
     topology = None if on is None else read_topology(on, layout.last_rank + 1)
     return GridScene(f"{layout}", (("", layout),), topology, dims)
-
-
-def frames(browser):
-    browser.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def center_of(browser, rank):
@@ -152,11 +148,11 @@ def test_hover_lights_a_group(show):
     before = colours()
     assert before[0] == before[1] != before[2]
     browser.move(*places[3])
-    frames(browser)
+    browser.frames()
     lit = colours()
     assert {rank for rank in range(8) if lit[rank] == before[rank]} == {2, 3}
     browser.move(5, 5)
-    frames(browser)
+    browser.frames()
     assert colours() == before
 
 
@@ -244,6 +240,7 @@ def test_search(show):
     where = about(browser)["where"]
     # 3137 = 1 + 8 * 0 + 16 * 4 + 1024 * 3
     assert where == {"host": "host392", "domain": "domain49", "at": "tp=1, cp=0, dp=4, pp=3"}
+    browser.frames()  # what is shown is decided as it is drawn
     assert browser.run("hypercomm.picture.panes[0].shown.level") == -1
     assert search(browser, "tp=7, dp=63,cp=1,pp=3") == ("rank 4095", "Rank 4095")
     assert search(browser, "dp=2")[0] == "rank 32, the first with tp, cp, pp 0"
@@ -277,21 +274,20 @@ def test_hosts_open_by_zoom(show):
     assert about(browser)["where"]["ranks"] == "4320…4327, 8 of them"
     for _ in range(12):
         browser.wheel(x, y, -240)
-    frames(browser)
+    browser.frames()
     assert browser.run(level) == -1
     browser.move(x + 1, y)
     assert about(browser)["heading"] == "Rank 4321"
     browser.run("document.getElementById('zoom-fit').click()")
-    frames(browser)
+    browser.frames()
     browser.click(x, y)
-    frames(browser)
+    browser.frames()
     assert browser.run(level) == -1
 
 
 # With motion a host is flown to, and so is the whole; both arrive.
 def test_motion(show):
     browser = show(grid_scene("tp=8,dp=1024", on="host=8,domain=64"), still=False)
-    frames(browser)  # the words around the picture have taken their room
     whole = browser.run("hypercomm.view.scale")
     x, y = center_of(browser, 4321)
     browser.move(x, y)
@@ -339,7 +335,7 @@ def test_resize(show):
     browser.wait("hypercomm.view.windowHeight < 650 && hypercomm.view.isFit")
     assert search(browser, "77")[1] == "Rank 77"
     browser.run("hypercomm.view.zoom(3)")
-    frames(browser)
+    browser.frames()
     scale = browser.run("hypercomm.view.scale")
     middle = (
         "hypercomm.view.fromPixels(hypercomm.view.windowWidth / 2, hypercomm.view.windowHeight / 2)"
@@ -373,7 +369,7 @@ def test_hover_is_within_a_frame(show):
         """(() => { const list = document.getElementById("detail");
              list.value = "-1"; list.dispatchEvent(new Event("change")); })()"""
     )
-    frames(browser)
+    browser.frames()
     assert browser.run("hypercomm.picture.panes[0].shown.list.length") == 4096
     times = browser.run(
         """(async () => {
@@ -583,7 +579,7 @@ def test_names_that_begin_alike(show):
 def test_buttons(show):
     browser = show(grid_scene("tp=8,dp=64", on=8))
     browser.run("hypercomm.view.zoom(4)")
-    frames(browser)
+    browser.frames()
     before = browser.run("[hypercomm.view.x, hypercomm.view.y]")
     for button in ("right", "left"):
         browser.call(
@@ -656,17 +652,34 @@ WAYS = """JSON.stringify(hypercomm.picture.ways.map((way) => {
   const slots = Array.from({ length: world.size }, (_, slot) => slot);
   const middle = along(0.2, way.at(way.length > 2 ? 2 : 1), way.at(way.length > 2 ? 1 : 0));
   const stage = canvas.getBoundingClientRect();
+  const { width, height } = hypercomm.picture;
   return {
+    isInside: way.every(([x, y]) => x >= 0 && y >= 0 && x <= width && y <= height),
     ends: [frame(inside[0]), frame(inside.at(-1))],
     covered: slots.filter((slot) => inside.some((point) => isIn(point, boxes.box(-1, slot)))),
     middle: [stage.x + view.toX(middle[0]), stage.y + view.toY(middle[1])],
   };
 }))"""
-"""For each arrow the frames it begins and ends in, the cells that it covers, and a pixel of it."""
+"""For each arrow whether it is in the picture, the frames it begins and ends in, the cells that it
+covers, and a pixel of it."""
 
 
-# An arrow for each edge runs from one module's frame to the other's and covers no cell: to the next
-# one, back, to the row below, over one in between and up again. With one module, there are none.
+# An arrow for each edge runs from one module's frame to the other's and covers no cell, however the
+# window has them in rows: to the next one, back, to rows below, over one in between and up again.
+@pytest.mark.parametrize("size", [(1280, 800), (900, 900), (500, 1200), (2000, 700)])
+@pytest.mark.parametrize("modules", [3, 5])
+def test_where_arrows_run(show, modules, size):
+    grids = tuple((f"m{i}", RankLayout([2, 4], ["tp", "dp"], 8 * i)) for i in range(modules))
+    edges = [list(edge) for edge in permutations(range(modules), 2)]
+    pairs = tuple((f"m{here}", f"m{there}") for here, there in edges)
+    browser = show(GridScene("many", grids, dims=("tp",), edges=pairs), size=size)
+    ways = json.loads(browser.run(WAYS))
+    assert [way["ends"] for way in ways] == edges
+    assert [way["covered"] for way in ways] == [[]] * len(edges)
+    assert all(way["isInside"] for way in ways)
+
+
+# Arrows have the ink of the theme. With one module, there are none.
 @pytest.mark.parametrize("dark", [False, True])
 def test_arrows_between_modules(show, dark):
     grids = tuple((f"m{i}", RankLayout([2, 4], ["tp", "dp"], 8 * i)) for i in range(5))
@@ -678,11 +691,9 @@ def test_arrows_between_modules(show, dark):
     def is_light():
         return [sum(colour_at(browser, *way["middle"])) > 3 * 128 for way in ways]
 
-    assert [way["ends"] for way in ways] == edges
-    assert [way["covered"] for way in ways] == [[]] * len(edges)
     assert is_light() == [dark] * len(edges)
     browser.run("document.querySelectorAll('#modules button')[1].click()")
-    frames(browser)
+    browser.frames()
     assert is_light() == [not dark] * len(edges)
 
 
@@ -710,11 +721,11 @@ def test_themes(show):
     dark = colour_at(browser, 10, 400)
     assert max(dark) < 60
     browser.run("document.getElementById('theme').click()")
-    frames(browser)
+    browser.frames()
     assert text_of(browser, "theme") == "Theme: light"
     assert min(colour_at(browser, 10, 400)) > 200
     browser.run("document.getElementById('theme').click()")
-    frames(browser)
+    browser.frames()
     assert colour_at(browser, 10, 400) == dark
 
 
@@ -769,7 +780,7 @@ def test_complaints_are_heard(browser, tmp_path):
     browser.run("setTimeout(() => { throw new Error('so'); })")
     browser.run("new Image().src = 'http://localhost:9/x.png'")
     browser.run("fetch('http://localhost:9/y').catch(() => 0)")
-    frames(browser)
+    browser.frames()
     text = json.dumps(browser.complaints())
     assert "Error: so" in text
     assert "x.png" in text

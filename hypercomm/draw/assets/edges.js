@@ -13,16 +13,21 @@ function waysOf(edges, { boxes }) {
   const level = boxes.roomy;
   if (level === null) return [];
   const { pad, header } = boxes.frames[level];
-  const gap = boxes.frames[level + 1].stepX - boxes.sizes(level).kidWidth;
+  const { stepX, stepY, kidWidth } = boxes.frames[level + 1];
+  const gap = stepX - kidWidth;
   const pairs = edges.map((edge) => edge.map((module) => boxes.box(level, module)));
   const areNear = ([here, there]) =>
     here.y === there.y && Math.abs(there.x - here.x) < here.width + 1.5 * gap;
+  const isFar = ([here, there]) => Math.abs(there.y - here.y) > 1.5 * stepY; // passes rows
+  const laneIn = (pair, those) => (gap * (those.indexOf(pair) + 1)) / (those.length + 1);
   const around = pairs.filter((pair) => !areNear(pair));
-  return pairs.map((pair) =>
-    areNear(pair)
-      ? straight(...pair, pad, header)
-      : alongGap(...pair, pad, header, gap, around.indexOf(pair), around.length),
-  );
+  const far = pairs.filter(isFar);
+  return pairs.map((pair) => {
+    if (areNear(pair)) return straight(...pair, pad, header);
+    const turn = around.indexOf(pair);
+    const beside = isFar(pair) ? laneIn(pair, far) : null;
+    return alongGaps(...pair, pad, header, gap, { turn, lane: laneIn(pair, around), beside });
+  });
 }
 
 /** To the next one at the height of the names, to the one before below the cells. */
@@ -42,51 +47,66 @@ function straight(here, there, pad, header) {
   ];
 }
 
-/** Out of one frame, along the gap between two rows, and into the other; each has a lane there. */
-function alongGap(here, there, pad, header, gap, turn, turns) {
+/**
+ * Out of one frame, along the gap between two rows, and into the other; past further rows along the
+ * gap beside their frames. Each has a lane in a gap.
+ */
+function alongGaps(here, there, pad, header, gap, { turn, lane, beside }) {
   const isDown = there.y > here.y;
   const isBelow = there.y >= here.y; // of frames in one row the arrow runs below
   const foot = here.y + here.height;
-  const lane = (gap * (turn + 1)) / (turns + 1);
   const aside = 0.06 * (turn % 5) * here.width;
   const out = here.x + here.width * 0.3 + aside;
   const into = there.x + there.width * 0.62 + aside;
   const start = isBelow ? foot - pad / 2 : here.y + header / 2;
-  const between = isBelow ? foot + lane : here.y - gap + lane;
+  const first = isBelow ? foot + lane : here.y - gap + lane;
+  const before = isDown ? there.y - gap + lane : there.y + there.height + lane;
   const last = isDown ? there.y + header * 0.7 : there.y + there.height - pad / 2;
-  return [
-    [out, start],
-    [out, between],
-    [into, between],
-    [into, last],
-  ];
+  const side = Math.min(here.x, there.x) + here.width + beside;
+  const past =
+    beside === null
+      ? []
+      : [
+          [side, first],
+          [side, before],
+        ];
+  return [[out, start], [out, first], ...past, [into, before], [into, last]];
 }
 
 function paintArrows({ ctx, theme }, view, ways) {
+  const arrows = ways.map((way) => shapeOf(way.map(([x, y]) => [view.toX(x), view.toY(y)])));
   ctx.lineJoin = "round";
-  for (const way of ways) {
-    const points = way.map(([x, y]) => [view.toX(x), view.toY(y)]);
-    const [x, y] = points.pop();
-    const [beforeX, beforeY] = points.at(-1);
-    const length = Math.hypot(x - beforeX, y - beforeY) || 1;
-    const tip = Math.min(TIP, length);
-    const [alongX, alongY] = [((x - beforeX) / length) * tip, ((y - beforeY) / length) * tip];
-    const line = new Path2D();
-    for (const point of points) line.lineTo(...point);
-    line.lineTo(x - alongX, y - alongY);
-    const head = new Path2D();
-    head.moveTo(x, y);
-    head.lineTo(x - alongX - alongY * 0.55, y - alongY + alongX * 0.55);
-    head.lineTo(x - alongX + alongY * 0.55, y - alongY - alongX * 0.55);
-    head.closePath();
-    ctx.strokeStyle = theme.paper; // a rim, as frames have edges of their own
-    ctx.lineWidth = 6;
-    ctx.stroke(line);
-    ctx.lineWidth = 3;
-    ctx.stroke(head);
-    ctx.strokeStyle = ctx.fillStyle = theme.ink;
-    ctx.lineWidth = 2.5;
-    ctx.stroke(line);
+  ctx.fillStyle = theme.ink;
+  for (const { line } of arrows) {
+    stroke(ctx, line, theme.paper, 6); // a rim, as frames have edges of their own
+    stroke(ctx, line, theme.ink, 2.5);
+  }
+  for (const { head } of arrows) {
+    stroke(ctx, head, theme.paper, 3); // after the lines, so that none cuts a head off
     ctx.fill(head);
   }
+}
+
+/** A way in pixels as a line and the head at its end. */
+function shapeOf(points) {
+  const [x, y] = points.pop();
+  const [beforeX, beforeY] = points.at(-1);
+  const length = Math.hypot(x - beforeX, y - beforeY) || 1;
+  const tip = Math.min(TIP, length);
+  const [alongX, alongY] = [((x - beforeX) / length) * tip, ((y - beforeY) / length) * tip];
+  const line = new Path2D();
+  for (const point of points) line.lineTo(...point);
+  line.lineTo(x - alongX, y - alongY);
+  const head = new Path2D();
+  head.moveTo(x, y);
+  head.lineTo(x - alongX - alongY * 0.55, y - alongY + alongX * 0.55);
+  head.lineTo(x - alongX + alongY * 0.55, y - alongY - alongX * 0.55);
+  head.closePath();
+  return { line, head };
+}
+
+function stroke(ctx, path, colour, width) {
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = width;
+  ctx.stroke(path);
 }

@@ -76,8 +76,9 @@ class RanksPicture {
     );
     this.ways = waysOf(this.scene.edges, this.panes[0]);
     const last = this.places.at(-1);
-    this.width = last.x + width;
-    this.height = last.y + height;
+    const ends = this.ways.flat(); // arrows run beside and below the last frames, too
+    this.width = Math.max(last.x + width, ...ends.map(([x]) => x));
+    this.height = Math.max(last.y + height, ...ends.map(([, y]) => y));
   }
 
   setDetail(detail) {
