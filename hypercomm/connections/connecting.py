@@ -130,8 +130,9 @@ def _go_on(steps: Steps, course: _Course, left_s: float, plans: Plans) -> tuple[
     """Connect all of it, and wait for each other, by the last group where all ranks are in it."""
     entries = [f"{CALL} goes on"]
     if not course.ends_with(list(plans.values())[-1:]):
-        return all_or_none(steps, entries, left_s, CALL, course.run, course.take_back).get()
-    step = attrs.evolve(steps.enter(entries), deadline=time.monotonic() + left_s)
+        work = course.run, course.take_back
+        return all_or_none(steps, entries, left_s, CALL, *work, follows=True).get()
+    step = attrs.evolve(steps.enter(entries, CALL), deadline=time.monotonic() + left_s)
     try:
         rows = course.run(step)
     except BaseException as error:

@@ -164,7 +164,8 @@ def reshape(
                 logger.warning("taking back what a reshape has created: %s", error)
 
     left_s = max(0.0, deadline - time.monotonic())
-    done = all_or_none(steps, ["reshape() goes on"], left_s, CALL, work, take_back)
+    goes_on = [f"{CALL} goes on"]
+    done = all_or_none(steps, goes_on, left_s, CALL, work, take_back, follows=True)
     draft, batch = drafts.pop()
     new = [spec.key for spec in batch.specs]
     fresh, kept = draft.owner, dict(draft.kept)

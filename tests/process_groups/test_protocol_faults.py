@@ -5,6 +5,7 @@ and where a fault of one rank may come anywhere, at each of its scheduling point
 """
 
 from datetime import timedelta
+from itertools import chain, product
 
 import pytest
 import torch.distributed as dist
@@ -677,3 +678,50 @@ def test_who_died_is_named():
         timeouts = [call for call in run.calls(0) if call.kind == "GroupCreationTimeout"]
         found += [call for call in timeouts if 1 not in call.error.missing]
     assert found == []
+
+
+# 24. A rank that pauses in a reshape is late to one of its steps: the ranks all make the same call,
+# are never told that they differ, and reshape together once they call again.
+@pytest.mark.parametrize("seconds_of_pause", [T - 0.5, T, T + 0.5])
+def test_a_pause_in_a_reshape_is_no_difference(seconds_of_pause):
+    def program():
+        grid = HyperCommGrid([2, 2], ["tp", "dp"])
+        until_it_works(lambda: grid.create_pg("tp"))
+        gate("all have it")
+        return until_it_works(lambda: grid.reshape("tp=4,dp=1")), str(grid.layout), grid
+
+    points = simulate_job(program, 4).ranks[3].points
+    found = []
+    for at in range(1, points + 1):
+        run = simulate_job(program, 4, seed=at, faults=[Pauses(3, at, seconds=seconds_of_pause)])
+        check_sound(run)
+        shapes = {shape for _, shape, _ in run.values()}
+        differ = [
+            call
+            for call in chain.from_iterable(rank.calls for rank in run.ranks)
+            if "ranks differ" in str(call.error)
+        ]
+        if differ or shapes != {"tp=4,dp=1"}:
+            found.append((at, shapes, differ))
+    assert found == []
+
+
+# 25. Who gives up a group just as the last member comes names no empty list of members.
+def test_members_that_come_at_the_deadline():
+    def program():
+        grid = HyperCommGrid([2, 2], ["tp", "dp"])
+        until_it_works(lambda: grid.create_pgs(["tp", ["tp", "dp"]]))
+        gate("all have tried")
+        return grid
+
+    points = simulate_job(program, 4).ranks[0].points
+    runs = [
+        simulate_job(program, 4, seed=at, faults=[Pauses(0, at, seconds=late_s)])
+        for at, late_s in product(range(1, points + 1), (T - 0.3, T))
+    ]
+    failed = [call for run in runs for rank in run.ranks for call in rank.calls if not call.is_ok]
+    known = {"GroupCreationTimeout", "CreationError", "PlanMismatchError"}
+    assert {call.kind for call in failed} <= known
+    named = [call.error.missing for call in failed if call.kind == "GroupCreationTimeout"]
+    assert named
+    assert () not in named

@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from hypercomm.errors import CreationError
-from hypercomm.process_groups.agreement.steps import Step, Steps, error_of
+from hypercomm.process_groups.agreement.steps import Step, Steps, error_of, given_up
 from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
 from hypercomm.process_groups.job import current
 
@@ -62,6 +61,8 @@ def all_or_none(
     call: str,
     work: Callable[[Step], T],
     take_back: Callable[[], None],
+    *,
+    follows: bool = False,
 ) -> Outcome[T]:
     """Do something on all ranks of a grid, or on none.
 
@@ -72,6 +73,8 @@ def all_or_none(
         call: What every rank must call for it, for errors.
         work: Does this rank's part.
         take_back: Undoes as much of it as was done; raises nothing.
+        follows: Whether it follows something that all have done: who is late to it is told to call
+            again, as the others do.
 
     Returns:
         What `work` has returned, and what has interrupted this rank.
@@ -79,12 +82,13 @@ def all_or_none(
     Raises:
         PlanMismatchError: Another rank does something else, or failed.
         GroupCreationTimeout: A rank did not come in time.
+        CreationError: The others have given up on this rank.
         OutcomeUnknownError: The store is gone, and with it whether the others have gone on.
     """
     deadline = time.monotonic() + limit_s
     longer_s = 0.0 if work is NOTHING[0] else min(_LONGER_S, limit_s)
     while True:
-        step = attrs.evolve(steps.enter(entries), deadline=deadline)
+        step = attrs.evolve(steps.enter(entries, call if follows else ""), deadline=deadline)
         try:
             result = work(step)
             # Who waits in a creation names who is missing there, a moment before.
@@ -96,7 +100,5 @@ def all_or_none(
                 raise
             if end is not None and end.kind != "agreed" and current().rank not in end.ranks:
                 raise error_of(end) from error
-            if time.monotonic() > deadline:
-                raise CreationError(
-                    f"{call} was given up by the other ranks; call it again"
-                ) from error
+            if follows or time.monotonic() > deadline:
+                raise given_up(call) from error

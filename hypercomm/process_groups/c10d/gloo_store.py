@@ -144,7 +144,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._deadline = min(time.monotonic() + timeout.total_seconds(), patience.deadline)
         self._patience = patience
         self._found: dict[str, bytes] = {}
-        self._has_looked = False
+        self._missed: Sequence[int] | None = None  # at the last look
         self._has_all = False
         self._has_ended = False
 
@@ -206,9 +206,10 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
             partial(self._look, place, keys, time.monotonic()),
             max(_LONGEST_S, self._ranks_of_job() / _MOST_POLLS),
         )
-        if waited is not None:
-            raise MembersMissingError(list(self._missing(keys)), waited)
-        if not are_few or self._has_looked:  # what was found long ago may hold no more
+        if waited is not None and (missing := list(self._missing(keys))):  # else they come now
+            raise MembersMissingError(missing, waited)
+        has_waited = waited is not None or self._missed is not None  # what was found may be gone
+        if has_waited or not are_few:
             self._found.update(zip(keys, self._read(keys), strict=True))
         if GAVE_UP in self._found.values():
             self._patience.look([], 0.0)  # there may be a reason
@@ -253,11 +254,12 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._patience.look(missing, time.monotonic() - begin)
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
             refuse_failed(self._store, place)
-            if not self._has_looked:
+            late = list(self._missing(keys)) or self._missed  # who came just now was late as well
+            if self._missed is None or not late:
                 raise AttemptGivenUpError("members of the group gave up before this one came")
             waited = time.monotonic() - begin
-            raise MembersMissingError(list(self._missing(keys)), waited, others_gave_up=True)
-        self._has_looked = True
+            raise MembersMissingError(late, waited, others_gave_up=True)
+        self._missed = missing or self._missed or []
 
     def _missing(self, keys: Sequence[str], first: int = 0) -> Iterator[int]:
         """Give the positions of keys that are not set: few questions where few are not."""
