@@ -140,9 +140,8 @@ def test_a_rank_that_does_not_call(absent, verify, timeout_s):
     got = run_ranks(
         reshape_ranks.does_not_call,
         4,
-        args=(absent, verify, sleep_s),
+        args=(absent, verify, sleep_s, timedelta(seconds=timeout_s)),
         timeout=90,
-        group_timeout=timedelta(seconds=timeout_s),
     )
     place = f"rank {absent} (tp={absent % 2}, dp={absent // 2}; host "
     for rank, (told, sums) in enumerate(got):
@@ -168,9 +167,9 @@ def test_a_rank_that_comes_late(late, timeout_s):
     got = run_ranks(
         reshape_ranks.comes_late,
         4,
-        args=(late, timeout_s + 0.25),  # what is left of the others' time is for the groups
+        # what is left of the others' time is for the groups
+        args=(late, timeout_s + 0.25, timedelta(seconds=timeout_s)),
         timeout=60,
-        group_timeout=timedelta(seconds=timeout_s),
     )
     for rank, (said, result, sums) in enumerate(got):
         assert said.startswith("GroupCreationTimeout: ") == (rank != late)

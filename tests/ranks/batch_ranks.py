@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from ranks.common import all_reduce_of, registered, sum_over
+from ranks.common import all_reduce_of, registered, sum_over, threads_and_files
 
 EVERY = ["tp", "cp", "dp", ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
 
@@ -152,7 +152,7 @@ def shared_devices():
     gloo, added = dist.distributed_c10d.ProcessGroupGloo, []
 
     def count():
-        threads = len(list(Path("/proc/self/task").iterdir()))
+        threads, _ = threads_and_files()
         return threads, sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
 
     def more_than(before):

@@ -1,5 +1,6 @@
 """What the ranks of several tests ask of their process, and do with a group."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -41,8 +42,21 @@ def sum_over(group, device="cpu"):
 
 
 def threads_and_files():
-    """How many threads and open files this process has."""
-    return tuple(len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
+    """How many threads and open files this process has, but for threads that ask its store.
+
+    As many of those stay as were ever busy at once, and a late answer makes them one more.
+    """
+    asking = sum(thread.name == "hypercomm" for thread in threading.enumerate())
+    tasks, files = (len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
+    return tasks - asking, files
+
+
+def given_back(before):
+    """Threads and files, once they are as they were, or ten seconds later: peers close theirs."""
+    deadline = time.monotonic() + 10
+    while threads_and_files() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return threads_and_files()
 
 
 def settle():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.compat.megatron import ParallelState, install, parallel_state
-from ranks.common import all_reduce_of, threads_and_files
+from ranks.common import all_reduce_of, given_back, settle, threads_and_files
 from ranks.common import tables as registered
 
 
@@ -40,13 +40,14 @@ def cycles(count, arguments):
         dist.barrier()  # nobody counts while a peer still closes its connections
         gc.collect()
         if cycle == 0:  # torch makes some threads and files at the first collective
+            settle()
             before = registered(), threads_and_files()
     return {
         "sums": sums[0],
         "always the same": all(each == sums[0] for each in sums),
         "created": created - len(before[0][0]),
         "before": before[1],
-        "after": threads_and_files(),
+        "after": given_back(before[1]),
         "registered": registered() == before[0],
     }
 

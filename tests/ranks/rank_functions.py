@@ -19,7 +19,7 @@ from hypercomm.launch import report
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.c10d.gloo_store import GlooStore
 from hypercomm.process_groups.creation.creation import together
-from ranks.common import all_reduce_of, threads_and_files
+from ranks.common import all_reduce_of, given_back, threads_and_files
 from ranks.common import tables as registered
 
 
@@ -117,10 +117,7 @@ def cycles(count):
     for _ in range(count):
         cycle()
     dist.barrier()
-    deadline = time.monotonic() + 10
-    while threads_and_files() != before and time.monotonic() < deadline:
-        time.sleep(0.05)  # sockets of a peer that is still closing
-    return before, threads_and_files()
+    return before, given_back(before)
 
 
 def create_and_destroy_at_once(count):

@@ -117,17 +117,17 @@ def another_view(odd):
         return said, grid.views["expert"].shape, sums(grid)
 
 
-def does_not_call(absent, verify, sleep_s):
+def does_not_call(absent, verify, sleep_s, timeout):
     """One rank does not come to a reshape in time, twice; then all do."""
     with HyperCommGrid([2, 2], ["tp", "dp"], verify=verify) as grid:
-        grid.create_pgs(["tp", "dp"])
+        grid.create_pgs(["tp", "dp"], timeout=timeout)
         before, said = dict(grid.pgs), []
         if dist.get_rank() == absent:
             time.sleep(sleep_s)
         else:
             for _ in range(2):
                 begin = time.monotonic()  # one clock for all ranks of a host
-                words, waited = attempt(lambda: grid.reshape("tp=4"))
+                words, waited = attempt(lambda: grid.reshape("tp=4", timeout=timeout))
                 said.append((words, waited, unchanged(grid, before), begin))
                 said.append(sums_without(grid, absent))
         dist.barrier()
@@ -144,16 +144,16 @@ def sums_without(grid, absent):
     ]
 
 
-def comes_late(late, sleep_s):
+def comes_late(late, sleep_s, timeout):
     """One rank comes to a reshape once the others have given up; they try again at once."""
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pgs(["tp", "dp"])
+        grid.create_pgs(["tp", "dp"], timeout=timeout)
         said = ""
         if dist.get_rank() == late:
             time.sleep(sleep_s)
         else:
-            said, _ = attempt(lambda: grid.reshape("tp=4"))
-        result = grid.reshape("tp=4")
+            said, _ = attempt(lambda: grid.reshape("tp=4", timeout=timeout))
+        result = grid.reshape("tp=4", timeout=timeout)
         grid.verify()
         return said, str(result), sums(grid)
 
@@ -203,14 +203,14 @@ def one_fails(failing, where, verify):
 def one_is_killed(rank, port, folder, victim, target, timeout_s):
     """A rank dies between the meeting and the creation; the others are as before, and go on."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    timeout = timedelta(seconds=timeout_s)  # not of WORLD, which is to begin on any machine
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    grid.create_pgs(["tp", "dp"])
+    grid.create_pgs(["tp", "dp"], timeout=timeout)
     before = dict(grid.pgs)
     if rank == victim:
         reshaping.Batch.create = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    said, waited = attempt(lambda: grid.reshape(target))
+    said, waited = attempt(lambda: grid.reshape(target, timeout=timeout))
     told = said, waited, unchanged(grid, before), sums_without(grid, victim)
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
     os._exit(0)  # the world is broken: nobody waits for it
