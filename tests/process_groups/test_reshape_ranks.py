@@ -14,6 +14,8 @@ from hypercomm.testing import run_ranks
 
 SHAPES = {"tp=2,cp=2,dp=2": {"tp": 2, "cp": 2, "dp": 2}, "tp=4,dp=2": {"tp": 4, "dp": 2}}
 KEYS = [tuple([dims] if isinstance(dims, str) else dims) for dims in reshape_ranks.KEYS]
+STANDS_STILL = 2
+"""How much longer ranks wait here: a machine that stands still for a second makes others late."""
 
 
 def numpy_sum(sizes, dims, rank, order=None):
@@ -136,6 +138,7 @@ def test_another_view():
 @pytest.mark.long
 @pytest.mark.parametrize(("absent", "verify"), [(0, False), (2, False), (3, True)])
 def test_a_rank_that_does_not_call(absent, verify, timeout_s):
+    timeout_s *= STANDS_STILL
     sleep_s = 2 * timeout_s + 0.5
     got = run_ranks(
         reshape_ranks.does_not_call,
@@ -163,7 +166,7 @@ def test_a_rank_that_does_not_call(absent, verify, timeout_s):
 @pytest.mark.long
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_rank_that_comes_late(late, timeout_s):
-    timeout_s *= 2  # a machine that stands still for a second makes others late, too
+    timeout_s *= STANDS_STILL
     got = run_ranks(
         reshape_ranks.comes_late,
         4,
@@ -203,6 +206,7 @@ def test_one_rank_fails(failing, where, verify):
 @pytest.mark.parametrize("target", ["dp=2,tp=2", "tp=4"])
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
+    timeout_s *= STANDS_STILL
     exit_codes(reshape_ranks.one_is_killed, 4, tmp_path, victim, target, timeout_s)
     for rank in set(range(4)) - {victim}:
         said, waited, is_same, alive = json.loads((tmp_path / f"{rank}.json").read_text())
