@@ -90,7 +90,8 @@ def connect(
         PlanMismatchError: Ranks have different groups; nothing was connected.
         ConnectTimeout: Ranks did not come, or did not go on; names them, and a group.
         OutcomeUnknownError: The store is gone.
-        CreationError: A collective failed, or what came back is wrong.
+        CreationError: A collective failed, what came back is wrong, or the others gave up on this
+            rank.
     """
     check_timeout(timeout)
     show = Show.read(progress)
@@ -132,7 +133,7 @@ def _go_on(steps: Steps, course: _Course, left_s: float, plans: Plans) -> tuple[
     if not course.ends_with(list(plans.values())[-1:]):
         work = course.run, course.take_back
         return all_or_none(steps, entries, left_s, CALL, *work, follows=True).get()
-    step = attrs.evolve(steps.enter(entries, CALL), deadline=time.monotonic() + left_s)
+    step = attrs.evolve(steps.enter(entries), deadline=time.monotonic() + left_s)
     try:
         rows = course.run(step)
     except BaseException as error:

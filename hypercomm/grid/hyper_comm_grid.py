@@ -293,8 +293,8 @@ class HyperCommGrid(GridLooks):
             UnknownViewError: `views` names a view that there is not.
             PlanMismatchError: Another rank reshapes to something else, or failed: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
-            CreationError: Groups are planned that were not created, one could not be, or another
-                thread reshapes the grid.
+            CreationError: Groups are planned that were not created, one could not be, another
+                thread reshapes the grid, or the others gave up on this rank: call it again.
             GridMismatchError, GridDestroyedError, ForkedError: As for `create_pg`.
 
         Example:

@@ -61,8 +61,8 @@ class GridLive(GridShortcuts):
             PlanMismatchError: Ranks have different groups; nobody has communicated.
             ConnectTimeout: Ranks did not call this, or did not go on; names them and their groups.
             OutcomeUnknownError: The job's store is gone.
-            CreationError: Another thread makes such a call, a collective failed, or what came back
-                is wrong.
+            CreationError: Another thread makes such a call, a collective failed, what came back is
+                wrong, or the others gave up on this rank: call it again.
             UnknownDimError, LayoutError, GroupOptionsError, MissingPackageError: An argument is
                 wrong; nobody was asked.
             GridDestroyedError: The grid was destroyed.

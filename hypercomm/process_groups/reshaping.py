@@ -132,7 +132,8 @@ def reshape(
     Raises:
         PlanMismatchError: Another rank reshapes to something else, or failed.
         GroupCreationTimeout: A rank did not call this in time; names it.
-        CreationError: A group could not be created, on this rank or another.
+        CreationError: A group could not be created, on this rank or another, or the others gave up
+            on this one.
     """
     deadline = time.monotonic() + limit_s
     drafts: list[tuple[_Draft, Batch]] = []

@@ -51,6 +51,7 @@ def consent(
     *,
     entries: Sequence[str] = (),
     damage: str = "",
+    follows: bool = False,
 ) -> BaseException | None:
     """Wait until all ranks of a transfer have come, and mean the same one.
 
@@ -60,6 +61,8 @@ def consent(
         refusal: Why this rank refuses to: the others hear it, and nobody is waited for.
         entries: What more all must say alike, each a sentence's end; the first difference is told.
         damage: What went wrong after bytes were moved: the others hear it in these words.
+        follows: Whether bytes were moved since the ranks met: who is late then does not meet the
+            others where they begin anew.
 
     Returns:
         What has interrupted this rank, though all go on: to be raised after the transfer.
@@ -81,7 +84,7 @@ def consent(
     if not job.has_store or len(ranks) == 1:
         return None
     meant = (f"{tensor} by {mapping}", _details(mapping), json.dumps(ranks), *entries)
-    party, limit_s = _Party(job, ranks, Said(job.rank, this_host(), meant)), limit_of(None)
+    party, limit_s = _Party(job, ranks, Said(job.rank, this_host(), meant), follows), limit_of(None)
     if refusal:
         damage = (
             f"rank {job.rank} (host {party.said.host}) refused its arguments, and nothing was "
@@ -126,11 +129,13 @@ class _Party:
         job: The job.
         ranks: The ranks.
         said: What this one means.
+        follows: Whether they have moved bytes since they met.
     """
 
     job: Job
     ranks: tuple[int, ...]
     said: Said
+    follows: bool
 
     def meet(self, limit_s: float) -> Meeting[BaseException | None]:
         """Wait for all ranks at the next place, and obey how it ends; as `consent` says."""
@@ -143,8 +148,13 @@ class _Party:
                 return left
             if left is not None and not isinstance(left, Exception):
                 raise left
-            if self.said.rank in end.ranks:
-                continue  # the others have given up on this rank, and come to the next place
+            if self.said.rank in end.ranks:  # the others have given up on this rank
+                if not self.follows:
+                    continue  # and come to the next place
+                raise TransferMismatchError(
+                    f"{self._outcome}: the others gave up on rank {self.said.rank} in "
+                    f"{self.said.entries[0]}; every rank of both stages must make the call again"
+                )
             if end.kind == "missing":
                 waited_s = (yield Now()) - begin
                 raise TransferMismatchError((yield from self._lateness(end.ranks, waited_s)))
@@ -156,8 +166,12 @@ class _Party:
         while True:
             place = f"{self._road}/{self._next_number()}"
             end = yield from decide(place, End("failed", words=words))
-            if rank not in end.ranks:
+            if self.follows or rank not in end.ranks:
                 return
+
+    @property
+    def _outcome(self) -> str:
+        return "what was sent may not be whole" if self.follows else "nothing was sent"
 
     # ---- places ---------------------------------------------------------------------------------
 
@@ -281,7 +295,7 @@ class _Party:
                 awaited = f"; this rank was awaited in {stop.meant}"
             yield Delete([self._awaited_at(own)])
         return (
-            f"nothing was sent: rank {own} waited {waited_s:.1f} s for {', '.join(late)} in "
+            f"{self._outcome}: rank {own} waited {waited_s:.1f} s for {', '.join(late)} in "
             f"{self.said.entries[0]}{awaited}; every rank of both stages must make the same call"
         )
 

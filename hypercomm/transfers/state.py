@@ -389,10 +389,10 @@ def _report(mapping: RankMapping, damage: _Damage | None) -> None:
         StateTransferError: There was some.
     """
     if damage is not None:
-        consent(mapping, "the end of a state", damage=damage.words)
+        consent(mapping, "the end of a state", damage=damage.words, follows=True)
         raise StateTransferError(damage.words, bucket=damage.bucket)
     try:
-        consent(mapping, "the end of a state")
+        consent(mapping, "the end of a state", follows=True)
     except LayoutError as error:
         said = re.search(r"start=(\d+), or with", str(error))
         bucket = int(said[1]) if said else 0

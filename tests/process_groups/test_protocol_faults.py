@@ -706,11 +706,38 @@ def test_a_pause_in_a_reshape_is_no_difference(seconds_of_pause):
     assert found == []
 
 
-# 25. Who gives up a group just as the last member comes names no empty list of members.
-def test_members_that_come_at_the_deadline():
+# 24. So is one that pauses in a transfer which ends with a word of all ranks.
+@pytest.mark.parametrize("seconds_of_pause", [T - 0.5, T + 0.5])
+def test_a_pause_in_a_state_is_no_difference(seconds_of_pause):
+    mapping = RankMapping("dp=4", "tp=4")
+
+    def transfer():
+        consent(mapping, "a state")
+        consent(mapping, "the end of a state", follows=True)
+
+    def program():
+        return until_it_works(transfer)
+
+    points = simulate_job(program, 4).ranks[1].points
+    found = []
+    for at in range(1, points + 1):
+        run = simulate_job(program, 4, seed=at, faults=[Pauses(1, at, seconds=seconds_of_pause)])
+        check_sound(run)
+        said = [str(call.error) for rank in run.ranks for call in rank.calls if not call.is_ok]
+        if None in run.values() or any("different" in words for words in said):
+            found.append((at, run.values(), said))
+    assert found == []
+
+
+# 25. Who gives up a group just as its last member comes says who was late, never that nobody was.
+@pytest.mark.parametrize("together", [True, False])
+def test_members_that_come_at_the_deadline(together):
     def program():
         grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        until_it_works(lambda: grid.create_pgs(["tp", ["tp", "dp"]]))
+        if together:
+            until_it_works(lambda: grid.create_pgs(["tp", ["tp", "dp"]]))
+        else:
+            until_it_works(lambda: grid.create_pg(["tp", "dp"]))
         gate("all have tried")
         return grid
 
@@ -725,3 +752,15 @@ def test_members_that_come_at_the_deadline():
     named = [call.error.missing for call in failed if call.kind == "GroupCreationTimeout"]
     assert named
     assert () not in named
+
+
+# 25. Nor does it blame others in an attempt for which no time is left.
+def test_no_attempt_without_time():
+    def program():
+        grid = HyperCommGrid([4], ["tp"])
+        return until_it_works(lambda: grid.create_pg("tp")), grid
+
+    for seed in range(150):
+        run = simulate_job(program, 4, seed=seed, faults=[Pauses(0, 3, seconds=T)])
+        check_sound(run)
+        assert false_culprits(run, {0}) == [], run

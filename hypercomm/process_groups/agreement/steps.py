@@ -123,17 +123,14 @@ class Steps:
 
     # ---- what is compared -----------------------------------------------------------------------
 
-    def enter(self, entries: Sequence[str], follows: str = "") -> Step:
+    def enter(self, entries: Sequence[str]) -> Step:
         """Compare what this rank does next with what the others do.
 
         Args:
             entries: What it does, in lines.
-            follows: The call within which it follows a step that all have made: who is late to it
-                does not go on to the step after, where the others make that call anew.
 
         Raises:
             PlanMismatchError: Ranks differ.
-            CreationError: The others have given up on this rank at a step that follows.
             CreationError: A key of the store holds what this library did not write.
         """
         while True:
@@ -159,12 +156,8 @@ class Steps:
                 return step
             self.give_back(step)
             self.obey(number)
-            if end.kind == "agreed":
-                continue
-            if current().rank not in end.ranks:
-                raise error_of(end)
-            if follows:
-                raise given_up(follows)  # else this rank comes late, to the step after
+            if end.kind != "agreed" and current().rank not in end.ranks:
+                raise error_of(end)  # else this rank comes late, to the step after
 
     def give_back(self, step: Step) -> None:
         """Compare again what was compared: it was not done."""
@@ -356,11 +349,6 @@ class Steps:
 
 def _place(joined: Joined, number: int) -> str:
     return f"{joined.name}/step {number}"
-
-
-def given_up(call: str) -> CreationError:
-    """Return the error of a rank that the others have given up on, where it is to call again."""
-    return CreationError(f"{call} was given up by the other ranks; call it again")
 
 
 def error_of(end: End) -> CreationError | AttemptGivenUpError:

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from hypercomm.process_groups.agreement.steps import Step, Steps, error_of, given_up
+from hypercomm.errors import CreationError
+from hypercomm.process_groups.agreement.steps import Step, Steps, error_of
 from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
 from hypercomm.process_groups.job import current
 
@@ -88,7 +89,7 @@ def all_or_none(
     deadline = time.monotonic() + limit_s
     longer_s = 0.0 if work is NOTHING[0] else min(_LONGER_S, limit_s)
     while True:
-        step = attrs.evolve(steps.enter(entries, call if follows else ""), deadline=deadline)
+        step = attrs.evolve(steps.enter(entries), deadline=deadline)
         try:
             result = work(step)
             # Who waits in a creation names who is missing there, a moment before.
@@ -101,4 +102,6 @@ def all_or_none(
             if end is not None and end.kind != "agreed" and current().rank not in end.ranks:
                 raise error_of(end) from error
             if follows or time.monotonic() > deadline:
-                raise given_up(call) from error
+                raise CreationError(
+                    f"{call} was given up by the other ranks; call it again"
+                ) from error

@@ -214,6 +214,8 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         if GAVE_UP in self._found.values():
             self._patience.look([], 0.0)  # there may be a reason
             refuse_failed(self._store, place)
+            if waited is not None and self._missed:  # no time is left to try again
+                raise MembersMissingError(self._missed, waited, others_gave_up=True)
             raise AttemptGivenUpError("members of the group gave up before all had come")
         self._has_all = self._has_all or len(keys) == self._size
 

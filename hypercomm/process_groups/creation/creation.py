@@ -70,7 +70,8 @@ def create(attempt: Attempt, strategy: str) -> CreatedGroup:
 
     Raises:
         GroupCreationTimeout: Members did not come, or did not connect.
-        AttemptGivenUpError: They gave up before this rank came; try under another name.
+        AttemptGivenUpError: They gave up before this rank came; try under another name, as there
+            is time.
         CreationError: It failed otherwise, for a reason that is known.
     """
     before = c10d.registered()
@@ -181,7 +182,15 @@ def _left_by(attempt: Attempt, strategy: str, before: set[ProcessGroup]) -> set[
 
 def _explain(attempt: Attempt, error: Exception, waited_s: float, why: str) -> None:
     """Raise an error of ours where we know better than torch what went wrong."""
-    if isinstance(error, (HyperCommError, AttemptGivenUpError)):
+    if isinstance(error, AttemptGivenUpError):
+        if not attempt.is_met and time.monotonic() >= attempt.patience.deadline:
+            # Another attempt would have no time, and blame those who are not at it yet.
+            raise CreationError(
+                f"the process group over {attempt.title} was not created: its members gave up as "
+                f"the last of them came; all may try again"
+            ) from error
+        return
+    if isinstance(error, HyperCommError):
         return
     if not dist.is_initialized():
         raise NotInitializedError(
