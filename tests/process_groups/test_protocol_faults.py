@@ -5,7 +5,7 @@ and where a fault of one rank may come anywhere, at each of its scheduling point
 """
 
 from datetime import timedelta
-from itertools import chain, product
+from itertools import product
 
 import pytest
 import torch.distributed as dist
@@ -696,11 +696,8 @@ def test_a_pause_in_a_reshape_is_no_difference(seconds_of_pause):
         run = simulate_job(program, 4, seed=at, faults=[Pauses(3, at, seconds=seconds_of_pause)])
         check_sound(run)
         shapes = {shape for _, shape, _ in run.values()}
-        differ = [
-            call
-            for call in chain.from_iterable(rank.calls for rank in run.ranks)
-            if "ranks differ" in str(call.error)
-        ]
+        calls = [call for rank in run.ranks for call in rank.calls]
+        differ = [call for call in calls if "ranks differ" in str(call.error)]
         if differ or shapes != {"tp=4,dp=1"}:
             found.append((at, shapes, differ))
     assert found == []
