@@ -1,23 +1,54 @@
-"""The command line as a whole; each command is in the module named after it."""
+"""The `hypercomm` command group. A command's module is imported when the command is called."""
 
 from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
 
 import click
 
 from hypercomm import __version__
-from hypercomm.cli.blame import blame
-from hypercomm.cli.check import check
-from hypercomm.cli.diff import diff
-from hypercomm.cli.doctor import doctor
-from hypercomm.cli.drawing import draw
-from hypercomm.cli.placing import place_command
-from hypercomm.cli.plan import plan
 
 
-@click.group(
-    commands=[plan, draw, place_command, diff, check, doctor, blame],
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+class _Command(NamedTuple):
+    module: str
+    attribute: str
+    summary: str
+
+
+_COMMANDS = {
+    "plan": _Command("hypercomm.cli.plan", "plan", "Show a layout and what its groups cost."),
+    "draw": _Command("hypercomm.cli.drawing", "draw", "Draw a layout, a change or a mapping."),
+    "place": _Command("hypercomm.cli.placing", "place_command", "Place a layout on a machine."),
+    "diff": _Command("hypercomm.cli.diff", "diff", "Compare the groups of two layouts."),
+    "check": _Command("hypercomm.cli.check", "check", "Run every group of a layout on real ranks."),
+    "doctor": _Command("hypercomm.cli.doctor", "doctor", "Show what is installed and what works."),
+    "blame": _Command("hypercomm.cli.blame", "blame", "Find the rank that a hung job waits for."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are imported by name; `--help` lists them without importing any."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute, _ = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hypercomm")
 def cli() -> None:
-    """Plan and compare grids of ranks, check their process groups, and say why a job hangs."""
+    """Plan and compare grids of ranks, check their process groups, and explain hangs."""
