@@ -1,0 +1,199 @@
+"""Mistakes that people make: each raises its class and names the argument and the value."""
+
+import pickle
+from datetime import timedelta
+
+import pytest
+
+from hypercomm import (
+    GridSet,
+    HyperCommGrid,
+    RankLayout,
+    RankMapping,
+    errors,
+    megatron_grids,
+    renew_world,
+    run_ranks,
+)
+from hypercomm.testing import fake_world, simulate
+
+LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+DP = LAYOUT.groups("dp")
+
+
+def grid(*arguments, **options):
+    return HyperCommGrid(*arguments, **{"world_size": 8, **options})
+
+
+def created(call):
+    """Call with a grid of 8 ranks, seen from rank 5, whose dp groups exist."""
+
+    def called():
+        with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            grid.create_pg("dp")
+            call(grid)
+
+    return called
+
+
+def viewed(call):
+    """Call with a grid of 8 ranks that has a view "expert"."""
+
+    def called():
+        grid = HyperCommGrid([2, 4], ["tp", "dp"], world_size=8)
+        grid.register_view("expert", [4, 2], ["ep", "edp"])
+        call(grid)
+
+    return called
+
+
+def after_destroy(grid):
+    grid.destroy()
+    grid.create_pg("tp")
+
+
+# (the call, its error, what the message must hold: the argument, the value, what would have worked)
+LAYOUTS = [
+    (lambda: RankLayout([2, 4], ["tp"]), errors.LayoutError, "shape", "dim_names", "['tp']"),
+    (lambda: RankLayout([], []), errors.LayoutError, "at least one dim"),
+    (lambda: RankLayout([2, 0], ["tp", "dp"]), errors.LayoutError, "shape", "at least 1", "0"),
+    (lambda: RankLayout([2, -4], ["tp", "dp"]), errors.LayoutError, "shape", "-4"),
+    (lambda: RankLayout([2, 4.0], ["tp", "dp"]), errors.LayoutError, "shape", "int", "4.0"),
+    (lambda: RankLayout([2], "tp"), errors.LayoutError, "dim_names", "sequence", "'tp'"),
+    (lambda: RankLayout([2], {"tp"}), errors.LayoutError, "dim_names", "order"),
+    (lambda: RankLayout([2, 4], ["tp", "tp"]), errors.LayoutError, "dim_names", "'tp'"),
+    (lambda: RankLayout([2, 4], ["tp", ""]), errors.LayoutError, "dim name", "''"),
+    (lambda: RankLayout([2], ["tp-cp"]), errors.LayoutError, "dim name", "'tp-cp'"),
+    (lambda: RankLayout([2], ["t\x1bp"]), errors.LayoutError, "dim name", "printable"),
+    (lambda: RankLayout([2], ["t\0p"]), errors.LayoutError, "dim name", "printable"),
+    (lambda: RankLayout([2], ["tp"], -1), errors.LayoutError, "rank_offset", "-1"),
+    (lambda: RankLayout([2], ["tp"], 1.5), errors.LayoutError, "rank_offset", "1.5"),
+    (lambda: LAYOUT.groups("pp"), errors.UnknownDimError, "'pp'", "('tp', 'cp', 'dp')"),
+    (lambda: LAYOUT.groups("tp", "tp"), errors.LayoutError, "'tp'", "twice"),
+    (LAYOUT.groups, errors.LayoutError, "dims is empty", "('tp', 'cp', 'dp')"),
+    (lambda: LAYOUT.coords(8), errors.RankOutsideError, "rank 8", "tp=2,cp=2,dp=2", "0..7"),
+    (lambda: LAYOUT.coords(1.0), errors.RankOutsideError, "rank", "1.0"),
+    (lambda: DP.of(8), errors.RankOutsideError, "rank 8"),
+    (lambda: DP[4], IndexError, "4"),
+    (lambda: DP.chunks(3), errors.LayoutError, "3", "[1, 2]"),
+    (lambda: LAYOUT.rank(tp=1), errors.LayoutError, "['cp', 'dp']"),
+    (lambda: LAYOUT.rank(tp=2, cp=0, dp=0), errors.LayoutError, "'tp'", "range(2)", "2"),
+    (lambda: LAYOUT.split("dp", a=3, b=1), errors.LayoutError, "'dp'", "'a': 3"),
+    (lambda: LAYOUT.merge(["tp", "dp"], "x"), errors.LayoutError, "('tp', 'dp')", "reorder"),
+    (lambda: RankLayout.from_json("{}"), errors.LayoutError, "'shape'", "'{}'"),
+    (lambda: RankMapping("dp=2", "tp=2", along="pp"), errors.LayoutError, "'pp'"),
+    (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tp="),
+]
+TEXTS = [
+    (lambda: RankLayout.parse("tp=2,,dp"), errors.NotationError, "'tp=2,,dp'"),
+    (lambda: RankLayout.parse("tp=x"), errors.NotationError, "'tp=x'"),
+    (lambda: RankLayout.parse("tp=2 dp=4"), errors.NotationError, "comma", "tp=2,dp=4"),
+    (lambda: RankLayout.parse("tp=2;dp=4"), errors.NotationError, "comma", "tp=2,dp=4"),
+    (lambda: RankLayout.parse("tp2,dp4"), errors.NotationError, "tp=2,dp=4"),
+    (lambda: RankLayout.parse("tp2dp4"), errors.NotationError, "tp=2,dp=4"),
+    (lambda: RankLayout.parse("tp:8"), errors.NotationError, "'tp:8'"),
+    (lambda: RankLayout.parse("tp=2,tp=2"), errors.NotationError, "'tp'", "twice"),
+    (lambda: RankLayout.parse("tp=2,dp=-1"), errors.NotationError, "'dp'", "world_size"),
+    (lambda: RankLayout.parse("tp,dp=-1", world_size=8), errors.NotationError, "tp", "dp"),
+    (lambda: RankLayout.parse("tp=3,dp=-1", world_size=8), errors.WorldSizeError, "3", "8"),
+    (lambda: RankLayout.parse("tp=3,dp=2", world_size=8), errors.WorldSizeError, "6", "8"),
+    (lambda: RankLayout.from_order("tp--dp"), errors.NotationError, "'tp--dp'"),
+    (lambda: RankLayout.from_order("tp-dp", tp=2, dp=2, cp=2), errors.OrderError, "'cp'", "tp-dp"),
+]
+GRIDS = [
+    (lambda: grid([2, -1]), errors.LayoutError, "dim_names"),
+    (lambda: grid("tp=2", ["tp"]), errors.LayoutError, "dim_names", "'tp=2'"),
+    (lambda: grid("tp=2,dp=-1", None, 5), errors.WorldSizeError, "'dp'", "3"),
+    (lambda: grid([-1, -1], ["tp", "dp"]), errors.NotationError, "tp", "dp"),
+    (lambda: grid([4, 4], ["tp", "dp"]), errors.WorldSizeError, "16", "8"),
+    (lambda: grid([4], ["tp"], 5), errors.WorldSizeError, "5", "8"),
+    (lambda: grid([4], ["tp"], cover="exact"), errors.WorldSizeError, "cover", "4", "8"),
+    (lambda: grid([8], ["tp"], cover="all"), errors.GroupOptionsError, "cover", "'all'", "'exact'"),
+    (lambda: grid([8], ["tp"], creation="locl"), errors.GroupOptionsError, "'locl'", "'local'"),
+    (lambda: grid([8], ["tp"], backend="bogus"), errors.GroupOptionsError, "'bogus'", "gloo"),
+    (lambda: grid([8], ["tp"], world_size=0), errors.LayoutError, "world_size", "0"),
+    (lambda: HyperCommGrid([8], ["tp"]), errors.NotInitializedError, "world size"),
+    (lambda: grid([8], ["tp"]).create_pg("tp"), errors.NotInitializedError, "initialised"),
+    (lambda: renew_world([0]), errors.NotInitializedError, "initialised"),
+    (viewed(lambda grid: grid.group_ranks("ep", 0)), errors.UnknownDimError, "'ep'", "'expert'"),
+    (viewed(lambda grid: grid["tpp"]), errors.UnknownDimError, "'tpp'", "did you mean 'tp'?"),
+    (viewed(pickle.dumps), errors.NotPicklableError, "grid.layout"),
+    (created(lambda grid: grid.create_pg("dp")), errors.GroupExistsError, "'dp'", "get_pg"),
+    (created(lambda grid: grid.get_pg("tp")), errors.GroupMissingError, "'tp'", "create_pg"),
+    (created(lambda grid: grid.get_pg("dp", name="b")), errors.GroupMissingError, "'dp'", "'b'"),
+    (created(lambda grid: grid.create_pg([])), errors.LayoutError, "dims is empty"),
+    (created(lambda grid: grid.create_pg("dpp+cp")), errors.UnknownDimError, "'dpp'", "'dp'"),
+    (created(lambda grid: grid.create_pg("dp,cp")), errors.NotationError, "'dp,cp'", "dp+cp"),
+    (created(lambda grid: grid.create_pg("tp", timeout=30)), errors.GroupOptionsError, "30"),
+    (
+        created(lambda grid: grid.create_pg("tp", timeout=timedelta(0))),
+        errors.GroupOptionsError,
+        "timeout",
+        "0:00:00",
+    ),
+    (
+        created(lambda grid: grid.create_pg("tp", backend="gloo", pg_options=7)),
+        errors.GroupOptionsError,
+        "pg_options",
+        "7",
+    ),
+    (created(after_destroy), errors.GridDestroyedError, "tp=2,cp=2,dp=2", "destroyed"),
+    (
+        created(lambda grid: grid.reshape("tp=2,dp=3", ranks=range(7))),
+        errors.WorldSizeError,
+        "6",
+        "7",
+    ),
+    (
+        created(lambda grid: grid.reshape("dp=-1", ranks=[0, 1, 1])),
+        errors.LayoutError,
+        "ranks",
+        "(0, 1, 1)",
+    ),
+    (created(lambda grid: grid.reshape("dp=-1", ranks=[0, 8])), errors.LayoutError, "ranks", "8"),
+    (created(lambda grid: grid.reshape("tp=8", timeout=3)), errors.GroupOptionsError, "timeout"),
+    (created(lambda grid: grid.survivors(None)), errors.GroupOptionsError, "timeout", "None"),
+    (created(lambda grid: grid.connect(timeout=5)), errors.GroupOptionsError, "timeout", "5"),
+    (
+        created(lambda grid: grid.connect(pipelines=["stage"])),
+        errors.UnknownDimError,
+        "'stage'",
+        "cp",
+    ),
+    (created(lambda _: renew_world([0, 8])), errors.LayoutError, "ranks", "8"),
+    (lambda: GridSet.tile(8, a="tp=2", b="tp=8"), errors.WorldSizeError, "10", "8"),
+    (lambda: fake_world(8, rank=8).__enter__(), errors.LayoutError, "rank", "range(8)", "8"),
+    (lambda: simulate(int, 2, args=7), errors.LaunchError, "args", "7"),
+    (lambda: run_ranks(int, 4097), errors.LaunchError, "nprocs", "4097"),
+]
+
+
+# Each mistake raises exactly its class, with a message that names what is wrong.
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"), [(a, b, c) for a, b, *c in LAYOUTS + TEXTS + GRIDS]
+)
+def test_mistake(call, kind, parts, monkeypatch):
+    for variable in ("WORLD_SIZE", "RANK", "HYPERCOMM_LAYOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+# A fake world is not started in a world that exists.
+def test_fake_world_in_a_world():
+    with fake_world(8), pytest.raises(errors.WorldSizeError, match="8"), fake_world(4):
+        pass
+
+
+# Legacy code catches builtins: a layout's errors are ValueErrors, a group's are KeyErrors.
+def test_family():
+    assert issubclass(errors.LayoutError, ValueError)
+    assert issubclass(errors.RankOutsideError, ValueError)
+    assert issubclass(errors.WorldSizeError, ValueError)
+    assert issubclass(errors.GroupExistsError, KeyError)
+    assert issubclass(errors.GroupMissingError, KeyError)
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), errors.HyperCommError)
+    assert str(errors.GroupMissingError("a sentence")) == "a sentence"  # not its repr

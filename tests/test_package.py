@@ -1,0 +1,176 @@
+"""Rules for the package as a whole, checked on its source and in fresh processes.
+
+Which module may import which is a contract of import-linter, in pyproject.toml.
+"""
+
+import ast
+import doctest
+import functools
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fresh_programs
+import pytest
+
+import hypercomm
+from hypercomm import errors
+
+PACKAGE = Path(hypercomm.__file__).parent
+CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages([str(PACKAGE)], "hypercomm.")
+    if not module.name.endswith("__main__")
+)
+TORCH_FREE = [name for name in MODULES if re.match(r"hypercomm\.(layout|errors)", name)]
+MOST_MODULES = 60
+"""Modules of ours that `from hypercomm import HyperCommGrid` may load."""
+
+
+@functools.cache
+def trees():
+    return {
+        str(source.relative_to(PACKAGE)): ast.parse(source.read_text())
+        for source in PACKAGE.rglob("*.py")
+    }
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+
+def loads_torch(statement):
+    program = f"import sys\n{statement}\nsys.exit(3 if 'torch' in sys.modules else 0)"
+    return run(program).returncode == 3
+
+
+# `import hypercomm` and layouts work without loading torch ...
+def test_layouts_do_not_load_torch():
+    statements = "\n".join(f"import {name}" for name in TORCH_FREE)
+    use = "from hypercomm import RankLayout; RankLayout.parse('tp=2,dp=4').groups('dp').of(3)"
+    assert not loads_torch(f"{statements}\n{use}")
+
+
+# ... even where torch cannot be imported.
+def test_layouts_need_no_torch():
+    done = run(
+        "import sys; sys.modules['torch'] = None\n"
+        + "\n".join(f"import {name}" for name in TORCH_FREE)
+        + "\nfrom hypercomm import RankLayout; print(list(RankLayout.parse('dp=2').groups('dp')))"
+    )
+    assert done.stdout == "[(0, 1)]\n", done.stderr
+
+
+# The two tests above can fail: the grid does load torch.
+def test_the_grid_loads_torch():
+    done = run("import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid")
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith("HyperCommGrid needs torch: pip install torch")
+    assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
+
+
+# A grid loads the core only: no tools, no pictures, no launcher.
+def test_modules_that_a_grid_loads():
+    done = run(
+        "import sys; from hypercomm import HyperCommGrid\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] == 'hypercomm'))"
+    )
+    loaded = done.stdout.split()
+    assert 20 < len(loaded) <= MOST_MODULES
+    assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
+
+
+# Private names of torch are used in one folder only.
+def test_private_names_of_torch_are_in_one_folder():
+    private = [
+        f"{file}: {node.value.id}.{node.attr}"
+        for file, tree in trees().items()
+        if "torch_internals" not in file
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in {"dist", "torch"}
+        and (node.attr.startswith("_") or node.attr == "distributed_c10d")
+    ]
+    assert private == []
+
+
+# `python -O` removes assert, so no check may be one.
+def test_no_assert():
+    assert [
+        f"{file}:{node.lineno}"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ] == []
+
+
+def public_things(module):
+    """Yield the public classes, functions and methods that a module defines."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        yield f"{module.__name__}.{name}", value
+        if isinstance(value, type):
+            for attribute, member in vars(value).items():
+                if not attribute.startswith("_") and (
+                    callable(member) or isinstance(member, (property, classmethod, staticmethod))
+                ):
+                    yield f"{module.__name__}.{name}.{attribute}", member
+
+
+# Every public name has a docstring.
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_have_docstrings(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    silent = [
+        where
+        for where, thing in public_things(module)
+        if not (getattr(thing, "__doc__", None) or "").strip()
+    ]
+    overrides = {"group_size", "locate", "members", "to_array", "results"}
+    assert [where for where in silent if where.rpartition(".")[2] not in overrides] == []
+
+
+# Every example in a docstring runs and prints what it claims.
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
+
+
+# The public names resolve, and an unknown name raises.
+def test_public_names():
+    for name in hypercomm.__all__:
+        assert getattr(hypercomm, name) is not None
+        assert name in dir(hypercomm)
+    with pytest.raises(AttributeError, match="has no attribute 'HyperComGrid'"):
+        hypercomm.HyperComGrid  # noqa: B018
+
+
+# So do the errors and the packages, and none loads torch before it must.
+def test_errors_and_packages_at_the_top():
+    assert set(errors.__all__) <= set(hypercomm.__all__)
+    assert all(getattr(hypercomm, name) is getattr(errors, name) for name in errors.__all__)
+    packages = ["cli", "compat", "errors", "launch", "layout", "testing"]
+    lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)
+    assert not loads_torch(f"import hypercomm; {lines}; hypercomm.GridMismatchError")
+    done = fresh_programs.run("import hypercomm; print(hypercomm.compat.megatron)")
+    assert done.stdout.startswith("<module 'hypercomm.compat.megatron'")
+
+
+# The places that CONTRIBUTING.md names exist.
+def test_places_in_contributing():
+    places = re.findall(
+        r"`((?:hypercomm|tests|benchmarks|\.ci)/[\w./]+)`", CONTRIBUTING.read_text()
+    )
+    assert len(places) > 10
+    assert [place for place in places if not (CONTRIBUTING.parent / place).exists()] == []
