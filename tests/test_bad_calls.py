@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 
 from hypercomm import (
-    GridSet,
     HyperCommGrid,
     RankLayout,
     RankMapping,
@@ -374,81 +373,6 @@ LAYOUT_CALLS = [
         FileExistsError,
         errors.FileKeptError,
         f"{__file__} exists, and is kept; force=True (--force) replaces it",
-    ),
-]
-
-DRAW_CALLS = [
-    (
-        lambda: LAYOUT.draw(dims="ep"),
-        KeyError,
-        errors.UnknownDimError,
-        "unknown dim 'ep'; the dims are ('tp', 'cp', 'dp')",
-    ),
-    (
-        lambda: LAYOUT.draw(groups=[]),
-        ValueError,
-        errors.LayoutError,
-        "groups is empty; name at least one, as in ['tp', 'dp+cp']",
-    ),
-    (
-        lambda: LAYOUT.draw(dims="dp", groups=["tp"]),
-        ValueError,
-        errors.LayoutError,
-        "dims lights groups in one picture, groups in several; give one of them",
-    ),
-    (
-        lambda: RankLayout([2], ["tp"], 2**30).draw(on=8),
-        ValueError,
-        errors.LayoutError,
-        "on= tells of ranks up to 16,777,215, and the grid has rank 1,073,741,825; leave on= out",
-    ),
-    (
-        lambda: RankLayout([2**25], ["tp"]).draw(),
-        ValueError,
-        errors.LayoutError,
-        "tp=33554432 has 33,554,432 ranks; up to 16,777,216 are drawn",
-    ),
-    (
-        lambda: RankMapping("dp=2", "dp=4").draw(itemsize=2),
-        ValueError,
-        errors.LayoutError,
-        "itemsize 2 needs the shape of the tensor; give shape=",
-    ),
-    (
-        lambda: RankMapping("dp=2", "dp=4").draw([2**62, 8], 8),
-        ValueError,
-        errors.LayoutError,
-        "a tensor of shape (4611686018427387904, 8) is too large to count its parts",
-    ),
-    (
-        lambda: GridSet.tile(8, a="tp=2", b="tp=6").draw(edges=[("a", "c")]),
-        ValueError,
-        errors.DrawingError,
-        "edges must be pairs of the names ['a', 'b'], got ('a', 'c')",
-    ),
-    (
-        lambda: GridSet.tile(8, a="tp=2", b="tp=6").draw(edges="a-b"),
-        ValueError,
-        errors.DrawingError,
-        "edges must be pairs of names, or 'chain', got 'a-b'",
-    ),
-    (
-        lambda: LAYOUT.draw().save("grid.pdf"),
-        ValueError,
-        errors.DrawingError,
-        "'grid.pdf' ends in no kind of picture that can be written: use .svg, .html, .png or .txt",
-    ),
-    (
-        lambda: LAYOUT.draw().save("nowhere/grid.svg"),
-        ValueError,
-        errors.DrawingError,
-        "'nowhere/grid.svg' cannot be written: there is no folder nowhere",
-    ),
-    (
-        lambda: LAYOUT.draw().text(width=-1),
-        ValueError,
-        errors.LayoutError,
-        "width must be at least 1, got -1",
     ),
 ]
 
@@ -976,7 +900,7 @@ GRID_CALLS = [
 
 # Each bad call gets its sentence, from a class of ours that legacy code can catch.
 @pytest.mark.parametrize(
-    ("call", "builtin", "ours", "sentence"), LAYOUT_CALLS + DRAW_CALLS + TEXT_CALLS + GRID_CALLS
+    ("call", "builtin", "ours", "sentence"), LAYOUT_CALLS + TEXT_CALLS + GRID_CALLS
 )
 def test_sentence(call, builtin, ours, sentence, monkeypatch):
     for variable in ("WORLD_SIZE", "RANK"):

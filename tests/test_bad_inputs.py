@@ -36,7 +36,6 @@ from hypercomm.compat.deepspeed import Mpu, topology_axes
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import parallel_state as mpu
 from hypercomm.compat.megatron import presets, process_groups_config
-from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError
 from hypercomm.launch import run as launch
 from hypercomm.launch.launchers import VARIABLES
@@ -44,6 +43,7 @@ from hypercomm.layout import Card, Placed, Traffic, difference, place
 from hypercomm.layout import pipelines as stages
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups.options import GroupOptions
+from hypercomm.tools.draw import Drawing, draw
 from hypercomm.topology import Level, Topology, read_topology
 
 pytestmark = pytest.mark.slow
@@ -114,9 +114,6 @@ GOOD = {
     "RankMapping.broadcast_siblings.rank": lambda: 8,
     "RankMapping.slices.pair": lambda: (0, 8),
     "RankMapping.shape": lambda: [8, 8, 8],
-    "RankLayout.draw.groups": lambda: ["tp", "dp"],
-    "HyperCommGrid.draw.groups": lambda: ["tp", "tp+dp"],
-    "GridSet.draw.groups": lambda: ["tp", "tp+dp"],
     "Drawing.width": lambda: 60,
     "Drawing.color": lambda: True,
     "transfer.mapping": lambda: MAPPINGS[0],
@@ -309,7 +306,7 @@ LEFT_OUT = {
     "notation.format_sizes": "writes what was checked",
     "notation.format_coords": "writes what was checked",
     "Placed.write": "makes files; layout/test_placing.py has its bad calls",
-    "Drawing.save": "writes files; draw/test_drawing_files.py has its bad calls",
+    "Drawing.save": "writes files; tests/tools/draw has its bad calls",
     "HyperCommGrid.watch": "makes folders and a thread; blame/test_watch.py has its bad calls",
     "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
     "Simulation": "made by simulate, whose arguments are",
@@ -516,7 +513,7 @@ def own_targets():
     compare = difference.difference
     yield Target("difference", EMPTY, lambda _: compare, inspect.signature(compare))
     yield from methods_of(type(DIFFERENCE), "LayoutDifference", EMPTY, (DIFFERENCE,))
-    yield from methods_of(Drawing, "Drawing", EMPTY, (LAYOUT.draw(), DIFFERENCE.draw()))
+    yield from methods_of(Drawing, "Drawing", EMPTY, (draw(LAYOUT), draw(DIFFERENCE)))
     yield constructor(GridSet, ("world", "nothing"))
     yield from methods_of(GridSet, "GridSet", IN_SET, find=lambda: STAGE.grids)
     for name in ("megatron_grids", "create_megatron_pgs", "megatron_requests"):

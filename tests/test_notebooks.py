@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, draw, errors
 from hypercomm.layout.difference import difference
 from hypercomm.testing import fake_world, simulate
 
@@ -56,6 +56,7 @@ VALUES = [
     RankMapping("t<p=2,dp=2", "dp=4"),
     RankMapping("dp=64", "dp=64"),
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
+    draw(RankLayout.parse("t<p=2,dp=4")),
     simulate(program, 2),
     explained(),
     GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": "tp=4"}),
@@ -72,21 +73,6 @@ def test_html(value):
     assert all("t<p" not in tag for tag in page.open)
     assert "t<p" not in text
     assert len(text) < (40_000 if "<svg" in text else 5_000)
-
-
-# Layouts, grids, differences and mappings are seen as they are drawn, the large ones by host.
-def test_pictures():
-    layouts = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2")
-    for value in (layouts[0], difference(*layouts), RankMapping(*layouts)):
-        assert value.draw().svg() in value._repr_html_()
-    with HyperCommGrid(layouts[0], world_size=8) as grid:
-        assert layouts[0].draw().svg() in grid._repr_html_()
-        assert "no process groups yet" in grid._repr_html_()
-    grids = GridSet({"a": layouts[0]}, world_size=8)
-    assert grids.draw().svg() in grids._repr_html_()
-    many = RankLayout.parse("tp=8,dp=8192")
-    assert len(many._repr_html_()) < 200_000
-    assert many.draw()._repr_html_() == many._repr_html_()
 
 
 # `repr` of all of them is one line.

@@ -403,8 +403,8 @@ def matrix_of(
     cells = [[Cell("from \\ to"), *map(Cell, columns), Cell("sends")]]
     for name, kept, moved in zip(rows, stays, moves, strict=True):
         line = [
-            _amount(f"{name} to {there}", one, other, unit, int(found[1].max()))
-            for there, one, other in zip(columns, kept, moved, strict=True)
+            _amount(f"{name} to {there}", stay, move, unit, int(found[1].max()))
+            for there, stay, move in zip(columns, kept, moved, strict=True)
         ]
         cells.append([Cell(name), *line, Cell(amount_words(sum(moved), unit))])
     total_kept, total = (amount_words(int(one.sum()), unit) for one in found)

@@ -103,14 +103,17 @@ def _below(blocks: Sequence[_Block], gap: float) -> _Block:
 
 
 def _beside(blocks: Sequence[_Block], gap: float, columns: int) -> _Block:
-    """Put blocks next to each other in columns of one width, with full rows where possible."""
-    step, columns = max(block.width for block in blocks) + gap, min(columns, len(blocks))
+    """Put blocks next to each other: in one row, else in full rows of equally wide columns."""
+    columns = min(columns, len(blocks))
     full = (count for count in range(columns, columns // 2, -1) if len(blocks) % count == 0)
-    columns, rows = next(full, columns), []
+    columns, widest = next(full, columns), max(block.width for block in blocks)
+    rows = []
     for start in range(0, len(blocks), columns):
-        row = blocks[start : start + columns]
-        markup = "".join(_moved(block, index * step, 0) for index, block in enumerate(row))
-        rows.append(_Block(len(row) * step - gap, max(block.height for block in row), markup))
+        x, parts, row = -gap, [], blocks[start : start + columns]
+        for block in row:
+            parts.append(_moved(block, x + gap, 0))
+            x += gap + (block.width if columns == len(blocks) else widest)
+        rows.append(_Block(x, max(block.height for block in row), "".join(parts)))
     return _below(rows, gap)
 
 
@@ -139,21 +142,21 @@ def _box(box: Box) -> _Block:
     inside = _beside(blocks, gap, min(fitting, box.columns))
     width = max(inside.width + 16, min(_width(box.title) + _width(box.bold) + 32, 400))
     arrows = [
-        _arrow((index + 1) * step - 50, inside.height / 2, text)
+        _arrow(sum(one.width + gap for one in blocks[: index + 1]) - 50, inside.height / 2, text)
         for index, text in enumerate(box.arrows)
         if text is not None
     ]
     inside = inside._replace(markup=inside.markup + "".join(arrows))
     if not box.framed:
-        start = _width(box.bold, 14) + 10 * bool(box.bold)
-        head = _text(0, 14, box.bold, "h2") + _text(start, 14, box.title, "soft")
+        start = min(600, _width(box.bold, 14)) + 10 * bool(box.bold)
+        head = _text(0, 14, box.bold, "h2", 600) + _text(start, 14, box.title, "soft")
         y = 24 if box.title or box.bold else 0
-        width = max(inside.width, start + _width(box.title))
+        width = max(inside.width, min(WIDTH, start + _width(box.title)))
         return _Block(width, inside.height + y, head + _moved(inside, 0, y))
     corners = [6 * sheet for sheet in range(box.sheets, -1, -1)]
     frames = [_rectangle(one, one, width, inside.height + 34, 'class="pane"') for one in corners]
-    head = _text(8, 17, box.title, "soft", width - _width(box.bold) - 24)
-    head += _text(width - 8, 17, box.bold, "bold e") + _moved(
+    head = _text(8, 17, box.title, "soft", width - min(200, _width(box.bold)) - 24)
+    head += _text(width - 8, 17, box.bold, "bold e", 200) + _moved(
         inside, (width - inside.width) / 2, 26
     )
     return _Block(width + corners[0], inside.height + 34 + corners[0], "".join(frames) + head)

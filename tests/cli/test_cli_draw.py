@@ -1,0 +1,89 @@
+"""`hypercomm draw` as a user calls it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hypercomm import RankLayout, RankMapping, draw
+from hypercomm.layout.difference import difference
+
+pytestmark = pytest.mark.torch_free
+LAYOUT = RankLayout.parse("tp=2,dp=4")
+
+
+def test_terminal(in_process, monkeypatch):
+    done = in_process("draw", "tp=2,dp=4")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = draw(LAYOUT, on="8").text(width=120, color=False)
+    assert [line.rstrip() for line in done.stdout.splitlines()] == text.splitlines()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[" in in_process("draw", "tp=4,dp=4,pp=2").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "picture"),
+    [
+        (["tp=2,dp=4", "--on", "4"], draw(LAYOUT, on="4")),
+        (["tp=2,dp=4", "--on", "none", "--dims", "dp"], draw(LAYOUT, dims="dp")),
+        (["tp=2,dp=4", "--groups", "tp,tp+dp"], draw(LAYOUT, on="8", groups=["tp", "tp+dp"])),
+        (
+            ["tp=2,dp=-1", "tp=4,dp=2"],
+            draw(difference(LAYOUT, RankLayout.parse("tp=4,dp=2")), on="8"),
+        ),
+        (
+            ["tp=2,dp=4", "--to", "tp=4,dp=2", "--shape", "8,16", "--itemsize", "2"],
+            draw(RankMapping("tp=2,dp=4", "tp=4,dp=2"), on="8", shape=[8, 16], itemsize=2),
+        ),
+        (
+            ["tp=2,dp=4", "--to", "tp=2,dp=4", "--to-offset", "4", "--along", "tp"],
+            draw(RankMapping(LAYOUT, RankLayout([2, 4], ["tp", "dp"], 4), "tp"), on="8"),
+        ),
+    ],
+)
+def test_files(in_process, tmp_path, arguments, picture):
+    file = tmp_path / "picture.svg"
+    done = in_process("draw", *arguments, "-o", str(file))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert file.read_text(encoding="utf-8") == picture.svg()
+    assert done.stderr == f"{file}: {file.stat().st_size:,} bytes\n"
+    assert in_process("draw", *arguments, "-o", str(file)).returncode == 2
+    assert in_process("draw", *arguments, "-o", str(file), "--force").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["tp=2,dp=4", "-o", "grid.pdf"], ".svg, .png, .txt"),
+        (["tp=2,dp=4", "--dims", "pp"], "'pp'"),
+        (["tp=2,dp=0"], "'dp=0'"),
+        (["tp=2,dp=-1"], "--world-size"),
+        (["tp=2,dp=4", "--on", "0"], "'0'"),
+        (["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"], "--to"),
+        (["tp=2", "--to", "tp=2", "--dims", "tp"], "dims"),
+        (["tp=2", "--shape", "8"], "shape"),
+        (["tp=2", "tp=2", "--to-offset", "4"], "--to-offset"),
+        (["tp=2", "--to", "dp=2", "--shape", "8,x"], "'8,x'"),
+    ],
+)
+def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, value):
+    monkeypatch.chdir(tmp_path)
+    done = in_process("draw", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert value in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_speed(tmp_path):
+    taken = []
+    for index in range(3):  # the first may read cold files
+        file = str(tmp_path / f"{index}.svg")
+        command = [sys.executable, "-m", "hypercomm", "draw", "tp=8,cp=2,dp=256,pp=4", "-o", file]
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 2
