@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, draw, errors
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
 from hypercomm.layout.difference import difference
 from hypercomm.testing import fake_world, simulate
 
@@ -56,7 +56,6 @@ VALUES = [
     RankMapping("t<p=2,dp=2", "dp=4"),
     RankMapping("dp=64", "dp=64"),
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
-    draw(RankLayout.parse("t<p=2,dp=4")),
     simulate(program, 2),
     explained(),
     GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": "tp=4"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, product
@@ -22,16 +21,8 @@ from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.files import as_new_file, write_file
 from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.layout.reading.shown import shown
-from hypercomm.tools.draw.pictures import (
-    Dims,
-    Part,
-    Picture,
-    change_of,
-    dims_table,
-    grids_of,
-    matrix_of,
-    parts_of,
-)
+from hypercomm.tools.draw import pictures
+from hypercomm.tools.draw.pictures import Dims, Part, Picture
 from hypercomm.tools.draw.svg import svg_of
 from hypercomm.topology import Topology, read_topology
 from hypercomm.topology.reading import On
@@ -56,9 +47,9 @@ class Drawing:
         tp=2,dp=3
         6 ranks; the first dim varies fastest
         <BLANKLINE>
-        rank │  0 1 2 3 4 5
-        tp   │  0 0 1 1 2 2
-        dp   │  0 1 0 1 0 1
+        rank │ 0 1 2 3 4 5
+        tp   │ 0 0 1 1 2 2
+        dp   │ 0 1 0 1 0 1
         <BLANKLINE>
         tp: 3 groups of 2
         dp: 2 groups of 3
@@ -106,16 +97,11 @@ class Drawing:
         try:
             from rich.console import Console
         except ImportError as error:
-            raise MissingPackageError(
-                "text pictures need rich: pip install 'hypercomm[cli]'"
-            ) from error
-        if color is None:
-            color = Console().is_terminal and not Console().no_color
+            raise MissingPackageError("a text needs rich: pip install 'hypercomm[cli]'") from error
         console = Console(
-            file=io.StringIO(),
-            width=max(24, width or Console().width),
+            width=width and max(24, width),
             force_terminal=color,
-            color_system="truecolor" if color else None,
+            color_system="auto" if color is None else "truecolor" if color else None,
             legacy_windows=False,
         )
         with console.capture() as capture:
@@ -143,21 +129,16 @@ class Drawing:
             '<svg'
         """
         file = checked_file(path, force)
-        content: str | bytes
-        if file.suffix.lower() == ".txt":
-            content = self.text(width=100, color=False) + "\n"
-        else:
-            content = self.svg() if file.suffix.lower() == ".svg" else self.png()
+        kind = file.suffix.lower()
+        content = self.png() if kind == ".png" else self.svg() if kind == ".svg" else None
+        content = content or f"{self.text(width=100, color=False)}\n"
         write_file(file, content, force, DrawingError)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of
 
-        return lines_of(
-            self._picture(max(1, options.max_width // 10)),
-            options.max_width,
-            "|" if options.ascii_only else "│",
-        )
+        picture, bar = self._picture(max(1, options.max_width // 10)), "│"
+        return lines_of(picture, options.max_width, "|" if options.ascii_only else bar)
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{self.svg()}</div>'
@@ -226,10 +207,10 @@ def draw(
         tp=2,dp=2
         4 ranks on 2 hosts; the first dim varies fastest
         <BLANKLINE>
-               host0  host1
-        rank │  0 1 │  2 3
-        tp   │  0 0 │  1 1
-        dp   │  0 1 │  0 1
+               host0          host1
+        rank │ 0 1     rank │ 2 3
+        tp   │ 0 0     tp   │ 1 1
+        dp   │ 0 1     dp   │ 0 1
         <BLANKLINE>
         tp: 2 groups of 2, each inside one host
         dp: 2 groups of 2, each on 2 hosts
@@ -237,7 +218,7 @@ def draw(
     if isinstance(what, RankMapping):
         _reject("a mapping", dims=dims, groups=groups, edges=edges)
         _topology([what.source, what.target], on)
-        matrix = functools.partial(matrix_of, what, shape, itemsize)
+        matrix = functools.partial(pictures.matrix_of, what, shape, itemsize)
         matrix(1)  # raises what is wrong with the arguments
         return Drawing(matrix)
     if isinstance(what, LayoutDifference):
@@ -245,7 +226,7 @@ def draw(
         ends = [what.before, what.after]
         topology, lit = _topology(ends, on), _lit(ends, dims, None)
         title, _, summary = what.summary.partition(": ")
-        return _drawing(title, [summary], change_of(what, topology, *lit))
+        return _drawing(title, [summary], pictures.change_of(what, topology, *lit))
     _reject("layouts and grids", shape=shape, itemsize=itemsize)
     grids = what if isinstance(what, Mapping) else {"": what}
     layouts: dict[str, Any] = {name: getattr(one, "layout", one) for name, one in grids.items()}
@@ -259,9 +240,14 @@ def draw(
     words = [_words(every, topology)]
     if isinstance(what, Mapping):
         arrows = _edges(edges, [*layouts])
-        return _drawing(" + ".join(layouts), words, [grids_of(layouts, topology, lit, arrows)])
+        return _drawing(
+            " + ".join(layouts), words, [pictures.grids_of(layouts, topology, lit, arrows)]
+        )
     _reject("one layout", edges=edges)
-    parts = [*parts_of(every[0], topology, lit), dims_table(every[0], topology, lit)]
+    parts = [
+        *pictures.parts_of(every[0], topology, lit),
+        pictures.dims_table(every[0], topology, lit),
+    ]
     return _drawing(str(every[0]), words, parts)
 
 

@@ -96,11 +96,8 @@ class Ranks(NamedTuple):
     caption: str = ""
 
 
-class Table(NamedTuple):
-    """Rows of cells, of which the first has the heads."""
-
-    rows: list[list[Cell]]
-
+# Rows of cells, of which the first has the heads.
+Table = list[list[Cell]]
 
 Part = Box | Cell | Ranks | Table
 
@@ -214,7 +211,7 @@ def dims_table(layout: RankLayout, topology: Topology | None, lit: Sequence[Dims
         words, link = reach(layout, topology, dims)
         row = ["+".join(dims), f"{layout.size_of(*dims):,}", apart, words, link]
         rows.append(row[: len(rows[0])])
-    return Table([[Cell(text) for text in row] for row in rows])
+    return [[Cell(text) for text in row] for row in rows]
 
 
 # ---- schematics --------------------------------------------------------------------------------
@@ -225,18 +222,18 @@ def scheme_of(layout: RankLayout, topology: Topology | None, lit: Dims, caption:
 
     A block is a host where the dims fill hosts evenly, else some ranks that the first dims number.
     """
-    ranks, note = np.array(layout.ranks), ""
-    level = topology.levels[0] if topology else None
-    size = _ranks_of_each(level, ranks) if level else 0
-    split = _split(layout, size) if size else None
-    if split is None:
-        note = f"; the dims do not fill {plural(level.name)} evenly" if level else ""
-        level = None
-        sizes = range(min(16, layout.size), 0, -1)
-        size, split = next((one, found) for one in sizes if (found := _split(layout, one)))
+    ranks = np.array(layout.ranks)
+    sizes: list[tuple[Level | None, int]] = [(None, size) for size in range(16, 0, -1)]
+    for host in topology.levels[:1] if topology else ():
+        size = int(np.count_nonzero(host.of_rank[ranks] == host.of_rank[ranks[0]]))
+        sizes = [(host, size)] * _are_alike(host, ranks, size) + sizes
+    level, size, split = next(
+        (level, size, split) for level, size in sizes if (split := _split(layout, size))
+    )
+    note = "; the dims do not fill hosts evenly" if topology and not level else ""
     blocks, groups = ranks.reshape(-1, size), layout.groups(*lit)
     factors = _factors(layout, topology, split[1], blocks[:, 0])
-    has_stages = any(factor.dim in PIPELINES for factor in factors)
+    has_stages = any(factor.is_staged for factor in factors)
     columns = min(4 if has_stages else 8, split[0][0][1]) if split[0] else 1
 
     def cell(rank: int) -> Cell:
@@ -247,12 +244,11 @@ def scheme_of(layout: RankLayout, topology: Topology | None, lit: Dims, caption:
     def nested(factors: Sequence[_Factor], first: int) -> Box:
         if not factors:
             held = blocks[first].tolist()
-            return Box(
-                level.name_of(held[0]) if level else _ranks(held), "", [*map(cell, held)], columns
-            )
-        *inner, (dim, times, words, stride, drawn) = factors
+            title = level.name_of(held[0]) if level else _ranks(blocks[first])
+            return Box(title, "", [*map(cell, held)], columns)
+        *inner, (is_staged, dim, times, words, stride, drawn) = factors
         inside = [nested(inner, first + index * stride) for index in drawn]
-        if dim in PIPELINES:
+        if is_staged:
             stages = blocks.reshape(-1, times, stride * size)
             inside = [
                 Box(_ranks(stages[:, index]), f"{dim}={index}", [part])
@@ -266,7 +262,7 @@ def scheme_of(layout: RankLayout, topology: Topology | None, lit: Dims, caption:
 
     product = " x ".join(f"{times:,} {dim}" for dim, times in split[0]) or "1"
     product = f"({product} in each {level.name if level else 'box'})"
-    product += "".join(f" x {times:,} {dim}" for dim, times, *_ in factors)
+    product += "".join(f" x {times:,} {dim}" for _, dim, times, *_ in factors)
     title = f"{layout.size:,} ranks = {product}; colours: {'+'.join(lit)} groups{note}"
     return Box(f"{caption}{title}", "", [nested(factors, 0)], framed=False)
 
@@ -275,6 +271,7 @@ class _Factor(NamedTuple):
     """A dim, or a part of one, that repeats blocks.
 
     Args:
+        is_staged: Whether the repetitions are stages of a pipeline.
         dim: Its name.
         times: How many times it repeats.
         words: The ranks from each repetition to the next, and what connects them.
@@ -282,6 +279,7 @@ class _Factor(NamedTuple):
         drawn: The repetitions that a picture shows.
     """
 
+    is_staged: bool
     dim: str
     times: int
     words: str
@@ -298,13 +296,14 @@ def _factors(
         steps = np.unique(np.diff(firsts.reshape(-1, times, stride), axis=1))
         link = reach(layout, topology, [dim])[1]
         words = [f"ranks +{steps[0]:,}"] * (steps.size == 1) + [link] * bool(link)
-        shown *= 1 if dim in PIPELINES else times
-        drawn: Sequence[int] = range(times) if max(shown, times) <= MOST_DRAWN else [0]
-        if dim in PIPELINES:
-            drawn = range(times) if times <= MOST_DRAWN else (0, 1, times - 1)
-        factors.append(_Factor(dim, times, " · ".join(words), stride, drawn))
+        is_staged = dim in PIPELINES and times == layout.size_of(dim)
+        shown *= 1 if is_staged else times
+        least = (0, 1, times - 1) if is_staged else (0,)
+        is_shown = times <= MOST_DRAWN and (is_staged or shown <= MOST_DRAWN)
+        drawn = range(times) if is_shown else least
+        factors.append(_Factor(is_staged, dim, times, " · ".join(words), stride, drawn))
         stride *= times
-    return sorted(factors, key=lambda factor: factor.dim in PIPELINES)
+    return sorted(factors, key=lambda factor: factor.is_staged)
 
 
 def _split(layout: RankLayout, size: int) -> tuple[Sizes, Sizes] | None:
@@ -320,14 +319,12 @@ def _split(layout: RankLayout, size: int) -> tuple[Sizes, Sizes] | None:
     return inside, outside
 
 
-def _ranks_of_each(level: Level, ranks: NDArray[np.int64]) -> int:
-    """Return the ranks of each host, if all hold equally many that follow each other, else 0."""
-    hosts = level.of_rank[ranks]
-    size = int(np.count_nonzero(hosts == hosts[0]))
+def _are_alike(level: Level, ranks: NDArray[np.int64], size: int) -> bool:
+    """Return whether each host holds so many of the ranks, which follow each other."""
     if ranks.size % size or size > EACH_RANK:
-        return 0
-    rows = hosts.reshape(-1, size)
-    return size if (rows == rows[:, :1]).all() and np.unique(hosts).size == len(rows) else 0
+        return False
+    hosts = level.of_rank[ranks].reshape(-1, size)
+    return bool((hosts == hosts[:, :1]).all()) and np.unique(hosts).size == len(hosts)
 
 
 def _ranks(ranks: NDArray[np.int64]) -> str:
@@ -340,19 +337,23 @@ def _ranks(ranks: NDArray[np.int64]) -> str:
 def change_of(found: LayoutDifference, topology: Topology | None, lit: Dims = ()) -> list[Part]:
     """Return both layouts of a change, and a table of what happens to the groups."""
     parts: list[Part] = []
-    for here, there in ((found.before, found.after), (found.after, found.before)):
-        is_before = here is found.before
-        otherwise, caption = ("gone", "before: ") if is_before else ("new", "after: ")
+    for here, there, otherwise in (
+        (found.before, found.after, "gone"),
+        (found.after, found.before, "new"),
+    ):
+        caption = "before: " if otherwise == "gone" else "after: "
+        if not {*lit} <= {*here.dim_names}:
+            parts.append(Box(f"no {'+'.join(lit)}", f"{caption}{here}", [Cell("")], framed=False))
+            continue
         wanted = [lit] if lit else [(dim,) for dim in long_dims(here)]
-        wanted = [dims for dims in wanted if {*dims} <= {*here.dim_names}]
         if max(here.size, there.size) > EACH_RANK:
-            parts.append(scheme_of(here, topology, (wanted or [here.dim_names[:1]])[0], caption))
+            parts.append(scheme_of(here, topology, wanted[0], caption))
             continue
         rows = []
         for dims in wanted:
             kept = {(rank,) for rank in there.ranks}
             for change in found.changes:
-                ours, theirs = (change.before, change.after)[:: 1 if is_before else -1]
+                ours, theirs = (change.before, change.after)[:: 1 if otherwise == "gone" else -1]
                 kept |= {*there.groups(*theirs)} if ours == dims and change.kept else set()
             fates = ["kept" if one in kept else otherwise for one in here.groups(*dims)]
             counts = ", ".join(f"{fates.count(one):,} {one}" for one in dict.fromkeys(fates))
@@ -364,7 +365,7 @@ def change_of(found: LayoutDifference, topology: Topology | None, lit: Dims = ()
         *texts, result = change.cells
         fill = FATES.get(change.result, ("#EEDD88",))[0]
         table.append([*map(Cell, texts), Cell(result, fill)])
-    return [*parts, Table(table)]
+    return [*parts, table]
 
 
 # ---- mappings ----------------------------------------------------------------------------------
@@ -393,9 +394,7 @@ def matrix_of(
         [format_ranks(end[at : at + size].tolist()) for at in range(0, len(end), size)]
         for end in ends
     )
-    place = [
-        np.searchsorted(end, used) // size for end, used in zip(ends, (source, target), strict=True)
-    ]
+    place = np.searchsorted(ends[0], source) // size, np.searchsorted(ends[1], target) // size
     is_moved = (source != target).astype(np.int64)
     found = np.zeros((2, len(rows), len(columns)), dtype=np.int64)
     np.add.at(found, (is_moved, *place), amounts)
@@ -403,19 +402,20 @@ def matrix_of(
     cells = [[Cell("from \\ to"), *map(Cell, columns), Cell("sends")]]
     for name, kept, moved in zip(rows, stays, moves, strict=True):
         line = [
-            _amount(f"{name} to {there}", stay, move, unit, int(found[1].max()))
-            for there, stay, move in zip(columns, kept, moved, strict=True)
+            _amount(f"{name} to {there}", pair, unit, int(found[1].max()))
+            for there, *pair in zip(columns, kept, moved, strict=True)
         ]
         cells.append([Cell(name), *line, Cell(amount_words(sum(moved), unit))])
-    total_kept, total = (amount_words(int(one.sum()), unit) for one in found)
-    lines = [f"{total} moved in {counted(int(is_moved.sum()), 'message')}"]
-    lines[0] += f", {total_kept} kept in place" * bool(found[0].any())
+    in_place, moving = (amount_words(int(one.sum()), unit) for one in found)
+    lines = [f"{moving} moved in {counted(int(is_moved.sum()), 'message')}"]
+    lines[0] += f", {in_place} kept in place" * bool(found[0].any())
     lines += [f"a part is 1/{whole:,} of the tensor"] * (unit == "parts")
-    return Picture(str(mapping), lines, [Table(cells)])
+    return Picture(str(mapping), lines, [cells])
 
 
-def _amount(ends: str, kept: int, moved: int, unit: str, largest: int) -> Cell:
-    """Return the cell of what moves from some ranks to others, and of what is kept in place."""
+def _amount(ends: str, pair: Sequence[int], unit: str, largest: int) -> Cell:
+    """Return the cell of what is kept in place and what moves from some ranks to others."""
+    kept, moved = pair
     if not kept and not moved:
         return Cell(".")
     text = amount_words(moved or kept, unit, short=True)

@@ -181,13 +181,13 @@ def _ranks(ranks: Ranks) -> _Block:
 
 
 def _table(table: Table) -> _Block:
-    columns = [*zip(*table.rows, strict=True)]
+    columns = [*zip(*table, strict=True)]
     widths = [min(520, max(_width(cell.text) for cell in column)) + 20 for column in columns]
     parts = [f'<path d="M0 21H{sum(widths):.0f}" class="line"/>']
-    for row, cells in enumerate(table.rows):
+    for row, cells in enumerate(table):
         for column, cell in enumerate(cells):
             x, y = sum(widths[:column]), 27 * row
             block = _cell(cell, widths[column] - 2) if cell.fill else None
             text = _text(x + 4, y + 16, cell.text, "" if row else "soft", widths[column])
             parts.append(_moved(block, x, y) if block else text)
-    return _Block(sum(widths), 27 * len(table.rows), "".join(parts))
+    return _Block(sum(widths), 27 * len(table), "".join(parts))

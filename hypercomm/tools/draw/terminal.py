@@ -17,7 +17,7 @@ def lines_of(picture: Picture, width: int, bar: str) -> Iterator[Text | RichTabl
     yield from map(_text, [picture.title, *picture.lines])
     shows_ranks = any(isinstance(part, Ranks) for part in picture.parts)
     for part in picture.parts:
-        if isinstance(part, Table) and shows_ranks and part.rows[0][0].text == "dim":
+        if isinstance(part, list) and shows_ranks and part[0][0].text == "dim":
             continue  # each row of ranks has the same words
         yield Text("")
         yield from _lines(part, width, bar, 0)
@@ -32,7 +32,7 @@ def _text(text: str, fill: str = "") -> Text:
 def _lines(part: Part, width: int, bar: str, depth: int) -> Iterator[Text | RichTable | Columns]:
     if isinstance(part, Ranks):
         yield from _ranks(part, width, bar)
-    elif isinstance(part, Table):
+    elif isinstance(part, list):
         yield _table(part)
     elif isinstance(part, Box):
         head = _text("  " * depth + "  ".join(filter(None, [part.bold, part.title])))
@@ -51,25 +51,20 @@ def _row(cells: Sequence[Cell], wide: int) -> Text:
 def _ranks(ranks: Ranks, width: int, bar: str) -> Iterator[Text | Columns]:
     """Hosts next to each other: a column for each rank, a row of group numbers for each dims."""
     yield from [_text(ranks.caption)] * bool(ranks.caption)
-    names = ["rank", *(row.name[: max(4, width // 4)] for row in ranks.rows)]
-    left = max(map(len, names))
-    wide = max(
-        len(text) for row in ranks.rows for text in [*row.groups.values(), f"{max(row.cells)}"]
-    )
+    own = {rank: f"{rank}" for rank in ranks.rows[0].cells}
+    rows = [("rank", own, {}), *((row.name, row.groups, row.cells) for row in ranks.rows)]
+    left = max(len(name[: max(4, width // 4)]) for name, *_ in rows)
+    wide = max(len(text) for _, texts, _ in rows for text in texts.values())
     most = max(1, (width - left - 3) // (wide + 1))
     blocks = []
     for host, held in ranks.hosts.items():
         for some in (held[at : at + most] for at in range(0, len(held), most)):
-            rows = [[Cell(f"{rank}") for rank in some]]
-            rows += [
-                [Cell(row.groups[rank], row.cells[rank].fill) for rank in some]
-                for row in ranks.rows
-            ]
-            lines = [_text(f"{'':{left}}   {host}"[: left + 3 + len(some) * (wide + 1)])] * bool(
-                host
-            )
-            for name, cells in zip(names, rows, strict=True):
-                lines.append(_text(f"{name:{left}} {bar}").append_text(_row(cells, wide)))
+            tail = host[-max(8, len(some) * (wide + 1)) :]  # names of hosts differ at their ends
+            lines = [_text(f"{'':{left}}   {tail}")] * bool(host)
+            for name, texts, fills in rows:
+                cells = [Cell(texts[rank], fills[rank].fill if fills else "") for rank in some]
+                head = _text(f"{name[:left]:{left}} {bar}")
+                lines.append(head.append_text(_row(cells, wide)))
             blocks.append(Text("\n").join(lines))
     yield Columns(blocks, padding=(1, 3))
     yield Text("")
@@ -77,7 +72,7 @@ def _ranks(ranks: Ranks, width: int, bar: str) -> Iterator[Text | Columns]:
 
 
 def _table(table: Table) -> RichTable:
-    heads, *rows = table.rows
+    heads, *rows = table
     found = RichTable(*(cell.text for cell in heads), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         found.add_row(*(_text(cell.text, cell.fill) for cell in row))

@@ -209,6 +209,16 @@ def test_change(before, after):
     assert all(f": {FATES[fill]}" in tip for _, fill, tip in cells)
 
 
+def test_dims_of_one_side():
+    change = difference(RankLayout.parse("tp=2,cp=2"), RankLayout.parse("tp=4"))
+    picture = draw(change, dims="cp")
+    assert {rank_of(tip) for _, _, tip in cells_of(picture.svg()) if tip} == {0, 1, 2, 3}
+    assert "no cp" in texts_of(picture.svg())
+    assert "no cp" in picture.text(width=80)
+    same = texts_of(draw(difference(LISTED, LISTED)).svg())
+    assert sum(text.startswith(("before: ", "after: ")) for text in same) == 2
+
+
 def test_large_change():
     layouts_of = [RankLayout.parse(sizes) for sizes in ("tp=8,dp=64", "tp=4,dp=128")]
     texts = texts_of(draw(difference(*layouts_of), on=8).svg())
