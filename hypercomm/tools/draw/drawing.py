@@ -137,7 +137,7 @@ class Drawing:
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of
 
-        picture, bar = self._picture(max(1, options.max_width // 10)), "│"
+        picture, bar = self._picture(max(1, options.max_width // 14)), "│"
         return lines_of(picture, options.max_width, "|" if options.ascii_only else bar)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""What pictures show, as data: boxes and cells of an SVG, rows of a terminal, and tables."""
+"""The content of pictures, as data: boxes, cells, rows of a terminal, and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EACH_RANK = 256
 # The most repetitions that a schematic draws one by one.
 MOST_DRAWN = 4
 
-# What connects the ranks of a unit; for other levels, their name.
+# The link between the ranks of a unit; other levels use their own name.
 LINKS = {"host": "NVLink", "sub-domain": "NVLink", "domain": "NVLink domain"}
 
 # Dims whose coordinates are stages, with an arrow from each to the next.
@@ -405,7 +405,7 @@ def matrix_of(
             _amount(f"{name} to {there}", pair, unit, int(found[1].max()))
             for there, *pair in zip(columns, kept, moved, strict=True)
         ]
-        cells.append([Cell(name), *line, Cell(amount_words(sum(moved), unit))])
+        cells.append([Cell(name), *line, Cell(amount_words(sum(moved), unit, short=True))])
     in_place, moving = (amount_words(int(one.sum()), unit) for one in found)
     lines = [f"{moving} moved in {counted(int(is_moved.sum()), 'message')}"]
     lines[0] += f", {in_place} kept in place" * bool(found[0].any())
