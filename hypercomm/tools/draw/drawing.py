@@ -30,8 +30,8 @@ from hypercomm.topology.reading import On
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
 
+# The kinds of files that `Drawing.save` writes.
 ENDINGS = (".svg", ".png", ".txt")
-"""The kinds of files that `Drawing.save` writes."""
 
 
 @attrs.frozen(repr=False)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hypercomm.tools.draw.pictures import Box, Cell, Part, Picture, Ranks, Table
 
+# Panels fill rows of at most this many pixels.
 WIDTH = 1_120
-"""Panels fill rows of at most this many pixels."""
 
 _INKS = """
 .hc text{{fill:{ink}}} .hc .soft{{fill:{soft}}} .hc .paper{{fill:{paper}}}
