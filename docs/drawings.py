@@ -1,43 +1,43 @@
-"""The pictures of the pages: `python docs/drawings.py --write` draws them anew into docs/pictures/.
+"""The pictures of the pages: `python docs/drawings.py --write` writes them to docs/pictures/.
 
-A test notices when one is not what the library draws today.
+A test fails when a file differs from what the library draws.
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hypercomm import RankLayout, RankMapping
-from hypercomm.draw import Drawing
+from hypercomm import RankLayout, RankMapping, draw
 from hypercomm.layout.difference import difference
+from hypercomm.tools.draw import Drawing
 
 FOLDER = Path(__file__).parent / "pictures"
 
 
 def _cube() -> Drawing:
-    return RankLayout.parse("tp=2,cp=2,dp=2").draw(on=4)
+    return draw(RankLayout.parse("tp=2,cp=2,dp=2"), on=4)
 
 
 def _cell() -> Drawing:
-    return RankLayout.parse("tp=2,cp=2,dp=2").draw()
+    return draw(RankLayout.parse("tp=2,cp=2,dp=2"))
 
 
 def _cluster() -> Drawing:
-    return RankLayout.parse("tp=8,dp=4,pp=2").draw(on=8)
+    return draw(RankLayout.parse("tp=8,cp=2,dp=256,pp=4"), on=8)
 
 
 def _change() -> Drawing:
-    return difference(RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")).draw()
+    return draw(difference(RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")))
 
 
 def _loss() -> Drawing:
     after = RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7])
-    return difference(RankLayout.parse("tp=2,dp=4"), after).draw()
+    return draw(difference(RankLayout.parse("tp=2,dp=4"), after))
 
 
 def _mapping() -> Drawing:
     encoder, llm = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2", rank_offset=8)
-    return RankMapping(encoder, llm, along="dp").draw()
+    return draw(RankMapping(encoder, llm, along="dp"))
 
 
 PICTURES: dict[str, Callable[[], Drawing]] = {
@@ -48,13 +48,13 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "loss": _loss,  # tutorials/elastic.md
     "mapping": _mapping,  # tutorials/encoder_and_llm.md, how-to/draw.md
 }
-"""What is drawn, by the name of its file, and where it is shown."""
+"""The drawing of each file; a comment names the pages that show it."""
 
 
 def main(arguments: list[str]) -> None:
-    """Write the pictures, or say which would change."""
-    for name, draw in PICTURES.items():
-        file, svg = FOLDER / f"{name}.svg", draw().svg()
+    """Write the pictures that differ, or print their names."""
+    for name, make in PICTURES.items():
+        file, svg = FOLDER / f"{name}.svg", make().svg()
         if not file.exists() or file.read_text() != svg:
             print(file.name)
             if arguments == ["--write"]:

@@ -22,7 +22,7 @@ PUBLIC = (
     "hypercomm.compat.ezpz",
     "hypercomm.compat.megatron",
     "hypercomm.compat.torchtitan",
-    "hypercomm.draw",
+    "hypercomm.tools.draw",
     "hypercomm.joining",
     "hypercomm.launch",
     "hypercomm.layout",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.tools.draw import draw as draw
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
@@ -52,6 +53,7 @@ _HOMES = {
     "cli": "hypercomm.cli",
     "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
+    "draw": "hypercomm.tools.draw",
     "join": "hypercomm.joining",
     "launch": "hypercomm.launch",
     "live_topology": "hypercomm.joining",
@@ -77,6 +79,7 @@ __all__ = [
     "Renewed",
     "__version__",
     "create_megatron_pgs",
+    "draw",
     "join",
     "live_topology",
     "megatron_grids",

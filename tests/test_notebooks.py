@@ -74,21 +74,6 @@ def test_html(value):
     assert len(text) < (40_000 if "<svg" in text else 5_000)
 
 
-# Layouts, grids, differences and mappings are seen as they are drawn, the large ones by host.
-def test_pictures():
-    layouts = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2")
-    for value in (layouts[0], difference(*layouts), RankMapping(*layouts)):
-        assert value.draw().svg() in value._repr_html_()
-    with HyperCommGrid(layouts[0], world_size=8) as grid:
-        assert layouts[0].draw().svg() in grid._repr_html_()
-        assert "no process groups yet" in grid._repr_html_()
-    grids = GridSet({"a": layouts[0]}, world_size=8)
-    assert grids.draw().svg() in grids._repr_html_()
-    many = RankLayout.parse("tp=8,dp=8192")
-    assert len(many._repr_html_()) < 200_000
-    assert many.draw()._repr_html_() == many._repr_html_()
-
-
 # `repr` of all of them is one line.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_one_line(value):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NoReturn, SupportsIndex
 
-from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError, NotPicklableError
 from hypercomm.grid.live import GridLive
-from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.notation import format_coords
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
-from hypercomm.topology.reading import On
 
 
 class GridLooks(GridLive):
@@ -32,23 +28,6 @@ class GridLooks(GridLive):
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
-
-    def draw(
-        self,
-        on: On | None = None,
-        dims: Dims | None = None,
-        *,
-        groups: Iterable[Dims] | str | None = None,
-    ) -> Drawing:
-        """Return a picture of the grid; arguments and errors as for `RankLayout.draw`.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-            >>> grid.draw(on=8).svg()[:4]
-            '<svg'
-        """
-        return self.layout.draw(on, dims, groups=groups)
 
     def _repr_html_(self) -> str:
         return as_html(repr(self), (), (), self._lines()) + self.layout._repr_html_()

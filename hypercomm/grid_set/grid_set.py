@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from torch.distributed import ProcessGroup
 
-from hypercomm.draw.drawing import MOST_DRAWN
 from hypercomm.errors import NotPicklableError, UnknownGridError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import Creation, GridArguments, GroupKeywords, Share, check_name
@@ -361,9 +360,7 @@ class GridSet(ConnectedGrids):
         return f"GridSet of {self._placement}"
 
     def _repr_html_(self) -> str:
-        table = as_html(repr(self), ("grid", "sizes", "ranks", "this rank"), as_rows(self))
-        is_small = sum(grid.size for grid in self.layouts.values()) <= MOST_DRAWN
-        return table + (self.draw()._repr_html_() if is_small else "")
+        return as_html(repr(self), ("grid", "sizes", "ranks", "this rank"), as_rows(self))
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *as_table(self)])

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.draw import Drawing
-from hypercomm.draw.making import drawing_of_grids
 from hypercomm.errors import HyperCommError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import as_rank
 from hypercomm.layout.reading.notation import format_coords, format_ranks
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.process_groups import world
-from hypercomm.topology.reading import On
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
@@ -67,35 +63,6 @@ class GridModules(Mapping[str, HyperCommGrid]):
         """
         rank = as_rank(world.rank(rank))
         return tuple(name for name, grid in self.items() if rank in grid.layout)
-
-    def draw(
-        self,
-        on: On | None = None,
-        dims: Dims | None = None,
-        *,
-        groups: Iterable[Dims] | str | None = None,
-        edges: Iterable[tuple[str, str]] | Literal["chain"] | None = None,
-    ) -> Drawing:
-        """Return a picture of all grids; `on`, `dims` and `groups` as for `RankLayout.draw`.
-
-        Args:
-            on: Where the ranks are.
-            dims: The dims whose groups are lit, of those grids that have them.
-            groups: Several such, as in "tp,dp+cp", each for a picture of its own.
-            edges: Pairs of grids, of which the first sends to the second, as modules of a pipeline
-                do; "chain": each to the next.
-
-        Raises:
-            UnknownDimError, LayoutError, TopologyError: As for `RankLayout.draw`.
-            DrawingError: `edges` are no pairs of names of grids.
-
-        Example:
-            >>> from hypercomm import GridSet
-            >>> grids = GridSet.tile(6, encoder="tp=2,dp=1", llm="tp=1,dp=4")
-            >>> grids.draw(edges="chain").svg()[:4]
-            '<svg'
-        """
-        return drawing_of_grids(repr(self), self.layouts, on, dims, groups, edges)
 
     # ---- what moves between them --------------------------------------------------------------
 

@@ -14,17 +14,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.drawing import MOST_DRAWN, Drawing
-from hypercomm.draw.making import drawing_of_change
 from hypercomm.errors import LayoutError
 from hypercomm.layout.groups.rank_groups import RankGroups
 from hypercomm.layout.losses import Lost
-from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD
 from hypercomm.layout.reading.shown import aligned, shown
 from hypercomm.layout.reading.tables import as_html
-from hypercomm.topology.reading import On
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
@@ -211,21 +207,7 @@ class LayoutDifference:
             **{name: getattr(self, name) for name in counts},
         }
 
-    def draw(self, on: On | None = None, dims: Dims | None = None) -> Drawing:
-        """Return a picture of both layouts, and of which groups are kept, gone and new.
-
-        Args, errors: As for `RankLayout.draw`; without `dims`, each by itself, up to 64 ranks.
-
-        Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout.parse("tp=4")
-            >>> difference(*layouts).draw(on=8).svg()[:4]
-            '<svg'
-        """
-        return drawing_of_change(self, on, dims)
-
     def _repr_html_(self) -> str:
-        if max(self.before.size, self.after.size) <= MOST_DRAWN:
-            return self.draw()._repr_html_()
         return as_html(self.summary, COLUMNS, [change.cells for change in self.changes])
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -29,10 +29,6 @@ from hypercomm.layout.reading.checks import as_ordered
 from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.reading.signatures import with_own_names
 from hypercomm.layout.reading.sizes import close_sizes
-
-if TYPE_CHECKING:  # they read the layouts of this package, and are wanted by few
-    from hypercomm.draw.drawing import Drawing
-    from hypercomm.topology.reading import On
 
 
 @with_own_names
@@ -258,53 +254,6 @@ class RankLayout(Written):
         if self._listing is not None:
             return RankLayout(shape, kept, ranks=self._ranks_at(offset + lattice(axes)).tolist())
         return RankLayout(shape, kept, self.rank_offset + offset, strides=strides)
-
-    # ---- how it looks -----------------------------------------------------------------------
-
-    def draw(
-        self,
-        on: On | None = None,
-        dims: Dims | None = None,
-        *,
-        groups: Iterable[Dims] | str | None = None,
-    ) -> Drawing:
-        """Return a picture of the layout: its ranks on their hosts, and its groups as colours.
-
-        Args:
-            on: Where the ranks are: GPUs for each host, 8, or whatever `read_topology` takes, such
-                as "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: not shown.
-            dims: The dims whose groups are lit. Default: each has a picture of its own up to 64
-                ranks; beyond, the first.
-            groups: Several such, as in "tp,dp+cp", each for a picture of its own.
-
-        Returns:
-            A drawing: print it, look at it in a notebook, `save` it as SVG, PNG or HTML.
-
-        Raises:
-            UnknownDimError, LayoutError: As for `order_dims`, or there are too many ranks.
-            TopologyError: `on` cannot be read, or holds fewer ranks.
-
-        Example:
-            >>> print(RankLayout.parse("tp=2,dp=2").draw(on=2).text(width=60, color=False))
-            tp=2,dp=2
-            4 ranks on 2 hosts; the first dim varies fastest
-            <BLANKLINE>
-                   host0  host1
-            rank │  0 1 │  2 3
-            tp   │  0 0 │  1 1
-            dp   │  0 1 │  0 1
-            <BLANKLINE>
-            tp: 2 groups of 2, each inside one host
-            dp: 2 groups of 2, each on 2 hosts
-        """
-        from hypercomm.draw.making import drawing_of_grids
-
-        return drawing_of_grids(str(self), {"": self}, on, dims, groups)
-
-    def _repr_html_(self) -> str:
-        from hypercomm.draw.drawing import MOST_DRAWN
-
-        return super()._repr_html_() if self.size > MOST_DRAWN else self.draw()._repr_html_()
 
     # ---- inside -----------------------------------------------------------------------------
 

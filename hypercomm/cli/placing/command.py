@@ -14,8 +14,6 @@ from hypercomm.cli import options
 from hypercomm.cli.live import machine
 from hypercomm.cli.placing.given import OPTIONS, read_card, read_numbers
 from hypercomm.cli.printing import console, table
-from hypercomm.draw.drawing import KINDS as PICTURES
-from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
 from hypercomm.layout.placing import Placed
 from hypercomm.layout.placing.place import place_named
@@ -24,6 +22,8 @@ from hypercomm.layout.placing.writing import KINDS, save
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.reading.files import as_new_file
 from hypercomm.layout.reading.notation import parse_groups
+from hypercomm.tools.draw import draw
+from hypercomm.tools.draw.drawing import checked_file
 
 _ROOMY = 60
 """The columns of a terminal in which tables have lines."""
@@ -65,7 +65,7 @@ _ROOMY = 60
     "--draw",
     "picture",
     metavar="FILE",
-    help=f"Draw what is taken, as {', '.join(PICTURES)}.",
+    help="Draw what is taken, as .svg, .png or .txt.",
 )
 @click.option(
     "--take",
@@ -107,7 +107,7 @@ def place_command(
         check_choice("the kind to write", kind, tuple(KINDS), NotationError)
         as_new_file(path, force, NotationError)
     if picture is not None:
-        writable(picture, force)
+        checked_file(picture, force)
     where = machine(on)
     if where is None:
         return 0
@@ -129,7 +129,7 @@ def place_command(
     for text, path in texts:
         save(text, path, force)
     if picture is not None:
-        taken.draw().save(picture, force)
+        draw(taken.layout, on=taken.topology).save(picture, force)
     return 0
 
 

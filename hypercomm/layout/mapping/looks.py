@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.mapping.cuts import Cut, as_lengths, resolve_axes
+from hypercomm.layout.mapping.cuts import Cut
 from hypercomm.layout.mapping.dim_roles import (
     Shards,
     as_dim,
@@ -20,13 +19,8 @@ from hypercomm.layout.mapping.dim_roles import (
     zigzag_dims,
 )
 from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import positive
 from hypercomm.layout.reading.shown import shown
 from hypercomm.layout.reading.tables import as_frame, as_html
-
-if TYPE_CHECKING:  # they read the layouts of this package, and are wanted by few
-    from hypercomm.draw.drawing import Drawing
-    from hypercomm.topology.reading import On
 
 
 class HasLayout(Protocol):
@@ -134,75 +128,8 @@ class MappingLooks:
                 columns[f"{name}_{cut.axis}"] = table[name][:, position]
         return as_frame(columns, "message", range(len(table)))
 
-    def draw(
-        self,
-        shape: Sequence[int] | None = None,
-        itemsize: int | None = None,
-        *,
-        on: On | None = None,
-    ) -> Drawing:
-        """Return a picture of the mapping: a matrix of source and target ranks.
-
-        Args:
-            shape: The whole tensor's, in elements; default: amounts are parts of it.
-            itemsize: The bytes of an element; default: amounts are elements.
-            on: Where the ranks are, as for `RankLayout.draw`: rows and columns are hosts, or
-                domains, where there are too many ranks.
-
-        Raises:
-            LayoutError: There are too many messages to list, or `shape` cannot be cut evenly.
-            TopologyError: `on` cannot be read, or holds fewer ranks.
-
-        Example:
-            >>> from hypercomm import RankMapping
-            >>> mapping = RankMapping("dp=2", "dp=1")
-            >>> print(mapping.draw([8, 256], 4).text(width=70, color=False))
-            dp=2 at 0 -> dp=1 at 0: fan-in 2 -> 1 along dp
-            4 KiB move in 1 message, 4 KiB stay on their rank
-            rank 1 sends most: 4 KiB
-            <BLANKLINE>
-            to rank
-            from │     0
-            0    │  (4K)
-            1    │    4K
-            (in brackets: stays on its rank)
-        """
-        from hypercomm.draw.making import drawing_of_mapping
-
-        table = self.table()
-        amounts, unit, whole = self._amounts(table, shape, itemsize)
-        cells = np.stack([table["source"], table["target"], amounts], axis=1)
-        return drawing_of_mapping(self, cells, unit, whole, on)
-
-    def _amounts(
-        self, table: NDArray[np.void], shape: Sequence[int] | None, itemsize: int | None
-    ) -> tuple[NDArray[np.int64], str, int]:
-        """How much each message holds, in which unit, and how much the whole tensor does."""
-        amounts = np.ones(len(table), dtype=np.int64)
-        each = 1 if itemsize is None else positive(itemsize, "itemsize")
-        if shape is None:
-            if itemsize is not None:
-                raise LayoutError(f"itemsize {itemsize} needs the shape of the tensor; give shape=")
-            for position in range(len(self.cuts)):
-                amounts *= table["stop"][:, position] - table["start"][:, position]
-            return amounts, "parts", math.prod(cut.units for cut in self.cuts)
-        lengths = as_lengths(shape)
-        whole = math.prod(lengths) * each
-        if whole > np.iinfo(np.int64).max:
-            raise LayoutError(f"a tensor of shape {shown(lengths)} is too large to count its parts")
-        axes = resolve_axes(self.cuts, len(lengths))
-        for position, (cut, axis) in enumerate(zip(self.cuts, axes, strict=True)):
-            cut.part(0, 0).slice_of(lengths[axis], 1)  # refuses lengths that cannot be cut evenly
-            stop, start = table["stop"][:, position], table["start"][:, position]
-            amounts *= (stop - start) * (lengths[axis] // cut.units)
-        left = math.prod(length for axis, length in enumerate(lengths) if axis not in axes)
-        return amounts * (left * each), "elements" if itemsize is None else "B", whole
-
     def _repr_html_(self) -> str:
-        try:
-            return self.draw()._repr_html_()
-        except LayoutError as error:
-            return as_html(str(self), (), (), [str(error)])
+        return as_html(str(self), (), ())
 
     def __str__(self) -> str:
         axes = dims_of_axes(self.along, self.batch_axis, self.shards)

@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 
-from hypercomm.draw import Drawing
 from hypercomm.errors import LayoutError
 from hypercomm.layout.placing import writing
 from hypercomm.layout.placing.search import MOST_DIMS, Cost, Dims
@@ -171,22 +170,6 @@ class Placed:
             'tp-dp-pp\n'
         """
         return writing.text_for(kind, self.layout, self.topology)
-
-    def draw(self, dims: str | Iterable[str] | None = None) -> Drawing:
-        """Return a picture of the layout on the hosts, domains and switches of the machine.
-
-        Args:
-            dims: As of `RankLayout.draw`.
-
-        Raises:
-            UnknownDimError: The layout has no such dim.
-
-        Example:
-            >>> from hypercomm.layout import place
-            >>> print(place("dp=2,tp=2", on=2).best.draw().text(width=60).splitlines()[-2])
-            tp: 2 groups of 2, each inside one host
-        """
-        return self.layout.draw(on=self.topology, dims=dims)
 
     @property
     def headline(self) -> str:

@@ -1,1 +1,0 @@
-"""Scenes as SVG: one text that needs nothing else, readable on white and on black."""
