@@ -27,7 +27,6 @@ PUBLIC = (
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
-    "hypercomm.testing.simulated_job",
     "hypercomm.topology",
     "hypercomm.training",
     "hypercomm.watch",

@@ -42,7 +42,7 @@ TESTS = (
     "tests/process_groups/test_questions.py",
     "tests/process_groups/test_every_schedule.py",
     "tests/process_groups/test_protocol_faults.py",
-    "tests/testing/test_simulated_job.py",
+    "tests/simulated_job/test_simulated_job.py",
 )
 MARKS = "not slow and not long"
 QUIET = "ignore::pytest.PytestAssertRewriteWarning"

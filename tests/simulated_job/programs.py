@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout
-from hypercomm.testing.simulated_job import attempt, gate, simulate_job
-from hypercomm.testing.simulated_job.invariants import (
-    halves,
+from simulated_job import attempt, gate, simulate_job
+from simulated_job.invariants import (
+    partial_groups,
     late_calls,
     unlike_groups,
 )
@@ -220,6 +220,6 @@ def violations(job, but=()):
     return [
         *([job.is_stuck] if job.is_stuck else []),
         *unlike_groups(job),
-        *(halves(job) if not but else []),
+        *(partial_groups(job) if not but else []),
         *late_calls(job, T, but),
     ]

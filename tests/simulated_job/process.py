@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict
@@ -19,21 +21,21 @@ import attrs
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.c10d import store as real_store
 from hypercomm.process_groups.c10d.gloo import LazyInit
-from hypercomm.testing.simulated_job import substitutes
-from hypercomm.testing.simulated_job.faults import (
+from hypercomm.testing.simulation.stand_in import SimulatedGroup
+from simulated_job import substitutes
+from simulated_job.faults import (
     AnswersLate,
-    AsksInVain,
     AsksLate,
+    DelayedWrite,
     Dies,
     IsInterrupted,
+    LostRequest,
     Pauses,
     RankFault,
-    SetsLate,
 )
-from hypercomm.testing.simulated_job.gloo import Network, SimulatedGloo
-from hypercomm.testing.simulated_job.scheduler import Scheduler, Task
-from hypercomm.testing.simulated_job.store import Client, Server, Within
-from hypercomm.testing.simulation.stand_in import SimulatedGroup
+from simulated_job.gloo import Network, SimulatedGloo
+from simulated_job.scheduler import Scheduler, Task
+from simulated_job.store import Client, Server, Within
 
 _CONTAINERS = (dict, list, set, Counter, OrderedDict, WeakKeyDictionary, WeakSet)
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
@@ -41,6 +43,11 @@ _SHARED = (FunctionType, BuiltinFunctionType, type)
 _ROOMS = ("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.grid_set.")
 _SWITCH = "TORCH_GLOO_LAZY_INIT"
 """What the library sets in the environment of a process."""
+
+for _room in _ROOMS:  # a module that a program loads first would keep the real clock and locks
+    _package = importlib.import_module(_room.rstrip("."))
+    for _found in pkgutil.walk_packages(_package.__path__, _room):
+        importlib.import_module(_found.name)
 
 
 @attrs.frozen
@@ -179,9 +186,9 @@ class RankProcess:
         """Let something happen to the rank's link to a store."""
         if isinstance(fault, AnswersLate):
             client.late_once_s = fault.seconds
-        elif isinstance(fault, SetsLate):
+        elif isinstance(fault, DelayedWrite):
             client.hold_set_s = fault.seconds
-        elif isinstance(fault, AsksInVain):
+        elif isinstance(fault, LostRequest):
             client.breaks_once = True
         elif isinstance(fault, AsksLate):
             task.wake_s = client.busy_until_s = self.job.scheduler.now_s + fault.seconds
@@ -290,11 +297,10 @@ class ModuleState:
 @lru_cache(maxsize=1)
 def _variables(_: int) -> list[tuple[dict[str, Any], str]]:
     """Return the variables in lower case of our modules, found anew once there are more modules."""
-    own = __name__.rpartition(".")[0]
     return [
         (vars(module), name)
         for path, module in list(sys.modules.items())
-        if path.startswith(_ROOMS) and not path.startswith(own)
+        if path.startswith(_ROOMS)
         for name, value in vars(module).items()
         if name == name.lower() and not name.startswith("__") and not isinstance(value, _SHARED)
     ]

@@ -8,17 +8,16 @@ import torch.distributed as dist
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_programs import Program, Step, accused, all_or_none, drawn, programs, run, violations
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import SimulationError
 from hypercomm.testing import simulate
-from hypercomm.testing.simulated_job import (
+from simulated_job import (
     AnswersLate,
+    DelayedWrite,
     Dies,
     IsInterrupted,
     Pauses,
-    SetsLate,
     StoreGoes,
     StoreIsSlow,
     attempt,
@@ -30,13 +29,23 @@ from hypercomm.testing.simulated_job import (
     sleep,
     thread,
 )
-from hypercomm.testing.simulated_job.invariants import (
+from simulated_job.invariants import (
     errors,
-    halves,
+    partial_groups,
     keys_left,
     late_calls,
-    splits,
+    partial_success,
     unlike_groups,
+)
+from simulated_job.programs import (
+    Program,
+    Step,
+    accused,
+    all_or_none,
+    drawn,
+    programs,
+    run,
+    violations,
 )
 
 USUAL = Program(
@@ -176,7 +185,7 @@ def test_each_fault():
 
     assert ended(IsInterrupted(0, 4))[0] == "KeyboardInterrupt"
     assert "GroupCreationTimeout" in ended(Pauses(0, 4, seconds=5.0))
-    assert ended(SetsLate(0, 1, seconds=1.0)) == ["", ""]
+    assert ended(DelayedWrite(0, 1, seconds=1.0)) == ["", ""]
     assert ended(AnswersLate(0, 1, seconds=61.0))[0] == "DistNetworkError"
     assert ended(StoreIsSlow(0.0, 0.1)) == ["", ""]
     assert set(ended(StoreGoes(0.0))) == {"DistNetworkError"}
@@ -195,7 +204,7 @@ def test_other_jobs(name):
     job = simulate_job(program, 4)
     assert job.values() == [([0, 1],) * 2] * 2 + [([2, 3],) * 2] * 2
     again = simulate_job(pairs, 4, store=job.store)
-    assert unlike_groups(again) == halves(again) == []
+    assert unlike_groups(again) == partial_groups(again) == []
 
 
 # ---- other tools ------------------------------------------------------------------------------
@@ -305,7 +314,7 @@ def test_one_program_under_many_schedules(count):
     usual = Program(3, (Step("set"), Step("verify", 1)), verify=True)
     for seed in range(count):
         job = run(usual, seed, ["random", "pct"][seed % 2])
-        assert errors(job) == violations(job) == splits(job, 0) == [], job
+        assert errors(job) == violations(job) == partial_success(job, 0) == [], job
 
 
 # What a grid that is destroyed leaves does not grow with the groups that it had.

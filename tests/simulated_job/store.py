@@ -10,7 +10,7 @@ from datetime import timedelta
 import attrs
 import torch.distributed as dist
 
-from hypercomm.testing.simulated_job.scheduler import Scheduler
+from simulated_job.scheduler import Scheduler
 
 Text = str | bytes
 

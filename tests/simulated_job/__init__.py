@@ -1,21 +1,21 @@
 """The simulated job: how ranks agree, on real code, under every schedule and fault one can name."""
 
-from hypercomm.testing.simulated_job.faults import (
+from simulated_job.faults import (
     AnswersLate,
-    AsksInVain,
     AsksLate,
+    DelayedWrite,
     Dies,
     Fault,
     IsInterrupted,
+    LostRequest,
     Pauses,
     RankFault,
-    SetsLate,
     StoreGoes,
     StoreIsSlow,
     draw_faults,
 )
-from hypercomm.testing.simulated_job.job import (
-    Held,
+from simulated_job.job import (
+    HeldGroup,
     JobRun,
     Outcome,
     attempt,
@@ -27,25 +27,25 @@ from hypercomm.testing.simulated_job.job import (
     sleep,
     thread,
 )
-from hypercomm.testing.simulated_job.process import Call
-from hypercomm.testing.simulated_job.schedules import AtRandom, ByPriority, every_schedule
+from simulated_job.process import Call
+from simulated_job.schedules import AtRandom, ByPriority, every_schedule
 
 __all__ = [
     "AnswersLate",
-    "AsksInVain",
     "AsksLate",
     "AtRandom",
     "ByPriority",
     "Call",
+    "DelayedWrite",
     "Dies",
     "Fault",
-    "Held",
+    "HeldGroup",
     "IsInterrupted",
     "JobRun",
+    "LostRequest",
     "Outcome",
     "Pauses",
     "RankFault",
-    "SetsLate",
     "StoreGoes",
     "StoreIsSlow",
     "attempt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hypercomm.testing.simulated_job.scheduler import Task
+from simulated_job.scheduler import Task
 
 
 class AtRandom:
@@ -16,7 +16,7 @@ class AtRandom:
     """
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - a schedule is no secret
+        self._random = random.Random(seed)
 
     def choose(self, current: Task | None, ready: list[Task]) -> Task:  # noqa: ARG002
         """Return any."""
@@ -36,7 +36,7 @@ class ByPriority:
     """
 
     def __init__(self, seed: int, depth: int = 3, steps: int = 400) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - a schedule is no secret
+        self._random = random.Random(seed)
         self._changes = sorted(self._random.randrange(steps) for _ in range(depth - 1))
         self._priorities: dict[int, float] = {}
         self._step = 0

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from hypercomm.errors import SimulationError
 from hypercomm.process_groups import c10d
-from hypercomm.testing.simulated_job.faults import Fault, RankFault, StoreGoes, StoreIsSlow
-from hypercomm.testing.simulated_job.gloo import Network, SimulatedGloo, place
-from hypercomm.testing.simulated_job.process import Call, JobState, ModuleState, RankProcess
-from hypercomm.testing.simulated_job.scheduler import Choices, EndedError, Scheduler
-from hypercomm.testing.simulated_job.schedules import AtRandom, ByPriority, Given
-from hypercomm.testing.simulated_job.store import Client, Server
-from hypercomm.testing.simulated_job.substitutes import Thread, running
+from simulated_job.faults import Fault, RankFault, StoreGoes, StoreIsSlow
+from simulated_job.gloo import Network, SimulatedGloo, place
+from simulated_job.process import Call, JobState, ModuleState, RankProcess
+from simulated_job.scheduler import Choices, EndedError, Scheduler
+from simulated_job.schedules import AtRandom, ByPriority, Given
+from simulated_job.store import Client, Server
+from simulated_job.substitutes import Thread, running
 
 Schedule: TypeAlias = Literal["random", "pct", "first"] | Choices
 
@@ -29,7 +29,7 @@ _SLACK_S = 0.001
 
 
 @attrs.frozen
-class Held:
+class HeldGroup:
     """A process group as one rank holds it at the end."""
 
     name: str
@@ -57,7 +57,7 @@ class Outcome:
     error: BaseException | None
     is_dead: bool
     calls: tuple[Call, ...]
-    groups: tuple[Held, ...]
+    groups: tuple[HeldGroup, ...]
     asked: Counter[str]
     points: int
 
@@ -158,7 +158,7 @@ def simulate_job(
     Example:
         >>> import torch.distributed as dist
         >>> from hypercomm import HyperCommGrid
-        >>> from hypercomm.testing.simulated_job import simulate_job
+        >>> from simulated_job import simulate_job
         >>> def program():
         ...     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         ...         return dist.get_process_group_ranks(grid.create_pg("tp"))
@@ -234,7 +234,7 @@ def _run(
     job: JobState,
     processes: Sequence[RankProcess],
 ) -> JobRun:
-    ends: dict[int, tuple[Any, BaseException | None, tuple[Held, ...]]] = {}
+    ends: dict[int, tuple[Any, BaseException | None, tuple[HeldGroup, ...]]] = {}
 
     def main(process: RankProcess) -> Callable[[], None]:
         def act() -> None:
@@ -274,10 +274,10 @@ def _run(
     )
 
 
-def _held(process: RankProcess) -> Iterable[Held]:
+def _held(process: RankProcess) -> Iterable[HeldGroup]:
     for group, name, backend in process.world.groups():
         ranks = tuple(dist.get_process_group_ranks(group))
-        yield Held(name, ranks, backend, group.options._timeout, group.group_desc)
+        yield HeldGroup(name, ranks, backend, group.options._timeout, group.group_desc)
 
 
 def _process() -> RankProcess:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hypercomm.testing.simulated_job.scheduler import EndedError, Scheduler, Task
+from simulated_job.scheduler import EndedError, Scheduler, Task
 
 FOREVER = -1.0
 
@@ -63,7 +63,7 @@ class Uuids:
     """Stands in for the module `uuid`, with numbers that a seed makes."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - it must be repeatable
+        self._random = random.Random(seed)
 
     def uuid4(self) -> uuid.UUID:
         """Return the next number."""
@@ -266,7 +266,7 @@ class Thread:
                 self._action()
             except EndedError:
                 raise
-            except BaseException:  # noqa: BLE001, S110 - ends the thread alone, as Python's do
+            except BaseException:  # noqa: BLE001 - ends the thread alone, as Python's do
                 pass
             finally:
                 self._done.set()

@@ -48,7 +48,7 @@ class AnswersLate(RankFault):
 
 
 @attrs.frozen
-class SetsLate(RankFault):
+class DelayedWrite(RankFault):
     """The next thing that the rank sets is on its way for a while, and all that it sends later."""
 
     seconds: float = 3.0
@@ -62,7 +62,7 @@ class AsksLate(RankFault):
 
 
 @attrs.frozen
-class AsksInVain(RankFault):
+class LostRequest(RankFault):
     """The rank's link to the store breaks at one question, which the store does not hear."""
 
 
@@ -95,7 +95,7 @@ class StoreGoes:
 Fault: TypeAlias = RankFault | StoreIsSlow | StoreGoes
 
 KINDS: tuple[type[RankFault], ...] = (
-    *(Dies, IsInterrupted, Pauses, AnswersLate, SetsLate, AsksLate, AsksInVain),
+    *(Dies, IsInterrupted, Pauses, AnswersLate, DelayedWrite, AsksLate, LostRequest),
 )
 
 
@@ -116,7 +116,7 @@ def draw_faults(
         most: How often it may at most.
         points: At which scheduling point of a rank at the latest.
     """
-    drawn = random.Random(seed)  # noqa: S311 - it must be repeatable
+    drawn = random.Random(seed)
     return [
         drawn.choice(kinds)(drawn.randrange(nprocs), drawn.randint(1, points))
         for _ in range(drawn.randint(1, most))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from hypercomm.errors import GroupCreationTimeout
-from hypercomm.testing.simulated_job.job import Held, JobRun
+from simulated_job.job import HeldGroup, JobRun
 
 GRACE_S = 2.0
 """How much longer than its timeout a call may take."""
@@ -14,7 +14,7 @@ GRACE_S = 2.0
 
 def unlike_groups(run: JobRun) -> list[str]:
     """Name groups that two ranks hold under one name, but with other ranks or options."""
-    found: dict[str, tuple[int, Held]] = {}
+    found: dict[str, tuple[int, HeldGroup]] = {}
     words = []
     for rank, outcome in enumerate(run.ranks):
         for held in outcome.groups:
@@ -26,9 +26,9 @@ def unlike_groups(run: JobRun) -> list[str]:
     return words
 
 
-def halves(run: JobRun) -> list[str]:
+def partial_groups(run: JobRun) -> list[str]:
     """Name groups that one of their members holds, and another does not, though both live."""
-    members: dict[Held, set[int]] = defaultdict(set)
+    members: dict[HeldGroup, set[int]] = defaultdict(set)
     for rank, outcome in enumerate(run.ranks):
         for held in outcome.groups:
             members[held].add(rank)
@@ -89,7 +89,7 @@ def false_culprits(run: JobRun, culprits: Collection[int]) -> list[str]:
     return words
 
 
-def splits(run: JobRun, number: int, but: Collection[int] = ()) -> list[str]:
+def partial_success(run: JobRun, number: int, but: Collection[int] = ()) -> list[str]:
     """Say of the n-th call of each rank that lives whether it succeeded on some ranks only.
 
     A rank that says that it cannot know how the call ended is left out.

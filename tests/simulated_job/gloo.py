@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulated_job.scheduler import Scheduler
-from hypercomm.testing.simulated_job.substitutes import running
+from simulated_job.scheduler import Scheduler
+from simulated_job.substitutes import running
 
 _HOST = b"simulated"
 
