@@ -20,7 +20,7 @@ from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
 from hypercomm.layout import place
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups import c10d
-from hypercomm.testing import fake_world, local_ranks, run_ranks, simulate
+from hypercomm.testing import fake_world, run_ranks, simulate
 from hypercomm.topology import read_topology
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
@@ -877,27 +877,6 @@ GRID_CALLS = [
         ValueError,
         errors.GroupOptionsError,
         "timeout must be a datetime.timedelta, got True; write timedelta(seconds=...)",
-    ),
-    (
-        lambda: local_ranks("8").__enter__(),
-        ValueError,
-        errors.LayoutError,
-        "world_size must be an int, got '8'",
-    ),
-    (
-        lambda: local_ranks(8, 8).__enter__(),
-        ValueError,
-        errors.LayoutError,
-        "rank must be in range(8), got 8",
-    ),
-    (
-        lambda: local_ranks(4097).__enter__(),
-        ValueError,
-        errors.LayoutError,
-        (
-            "world_size must be at most 4096, got 4097; hypercomm.testing's fake_world() and "
-            "simulate() stand for larger jobs, without numbers"
-        ),
     ),
     pytest.param(
         in_a_world(lambda grid: grid.create_pg("tp", pg_options=7)),

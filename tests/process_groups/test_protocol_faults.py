@@ -27,8 +27,8 @@ from simulated_job import (
 from simulated_job.invariants import (
     errors,
     false_culprits,
-    partial_groups,
     late_calls,
+    partial_groups,
     partial_success,
     unlike_groups,
 )

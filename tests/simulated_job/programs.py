@@ -11,8 +11,8 @@ from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout
 from simulated_job import attempt, gate, simulate_job
 from simulated_job.invariants import (
-    partial_groups,
     late_calls,
+    partial_groups,
     unlike_groups,
 )
 

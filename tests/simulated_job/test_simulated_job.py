@@ -31,9 +31,9 @@ from simulated_job import (
 )
 from simulated_job.invariants import (
     errors,
-    partial_groups,
     keys_left,
     late_calls,
+    partial_groups,
     partial_success,
     unlike_groups,
 )

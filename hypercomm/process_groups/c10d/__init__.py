@@ -39,13 +39,11 @@ from hypercomm.process_groups.c10d.binding import (
     why_not_split,
 )
 from hypercomm.process_groups.c10d.extras import (
-    LocalTensors,
     calls_of_groups,
     flatten_mesh,
     forget_meshes,
     keep_mesh_order,
     keeps_mesh_order,
-    local_tensors,
     stop_telling_backward,
     symmetric_memory,
     tell_backward,

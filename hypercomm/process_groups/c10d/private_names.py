@@ -129,15 +129,6 @@ def _check_dispatcher(dispatcher: Any) -> str | None:
     return has("cache_clear")(getattr(remembered, "cache", remembered))
 
 
-def _check_local_tensors(local: Any) -> str | None:
-    lacks = has("LocalTensor", "LocalTensorMode", "local_tensor_mode")(local)
-    if lacks is None:
-        lacks = has("_local_all_reduce_", "_local_barrier", "_prepare_collective_groups")(
-            local._c10d
-        )
-    return lacks or takes("process_group_so")(local._c10d._prepare_collective_groups)
-
-
 def _check_flattened(_: Any) -> str | None:
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")
     if "_flatten_mapping" not in meshes.DeviceMesh.__annotations__:  # one table for all meshes
@@ -339,16 +330,6 @@ FAKE = PrivateName(
     has("FakeStore"),
     module="torch.testing._internal.distributed.fake_pg",
 )
-LOCAL_TENSORS = PrivateName(
-    "distributed._local_tensor",
-    "hypercomm.testing.local_ranks",
-    "its mode, its tensor, and the arguments of what finds the other groups of a kind",
-    "no local ranks",
-    _check_local_tensors,
-    is_due=lambda: since("2.10"),
-    module="torch.distributed._local_tensor",
-)
-
 PRIVATE_NAMES = tuple(row for row in list(globals().values()) if isinstance(row, PrivateName))
 
 private = PrivateNames(torch, PRIVATE_NAMES)
