@@ -27,7 +27,7 @@ import attrs
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.c10d.store import store
+from hypercomm.process_groups.torch_internals.store import store
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulated_job import gate, simulate_job

@@ -19,7 +19,7 @@ from hypercomm import (
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
 from hypercomm.layout import place
 from hypercomm.layout.reading import notation
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world, run_ranks, simulate
 from hypercomm.topology import read_topology
 

@@ -16,7 +16,6 @@ from architecture import BEGIN, END, PAGE, House, tree_of, with_drawing
 
 import hypercomm
 from hypercomm import errors
-from hypercomm.process_groups.c10d.self_checks import OLDEST, since
 
 PACKAGE = Path(hypercomm.__file__).parent
 HOUSE = House(PACKAGE)
@@ -41,7 +40,7 @@ FLOORS = [
     ("hypercomm.layout",),
     ("hypercomm.launch",),
     ("hypercomm.blame",),
-    ("hypercomm.process_groups.c10d",),
+    ("hypercomm.process_groups.torch_internals",),
     ("hypercomm.process_groups.job", "hypercomm.process_groups.world"),
     ("hypercomm.process_groups.options",),
     ("hypercomm.process_groups.agreement",),
@@ -176,11 +175,11 @@ def test_the_grid_loads_torch():
 
 
 # Private names of torch are used in one folder only.
-def test_private_names_of_torch_stay_in_c10d():
+def test_private_names_of_torch_stay_in_torch_internals():
     private = [
         f"{module_of(source)}: {node.value.id}.{node.attr}"
         for source in SOURCES
-        if source.parent.name != "c10d"
+        if source.parent.name != "torch_internals"
         for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -228,16 +227,10 @@ def test_public_names_have_docstrings(name):
     assert [where for where in silent if where.rpartition(".")[2] not in overrides] == []
 
 
-NEED_TORCH = {"hypercomm.testing.local": "2.10"}
-"""Modules whose examples need a newer torch than the oldest."""
-
-
 # Every example in a docstring runs and says what it prints.
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    if not since(NEED_TORCH.get(name, OLDEST)):
-        pytest.skip(f"its examples need torch {NEED_TORCH[name]}")
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 

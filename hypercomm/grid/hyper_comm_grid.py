@@ -36,7 +36,7 @@ from hypercomm.layout.views import Views
 from hypercomm.process_groups import reshaping, world
 from hypercomm.process_groups.agreement.steps import limit_of
 from hypercomm.process_groups.agreement.together import refusing
-from hypercomm.process_groups.creation.creation import abort, destroy
+from hypercomm.process_groups.creation import abort, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import GroupOwner
@@ -80,8 +80,7 @@ class HyperCommGrid(GridLooks):
         lazy_init: True lets the grid's gloo and NCCL groups connect each pair of ranks at their
             first message, not at the creation, which then waits for nobody; False connects them at
             the creation; default: gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as
-            torch does: at the first message before 2.15, unless WORLD is bound to a device. gloo of
-            torch 2.6 cannot.
+            torch does: at the first message before 2.15, unless WORLD is bound to a device.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one question to the store each; default: as the environment's HYPERCOMM_VERIFY says.
 

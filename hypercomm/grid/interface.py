@@ -29,7 +29,8 @@ from hypercomm.grid.questions import GridQuestions
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.views import View
-from hypercomm.process_groups import c10d, world
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import world
 from hypercomm.process_groups.batches import create_all
 from hypercomm.process_groups.explanation import Explanation
 from hypercomm.process_groups.job import current_or_none

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError
 from hypercomm.process_groups.agreement.steps import Step, limit_of
 from hypercomm.process_groups.agreement.together import all_or_none
-from hypercomm.process_groups.creation.attempt import CreatedGroup
-from hypercomm.process_groups.creation.creation import (
+from hypercomm.process_groups.creation import (
     BATCH_PATIENCE_S,
+    CreatedGroup,
     destroy,
     give_up,
     together,

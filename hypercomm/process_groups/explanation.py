@@ -8,9 +8,9 @@ import attrs
 
 from hypercomm.layout import RankGroups
 from hypercomm.layout.reading.tables import as_html
-from hypercomm.process_groups.creation.strategies import alternatives, split_turns
 from hypercomm.process_groups.planned import PlannedGroup, PooledGroup
 from hypercomm.process_groups.spec import GroupKey
+from hypercomm.process_groups.strategies import alternatives, split_turns
 
 
 @attrs.frozen(repr=False)

@@ -22,19 +22,18 @@ from hypercomm.errors import (
     GroupMissingError,
 )
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
 from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
-from hypercomm.process_groups.c10d.gloo_store import ENDLESS, AttemptGivenUpError, Patience
-from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
-from hypercomm.process_groups.creation.creation import create, destroy
-from hypercomm.process_groups.creation.strategies import NOT_YET, Choice, choose
+from hypercomm.process_groups.creation import CreatedGroup, create, destroy
 from hypercomm.process_groups.explanation import Explanation
 from hypercomm.process_groups.job import Job, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.planned import PlannedGroup, Pool, PooledGroup
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.strategies import NOT_YET, Attempt, Choice, choose
 from hypercomm.process_groups.survival.heirs import Successions
+from hypercomm.process_groups.torch_internals.gloo import ENDLESS, AttemptGivenUpError, Patience
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from hypercomm.layout import RankGroups
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.differences import as_entry
 from hypercomm.process_groups.agreement.steps import Step
-from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
-from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
-from hypercomm.process_groups.creation.strategies import Choice
+from hypercomm.process_groups.creation import CreatedGroup
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, same_for_caller
+from hypercomm.process_groups.strategies import Attempt, Choice
+from hypercomm.process_groups.torch_internals.gloo import AttemptGivenUpError
 
 
 class Owner(Protocol):

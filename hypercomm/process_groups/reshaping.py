@@ -20,7 +20,7 @@ from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.steps import Step, Steps
 from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing
 from hypercomm.process_groups.batches import Batch
-from hypercomm.process_groups.creation.creation import BATCH_PATIENCE_S, destroy
+from hypercomm.process_groups.creation import BATCH_PATIENCE_S, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import PlannedGroup, PooledGroup

@@ -23,8 +23,8 @@ from simulated_job.store import Client, Server
 
 from hypercomm import GridSet, HyperCommGrid
 from hypercomm.process_groups.agreement import arrival
-from hypercomm.process_groups.c10d import store
-from hypercomm.process_groups.c10d.gloo import world_address_key
+from hypercomm.process_groups.torch_internals import store
+from hypercomm.process_groups.torch_internals.gloo import world_address_key
 
 VERBS = ["set", "multi_set", "multi_get", "check", "compare_set", "add", "delete_key"]
 SHORT = timedelta(seconds=2)

@@ -14,7 +14,7 @@ import attrs
 import torch.distributed as dist
 
 from hypercomm.errors import SimulationError
-from hypercomm.process_groups import c10d
+from hypercomm.testing.other_world import other_worlds
 from simulated_job.faults import Fault, RankFault, StoreGoes, StoreIsSlow
 from simulated_job.gloo import Network, SimulatedGloo, place
 from simulated_job.process import Call, JobState, ModuleState, RankProcess
@@ -251,7 +251,7 @@ def _run(
 
         return act
 
-    with c10d.other_worlds(lambda: _process().world, SimulatedGloo):
+    with other_worlds(lambda: _process().world, SimulatedGloo):
         for process in processes:
             process.main = job.scheduler.spawn(process, main(process), is_main=True)
         job.scheduler.run()

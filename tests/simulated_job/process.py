@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import attrs
 
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d import store as real_store
-from hypercomm.process_groups.c10d.gloo import LazyInit
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals import store as real_store
+from hypercomm.process_groups.torch_internals.gloo import LazyInit
+from hypercomm.testing.other_world import OtherWorld, new_gloo
 from hypercomm.testing.simulation.stand_in import SimulatedGroup
 from simulated_job import substitutes
 from simulated_job.faults import (
@@ -113,7 +114,7 @@ class RankProcess:
         self._faults = [fault for fault in job.faults if fault.rank == rank]
         self._values = job.state.fresh()
         self._switch: str | None = None
-        self.world = c10d.OtherWorld(
+        self.world = OtherWorld(
             lambda: JobGroup("0", rank, len(job.everyone), job.timeout, "default_pg"),
             job.everyone,
             job.backend,
@@ -135,7 +136,7 @@ class RankProcess:
         group = JobGroup(name, ranks.index(self.rank), len(ranks), timeout, description)
         if "gloo" in c10d.single_backends(backend):
             store = Within(real_store.store(), f"{name}//cpu/")
-            group.part = c10d.new_gloo(store, group.rank(), len(ranks), timeout)
+            group.part = new_gloo(store, group.rank(), len(ranks), timeout)
         return group
 
     def is_gone(self) -> None:

@@ -20,7 +20,7 @@ from hypercomm.errors import (
     PlanMismatchError,
 )
 from hypercomm.layout.views import View
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.agreement import Agreement, Joined
 from hypercomm.process_groups.agreement.arrival import arrive
 from hypercomm.process_groups.agreement.differences import (
@@ -42,9 +42,9 @@ from hypercomm.process_groups.agreement.meeting import (
     end_of,
 )
 from hypercomm.process_groups.agreement.whereabouts import name_late
-from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
-from hypercomm.process_groups.c10d.store import answer
 from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups.torch_internals.gloo import AttemptGivenUpError
+from hypercomm.process_groups.torch_internals.store import answer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.process_groups.agreement.steps import Step, Steps, error_of
-from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
 from hypercomm.process_groups.job import current
+from hypercomm.process_groups.torch_internals.gloo import AttemptGivenUpError
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import attrs
 
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.agreement import Agreement, Joined
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.cards import Card, this_host
@@ -32,8 +32,8 @@ from hypercomm.process_groups.agreement.meeting import (
 )
 from hypercomm.process_groups.agreement.steps import Steps
 from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of
-from hypercomm.process_groups.c10d.store import answer
 from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups.torch_internals.store import answer
 
 _MOST_ASKED = 8
 """Missing ranks that one look asks about at most."""

@@ -10,7 +10,8 @@ Members are in the order of the groups, which a layout that lists its ranks may 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from functools import cached_property
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -18,11 +19,96 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError
-from hypercomm.layout import RankGroups
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation.attempt import Attempt
-from hypercomm.process_groups.job import current, current_or_none
+from hypercomm.errors import CreationError, RankOutsideError
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import world
+from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.torch_internals.gloo import Patience
+
+
+@attrs.frozen(slots=False)
+class Attempt:
+    """One attempt to create the groups of some dims: their name, members and options.
+
+    Attributes:
+        name: What all ranks know the groups by.
+        layout: The grid's.
+        groups: All of them.
+        options: With defaults filled in.
+        title: What a user knows the groups by.
+        patience: For how long ranks are waited for.
+        job: The job in which it is made; None before there is one.
+        is_met: Whether all ranks of the grid meet afterwards, and hear there who has failed.
+    """
+
+    name: str
+    layout: RankLayout
+    groups: RankGroups
+    options: GroupOptions
+    title: str
+    patience: Patience
+    job: Job | None
+    is_met: bool = False
+
+    @cached_property
+    def own(self) -> OwnGroup | None:
+        """The group of the calling rank; None where it is no member."""
+        rank, groups = world.rank() if self.job is None else self.job.rank, self.groups
+        try:
+            index, _ = groups.locate(rank)
+        except RankOutsideError:
+            return None
+        ranks = groups.members(index, range(groups.group_size))
+        return OwnGroup(f"{self.name}/{index}", rank, ranks)
+
+    @property
+    def own_patience(self) -> Patience | None:
+        """The patience with members of the caller's group, by their positions.
+
+        It refers to the attempt, which therefore does not keep it: neither would end before the
+        collector looks. None where there is no store to meet in.
+        """
+        if self.job is None or not self.job.has_store:
+            return None
+
+        def look(positions: Sequence[int], waited_s: float) -> None:
+            if self.own is not None:
+                self.patience.look([self.own.ranks[position] for position in positions], waited_s)
+
+        return Patience(look, self.patience.deadline)
+
+    @cached_property
+    def connecting(self) -> OwnGroup | None:
+        """The group of the calling rank, if its members meet while it is created: gloo's do."""
+        job, backend = self.job, self.options.backend
+        if job is None or not job.has_store or backend is None or self.options.lazy_init:
+            return None
+        if "gloo" not in c10d.single_backends(backend):
+            return None
+        return self.own if self.own is not None and len(self.own.ranks) > 1 else None
+
+
+class OwnGroup(NamedTuple):
+    """One group as its members know it: the name is the same on all of them."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        """Where `rank` stands among the members."""
+        return self.ranks.index(self.rank)
+
+    def keys(self, word: str) -> list[str]:
+        """Return the keys under which all members say a word."""
+        return [self.key(word, rank) for rank in self.ranks]
+
+    def key(self, word: str, rank: int) -> str:
+        """Return the key under which `rank` says a word about this group in the store."""
+        return f"{self.name}/{word}/{rank}"
 
 
 class Choice(NamedTuple):
@@ -83,7 +169,7 @@ def choose(
     wanted = Wanted((backend or job.backend).lower(), groups, lazily, by_all)
     if not wanted.is_sorted:  # what is said names the groups
         return _choose(creation, wanted)
-    asked = creation, wanted.backend, lazily, by_all, c10d.private.losses
+    asked = creation, wanted.backend, lazily, by_all
     choice: Choice | None = job.choices.get(asked)
     if choice is None:
         choice = job.choices[asked] = _choose(creation, wanted)

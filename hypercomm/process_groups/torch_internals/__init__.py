@@ -1,13 +1,12 @@
 """torch.distributed as hypercomm uses it: the only folder that touches private names of torch.
 
-Everything is looked up at call time, so that a patched torch.distributed is respected. Checked
-against the sources of torch 2.6, 2.8, 2.10, 2.12, 2.13, 2.14 and 2.15.
+Names are looked up at call time, so that a patched torch.distributed is respected. Checked against
+the sources of torch 2.10, 2.12, 2.13, 2.14 and 2.15.
 """
 
-from hypercomm.process_groups.c10d.backends import (
+from hypercomm.process_groups.torch_internals.backends import (
     NCCL,
     backend_of,
-    can_init_lazily,
     default_backend,
     device_type,
     devices_made_for,
@@ -28,17 +27,8 @@ from hypercomm.process_groups.c10d.backends import (
     world_group,
     world_timeout,
 )
-from hypercomm.process_groups.c10d.binding import (
-    connects_as_told,
-    is_nccl,
-    keeps_order,
-    lazy_options,
-    names_splits,
-    split_colors,
-    why_not_alone,
-    why_not_split,
-)
-from hypercomm.process_groups.c10d.extras import (
+from hypercomm.process_groups.torch_internals.capabilities import is_other_world
+from hypercomm.process_groups.torch_internals.extras import (
     calls_of_groups,
     flatten_mesh,
     forget_meshes,
@@ -49,8 +39,8 @@ from hypercomm.process_groups.c10d.extras import (
     tell_backward,
     was_told_backward,
 )
-from hypercomm.process_groups.c10d.gloo import making
-from hypercomm.process_groups.c10d.groups import (
+from hypercomm.process_groups.torch_internals.gloo import making
+from hypercomm.process_groups.torch_internals.groups import (
     abort,
     as_member,
     destroy,
@@ -59,7 +49,6 @@ from hypercomm.process_groups.c10d.groups import (
     forget_non_members,
     is_registered,
     kept,
-    let_threads_finish,
     missing,
     new_group,
     registered,
@@ -67,14 +56,17 @@ from hypercomm.process_groups.c10d.groups import (
     replaces_new_group,
     split_group,
 )
-from hypercomm.process_groups.c10d.private_names import is_other_world, private
-from hypercomm.process_groups.c10d.stand_in_world import (
-    OtherWorld,
-    fake_store,
-    new_gloo,
-    other_worlds,
+from hypercomm.process_groups.torch_internals.split import (
+    connects_as_told,
+    is_nccl,
+    keeps_order,
+    lazy_options,
+    names_splits,
+    split_colors,
+    why_not_alone,
+    why_not_split,
 )
-from hypercomm.process_groups.c10d.store import (
+from hypercomm.process_groups.torch_internals.store import (
     answer,
     count_up,
     exchange,

@@ -1,7 +1,8 @@
-"""What else of torch's is private: DTensor's memory, backward threads, symmetric memory."""
+"""Other private parts of torch: meshes, backward threads, symmetric memory, names of calls."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,128 +11,114 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.c10d.private_names import (
-    BASES,
-    CLEAR_CACHE,
-    DISPATCHER,
-    IS_STASHED,
-    MESH_FLATTENED,
-    MESH_ORDER,
-    OF_THREADS,
-    STASH,
-    SYMMETRIC,
-    UNSTASH,
-    private,
-)
+from hypercomm.process_groups.torch_internals import capabilities
+
+_C: Any = torch._C
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget the meshes that it has seen.
+    """Clear what DTensor remembers of the meshes that it has seen.
 
-    It remembers what operations give, with the mesh of their first time, and takes meshes with
-    equal ranks and names for one: after the groups of that mesh are gone, none works. It remembers
-    for each thread apart, so that threads other than the calling one do not forget.
+    It caches the results of operations with the mesh of their first use, and takes meshes with
+    equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
+    useless. Each thread has a cache; this clears that of the calling thread.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    if private.works(DISPATCHER):
-        remembered = private.get(DISPATCHER).sharding_propagator.propagate_op_sharding
+    try:
+        from torch.distributed.tensor import DTensor
+
+        remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
         getattr(remembered, "cache", remembered).cache_clear()
-    private.call(CLEAR_CACHE)
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    except (AttributeError, ImportError) as error:
+        capabilities.warn_once(
+            f"DTensor does not forget the meshes of a destroyed grid ({error}); grids that follow "
+            f"each other on the same ranks need other dim names"
+        )
 
 
 def keeps_mesh_order(mesh: Any) -> bool:
-    """Tell whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
-    return private.works(MESH_ORDER) and bool(mesh._preserve_rank_order)
+    """Return whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
+    return bool(getattr(mesh, "_preserve_rank_order", False))
 
 
 def keep_mesh_order(mesh: Any) -> None:
-    """Say of a DeviceMesh, before anybody compares it, that its groups have its order."""
-    if private.works(MESH_ORDER):
+    """Mark a DeviceMesh, before it is compared, as one whose groups have its order."""
+    if "_preserve_rank_order" in type(mesh).__annotations__:
         mesh._preserve_rank_order = True
 
 
 def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
-    """Make a group that exists the one of several dims of a mesh, as `mesh[dims]._flatten(name)`.
+    """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
 
     Args:
-        mesh: A mesh that is no part of another.
-        dims: Some of its dims that are side by side, in its order.
-        name: What they are called together.
+        mesh: A mesh that is not part of another.
+        dims: Adjacent dims of the mesh, in its order.
+        name: Their common name.
         group: Their group.
 
     Raises:
-        CreationError: This torch has other meshes than those known.
+        CreationError: The DeviceMesh of this torch is not one that hypercomm knows.
     """
     from torch.distributed import device_mesh
 
-    if not private.works(MESH_FLATTENED):
+    meshes: Any = device_mesh
+    if not hasattr(mesh, "_flatten_mapping") or not hasattr(meshes, "_MeshLayout"):
         raise CreationError(
             "flatten= is not for this torch, whose DeviceMesh has changed; name dims together, as "
             "in grid.device_mesh(('dp', 'cp')), whose dim is 'dp_cp'"
         )
-    meshes: Any = device_mesh
     part = mesh[tuple(dims)]
     of_one = meshes.DeviceMesh.from_group(
         group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
     )
-    if hasattr(mesh, "_flatten_mapping"):
-        more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
-        flat = meshes.DeviceMesh(
-            mesh.device_type,
-            _layout=meshes._MeshLayout([part._layout.collapse()]),
-            _rank_map=mesh._rank_map,
-            mesh_dim_names=(name,),
-            _root_mesh=mesh,
-            _init_backend=False,
-            **more,
-        )
-        flat._dim_group_names = of_one._dim_group_names
-        mesh._flatten_mapping[name] = flat
-        return
-    known = meshes._mesh_resources
-    known.child_to_root_mapping[of_one] = mesh
-    known.root_to_flatten_mapping.setdefault(mesh, {})[name] = of_one
-    places = tuple(mesh.mesh_dim_names.index(dim) for dim in dims)
-    known.flatten_name_to_root_dims.setdefault(mesh, {})[name] = places
+    more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
+    flat = meshes.DeviceMesh(
+        mesh.device_type,
+        _layout=meshes._MeshLayout([part._layout.collapse()]),
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=mesh,
+        _init_backend=False,
+        **more,
+    )
+    flat._dim_group_names = of_one._dim_group_names
+    mesh._flatten_mapping[name] = flat
 
 
 def tell_backward(key: str) -> None:
-    """Let the threads of the backward passes that this thread starts from now on know a key."""
-    if _can_tell_backward():
-        private.get(STASH)(key, None)
+    """Make a key known to the threads of the backward passes that this thread starts later."""
+    if capabilities.BACKWARD_KEYS:
+        _C._stash_obj_in_tls(key, None)
 
 
 def stop_telling_backward(key: str) -> None:
-    """End what `tell_backward` began, if that was in this thread."""
+    """Remove a key that `tell_backward` added in this thread."""
     if was_told_backward(key):
-        private.get(UNSTASH)(key)
+        _C._remove_obj_from_tls(key)
 
 
 def was_told_backward(key: str) -> bool:
-    """Tell whether this thread, or the one that started its backward pass, knows a key."""
-    return _can_tell_backward() and bool(private.get(IS_STASHED)(key))
-
-
-def _can_tell_backward() -> bool:
-    return all(map(private.works, OF_THREADS))
+    """Return whether this thread, or the one that started its backward pass, knows a key."""
+    return capabilities.BACKWARD_KEYS and bool(_C._is_key_in_tls(key))
 
 
 def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | None, Any]:
-    """Allocate `size` bytes that every rank of a group can read, with the handle of their meeting.
+    """Allocate `size` bytes that every rank of a group can read, with the handle of the group.
 
     (None, None) where this torch or this device cannot do it.
     """
-    symmetric = private.get(SYMMETRIC) if torch.cuda.is_available() else None
-    if symmetric is None:
+    if not torch.cuda.is_available():
         return None, None
     try:
+        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         enable = getattr(symmetric, "enable_symm_mem_for_group", None)
         if enable is not None and not hasattr(enable, "__deprecated__"):  # newer ones need it not
             enable(group.group_name)
         buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
         return buffer, symmetric.rendezvous(buffer, group)
-    except RuntimeError:  # the ranks do not share NVLink
+    except (AttributeError, ImportError, RuntimeError):  # the ranks do not share NVLink
         return None, None
 
 
@@ -166,7 +153,7 @@ _CALLS = {
 def calls_of_groups() -> dict[str, str]:
     """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
     found = {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}
-    if private.works(BASES):
+    if not hasattr(ProcessGroup, "all_gather_single"):
         found["_allgather_base"] = "all_gather_into_tensor"
         found["_reduce_scatter_base"] = "reduce_scatter_tensor"
     return found

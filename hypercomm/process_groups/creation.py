@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 
+import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -25,24 +26,24 @@ from hypercomm.errors import (
     NotInitializedError,
 )
 from hypercomm.layout.reading.notation import format_coords
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.cards import this_host
 from hypercomm.process_groups.agreement.driver import hold
 from hypercomm.process_groups.agreement.whereabouts import name_late
-from hypercomm.process_groups.c10d.gloo import address_key, making
-from hypercomm.process_groups.c10d.gloo_store import (
+from hypercomm.process_groups.job import current
+from hypercomm.process_groups.strategies import STRATEGIES, Attempt, OwnGroup
+from hypercomm.process_groups.torch_internals.gloo import (
     FAILED_KEY,
     GAVE_UP,
     GAVE_UP_KEY,
     AttemptGivenUpError,
     MemberFailedError,
     MembersMissingError,
+    address_key,
+    making,
     wait_until,
 )
-from hypercomm.process_groups.c10d.store import LateError, answer
-from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup, OwnGroup
-from hypercomm.process_groups.creation.strategies import STRATEGIES
-from hypercomm.process_groups.job import current
+from hypercomm.process_groups.torch_internals.store import LateError, answer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,20 @@ _TELLING_S = 0.5
 """How long the store may take to answer when something has failed."""
 
 _to_tell: ContextVar[list[str] | None] = ContextVar("to tell", default=None)
+
+
+@attrs.frozen(eq=False)
+class CreatedGroup:
+    """The result of an attempt on the calling rank: no group where it is no member."""
+
+    group: ProcessGroup | None
+    connecting: OwnGroup | None = None
+    """The group whose members say in the store that they are connected, if they must be."""
+    owned: bool = True
+    """Whether a grid created it; the last key that has it destroys it."""
+
+
+# ---- creating ------------------------------------------------------------------------------------
 
 
 def create(attempt: Attempt, strategy: str) -> CreatedGroup:
@@ -266,8 +281,6 @@ def destroy(created: Iterable[CreatedGroup], patience_s: float = PATIENCE_S) -> 
     """
     deadline = time.monotonic() + patience_s
     groups = [(item.group, item.connecting) for item in created if item.group is not None]
-    if groups:
-        c10d.let_threads_finish()
     errors: list[Exception] = []
     answers = True
     for group, own in groups:
@@ -300,7 +313,6 @@ def abort(created: Iterable[CreatedGroup]) -> None:
 
     Nobody is waited for.
     """
-    c10d.let_threads_finish()
     c10d.abort([item.group for item in created if item.group is not None])
 
 

@@ -8,6 +8,7 @@ WORLD must come. A rank that creates its own group alone tells torch not to: by 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from hypercomm.process_groups.c10d.backends import (
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import (
     NCCL,
     part_on,
     parts_of,
@@ -28,18 +30,12 @@ from hypercomm.process_groups.c10d.backends import (
     single_backends,
     why_unavailable,
 )
-from hypercomm.process_groups.c10d.private_names import (
-    COLOR,
-    NAME_GROUP,
-    private,
-    signature_of,
-)
-from hypercomm.process_groups.c10d.self_checks import Replaced, since
+from hypercomm.process_groups.torch_internals.capabilities import Patch, since
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""
 
-_bound = Replaced("bound_device_id")
+_bound = Patch("bound_device_id")
 
 
 def bound_device() -> torch.device | None:
@@ -54,7 +50,7 @@ def unbound() -> Iterator[None]:
     if bound_device() is None:
         yield
         return
-    with _bound.by(dist.group.WORLD, None):
+    with _bound.applied(dist.group.WORLD, None):
         yield
 
 
@@ -73,9 +69,17 @@ def why_not_alone(backend: str) -> str | None:
         return reason
     if parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
         return None
-    if connects_as_told(backend) or _bound.can_be(dist.group.WORLD):
+    if connects_as_told(backend) or _can_hide():
         return None
     return f"WORLD is bound to {device}, and every rank must take part in splitting it"
+
+
+def _can_hide() -> bool:
+    try:
+        with unbound():
+            return True
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def connects_as_told(backend: str) -> bool:
@@ -145,17 +149,13 @@ def why_not_split(backend: str) -> str | None:
     device = split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
-    if not hasattr(dist, "split_group"):
-        return "this torch lacks torch.distributed.split_group"
-    if COLOR.is_due() and not private.works(COLOR):
-        return f"{COLOR} {private.why_not(COLOR)}, so that groups may be mistaken for each other"
     if (reason := _why_unknown(backend)) is not None:
         return reason
     world, wanted = parts_of_world(), parts_of(backend)
     bound = world[device.type]
     if wanted.get(device.type) != bound or not wanted.items() <= world.items():
         return f"WORLD is bound to {device} with {bound!r}, and has no {backend!r} to split off"
-    if wanted != world and "backend" not in signature_of(dist.split_group):
+    if wanted != world and "backend" not in inspect.signature(dist.split_group).parameters:
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     if len(set(wanted.values())) > 1 and not since("2.14"):
         return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
@@ -181,11 +181,8 @@ def keeps_order() -> bool:
 def split_colors(groups: NDArray[np.int64]) -> list[int]:
     """Return the colour that torch gives each group, a row of ranks, when it splits WORLD.
 
-    Until torch 2.8 it is a hash that Python makes of the ranks, since then one that C++ makes; that
-    adds up ranks as boost's `hash_combine` does.
+    It is a hash of the ranks, which torch computes in C++ as boost's `hash_combine` does.
     """
-    if COLOR.is_due():
-        return [private.get(COLOR)(ranks) for ranks in groups.tolist()]
     colors = np.zeros(len(groups), np.uint64)
     for ranks in groups.astype(np.uint64).T:
         colors ^= (
@@ -197,12 +194,12 @@ def split_colors(groups: NDArray[np.int64]) -> list[int]:
 # ---- the names of what a split makes ----------------------------------------------------------
 
 _name: ContextVar[str | None] = ContextVar("name", default=None)
-_naming = Replaced("_process_group_name")
+_naming = Patch("_process_group_name")
 
 
 def names_splits() -> bool:
     """Tell whether groups that are split off WORLD get names of ours."""
-    return private.works(NAME_GROUP)
+    return capabilities.NAME_GROUP
 
 
 @contextlib.contextmanager
@@ -219,7 +216,7 @@ def named(name: str | None) -> Iterator[None]:
         return
     token = _name.set(name)
     try:
-        with _naming.by(dist.distributed_c10d, _process_group_name):
+        with _naming.applied(dist.distributed_c10d, _process_group_name):
             yield
     finally:
         _name.reset(token)

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hypercomm.process_groups.c10d.backends import backend_of, single_backends
-from hypercomm.process_groups.c10d.private_names import STORE, has_other_ranks, private
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import backend_of, single_backends
+from hypercomm.process_groups.torch_internals.capabilities import has_other_ranks
 
 _ABSENT = "absent"
 
@@ -31,12 +32,12 @@ def has_ranks() -> bool:
 
 def knows_store() -> bool:
     """Tell whether torch tells which store it is."""
-    return private.works(STORE)
+    return capabilities.STORE
 
 
 def store() -> Any:
     """Return the store that WORLD was made with."""
-    return private.get(STORE)()
+    return dist.distributed_c10d._get_default_store()
 
 
 def meeting_place() -> tuple[str, int] | None:

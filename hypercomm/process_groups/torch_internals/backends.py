@@ -13,15 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
-from hypercomm.process_groups.c10d.private_names import (
-    GET_BACKEND,
-    OPTIONS_TIMEOUT,
-    PLUGINS,
-    SET_TIMEOUT,
-    WORLD_TABLES,
-    is_other_world,
-    private,
-)
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.capabilities import is_other_world
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """torch's names for NCCL, as of 2.15."""
@@ -58,8 +51,9 @@ def backend_of(group: ProcessGroup) -> str:
 
     Where WORLD was made without one, torch calls it "undefined"; its parts have names.
     """
-    tables = private.get(WORLD_TABLES)
-    name = str(dist.get_backend(group) if tables is None else tables.pg_map[group][0])
+    tables: Any = dist.distributed_c10d
+    is_known = capabilities.TABLES
+    name = str(tables._world.pg_map[group][0] if is_known else dist.get_backend(group))
     return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
 
 
@@ -109,8 +103,7 @@ def why_unavailable(backend: str) -> str | None:
         return None  # it is to be run elsewhere
     # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
     if backend == "fake":
-        plugins = private.get(PLUGINS)
-        loaded = plugins is None or "FAKE" in plugins
+        loaded = not capabilities.PLUGINS or "FAKE" in dist.Backend._plugins
         return None if loaded else "is not available outside of hypercomm.testing.fake_world"
     try:
         available = bool(dist.is_backend_available(backend))
@@ -134,12 +127,11 @@ def takes_options(backend: str) -> bool:
     """
     if backend in NCCL:
         return True
-    plugins = private.get(PLUGINS)
-    if plugins is None:
+    if not capabilities.PLUGINS:
         return False
     if backend in _entry_points():
         why_unavailable(backend)  # loads it
-    plugin = plugins.get(backend.upper())
+    plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None or not plugin.extended_api:
         return False
     return getattr(plugin.creator_fn, "__module__", None) != dist.distributed_c10d.__name__
@@ -147,7 +139,7 @@ def takes_options(backend: str) -> bool:
 
 def holds_timeout(pg_options: Any) -> bool:
     """Tell whether something is options of a backend of torch: all of those hold a timeout."""
-    return hasattr(pg_options, "_timeout") or not private.works(OPTIONS_TIMEOUT)
+    return hasattr(pg_options, "_timeout") or not capabilities.OPTIONS_TIMEOUT
 
 
 def timeout_in(pg_options: Any) -> timedelta | None:
@@ -160,7 +152,7 @@ def timeout_in(pg_options: Any) -> timedelta | None:
 
 def put_timeout(pg_options: Any, timeout: timedelta) -> None:
     """Set the timeout in options of a backend, where torch's own code looks for it."""
-    if private.works(OPTIONS_TIMEOUT):
+    if capabilities.OPTIONS_TIMEOUT:
         pg_options._timeout = timeout
 
 
@@ -173,7 +165,7 @@ def world_timeout(backend: str) -> timedelta | None:
     world: Any = dist.group.WORLD
     parts, wanted = parts_of_world(), single_backends(backend)
     first = [device for one in wanted for device, single in parts.items() if single == one]
-    for device in (*first, *parts) if private.works(GET_BACKEND) else ():
+    for device in (*first, *parts) if capabilities.GET_BACKEND else ():
         with contextlib.suppress(AttributeError, RuntimeError):  # as above
             timeout: timedelta | None = world._get_backend(torch.device(device)).options._timeout
             if timeout:
@@ -206,9 +198,7 @@ def backend_config(backend: str) -> str:
 
 def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
     """Return what runs a group, or WORLD, on a device; None where torch does not tell."""
-    if not private.works(GET_BACKEND):
-        return None
-    return (group or world_group())._get_backend(device)
+    return (group or world_group())._get_backend(device) if capabilities.GET_BACKEND else None
 
 
 def device_type(group: ProcessGroup) -> str:
@@ -231,15 +221,9 @@ def _made_for(config: str) -> str:
     return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
 
 
-def can_init_lazily() -> bool:
-    """Tell whether gloo in this torch can connect a pair of ranks at their first message."""
-    gloo = getattr(dist, "ProcessGroupGloo", None)
-    return "lazy_init" in (gloo.create_default_device.__doc__ or "") if gloo else False
-
-
 def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
     """Change the timeout of a group, or of WORLD, from now on."""
     if hasattr(dist, "set_timeout"):  # torch 2.14
         dist.set_timeout(timeout, group)
-    else:
-        private.call(SET_TIMEOUT, timeout, group)
+    elif capabilities.SET_TIMEOUT:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

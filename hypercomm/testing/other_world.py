@@ -1,4 +1,4 @@
-"""What torch.distributed sees of another job: one that is simulated, fake, or in one process."""
+"""A job that torch.distributed sees in place of the real one: simulated, or fake."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.c10d.backends import backend_config, default_timeout
-from hypercomm.process_groups.c10d.private_names import FAKE, private
+from hypercomm.process_groups.torch_internals.backends import backend_config, default_timeout
 
 Create = Callable[[str, tuple[int, ...], str, timedelta, str], Any]
 
@@ -23,21 +21,6 @@ _MESHES = "torch.distributed.device_mesh"
 _TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"),
 )
-
-
-def fake_store() -> Any:
-    """Make the store of a fake world; looking it up also registers torch's fake backend.
-
-    Raises:
-        CreationError: This torch has no fake worlds.
-    """
-    fake = private.get(FAKE)
-    if fake is None:
-        raise CreationError(
-            f"torch {torch.__version__} has no fake worlds: {FAKE} {private.why_not(FAKE)}; use "
-            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
-        )
-    return fake.FakeStore()
 
 
 class OtherWorld:

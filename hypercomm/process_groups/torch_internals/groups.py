@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -13,45 +12,38 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.process_groups.c10d.backends import (
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import (
     backend_of,
-    default_backend,
     default_timeout,
-    is_live,
     part_on,
     parts_of,
     parts_of_world,
 )
-from hypercomm.process_groups.c10d.binding import bound_device, is_nccl, made_alone, named
-from hypercomm.process_groups.c10d.gloo import making
-from hypercomm.process_groups.c10d.gloo_store import Patience
-from hypercomm.process_groups.c10d.private_names import (
-    ABORT,
-    HELPER,
-    STORE,
-    TORCHCOMMS,
-    WORLD_TABLES,
-    private,
-)
-from hypercomm.process_groups.c10d.self_checks import since
-from hypercomm.process_groups.c10d.store import store
+from hypercomm.process_groups.torch_internals.gloo import Patience, making
+from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
+from hypercomm.process_groups.torch_internals.store import store
+
+_torch: Any = dist.distributed_c10d
 
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 """What lives as long as a group."""
 
-_FINISHING_S = 0.05
-"""What a thread of gloo may take to drop a tensor, where other processes have the cores."""
+_NEEDED = {
+    "TABLES": "torch.distributed.distributed_c10d._world",
+    "STORE": "torch.distributed.distributed_c10d._get_default_store",
+    "HELPER": "torch.distributed.distributed_c10d._new_process_group_helper",
+}
 
 
 def missing() -> list[str]:
-    """Say what the installed torch lacks for creating a group under a name of our own."""
-    needed = (WORLD_TABLES, STORE, HELPER)
-    return [f"{name} {private.why_not(name)}" for name in needed if private.get(name) is None]
+    """Return the names that torch lacks for creating a group under a name of our own."""
+    return [name for flag, name in _NEEDED.items() if not getattr(capabilities, flag)]
 
 
 def replaces_new_group() -> str | None:
     """Name what makes this world create groups in a way of its own, if anything does."""
-    uses_torchcomms = private.get(TORCHCOMMS)
+    uses_torchcomms = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)
     if uses_torchcomms is not None and uses_torchcomms():
         return "torch creates groups through TorchComms here"
     if callable(getattr(dist.group.WORLD, "new_group", None)):
@@ -84,7 +76,7 @@ def new_group(
         making.connecting(backend, lazily, patience) as kept,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
-        group, _ = private.get(HELPER)(
+        group, _ = _torch._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
             members,
@@ -165,8 +157,7 @@ def kept() -> set[ProcessGroup]:
 
 def _table(name: str) -> Any:
     """Return one of the tables in which torch registers groups; an empty one where it has none."""
-    tables = private.get(WORLD_TABLES)
-    return {} if tables is None else getattr(tables, name)
+    return getattr(_torch._world, name) if capabilities.TABLES else {}
 
 
 def registered_as(name: str) -> set[ProcessGroup]:
@@ -176,15 +167,13 @@ def registered_as(name: str) -> set[ProcessGroup]:
 
 def registered() -> set[ProcessGroup]:
     """Return every process group that torch has registered in this process, as far as it tells."""
-    tables = private.get(WORLD_TABLES)
-    return set() if tables is None else set(tables.pg_map)
+    return set(_table("pg_map"))
 
 
 def is_registered(group: ProcessGroup) -> bool:
     """Tell whether torch knows a group; it forgets all of them when WORLD is destroyed."""
-    tables = private.get(WORLD_TABLES)
-    if tables is not None:
-        return group in tables.pg_map
+    if capabilities.TABLES:
+        return group in _table("pg_map")
     try:
         return bool(dist.is_initialized() and dist.get_process_group_ranks(group))
     except (KeyError, RuntimeError, ValueError):
@@ -202,16 +191,6 @@ def forget_non_members() -> None:
 
 
 # ---- the end of groups ------------------------------------------------------------------------
-
-
-def let_threads_finish() -> None:
-    """Let gloo's threads drop their last tensors before their groups go, where that can deadlock.
-
-    Before torch 2.8 a group joins its threads while it holds the interpreter lock, for which a
-    thread may be waiting to drop a tensor (pytorch pull request 154976).
-    """
-    if not since("2.8") and is_live() and default_backend() != "fake":
-        time.sleep(_FINISHING_S)
 
 
 def destroy(group: ProcessGroup) -> None:
@@ -235,13 +214,14 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
         try:
             with _at_once(nccl[0]):
                 for group in nccl:
-                    if hasattr(group, "abort"):  # not in torch 2.6
-                        group.abort()
+                    group.abort()
         except Exception as error:  # noqa: BLE001 - the groups must go all the same
             errors.append(error)
     for group in pending:
         try:
-            if group not in nccl or not private.call(ABORT, group):
+            if group in nccl and capabilities.ABORT:
+                _torch._abort_process_group(group)
+            else:
                 destroy(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
             errors.append(error)
@@ -261,7 +241,6 @@ def end_world() -> None:
 def destroy_world() -> None:
     """Destroy WORLD, where there is one, and with it every group of this process."""
     if dist.is_initialized():
-        let_threads_finish()
         dist.destroy_process_group()
 
 
