@@ -30,8 +30,8 @@ from mutants import ROOT, Mutant
 
 PLACES = (
     *("agreement/agreement.py", "agreement/driver.py", "agreement/meeting.py"),
-    *("agreement/naming.py", "agreement/steps.py", "agreement/whereabouts.py"),
-    *("batches.py", "creation.py", "job.py"),
+    *("agreement/cards.py", "agreement/steps.py", "agreement/whereabouts.py"),
+    *("owner.py", "creation.py", "job.py"),
 )
 VERBS = {"Exchange": "", "Read": "None", "Check": "False", "Publish": "None", "Delete": "None"}
 """What a meeting yields, and what it hears where nobody has written; of an exchange: its text."""

@@ -1,4 +1,4 @@
-"""Heirs: the ranks that a grid goes on with, without those that are lost, or with more that came.
+"""The ranks that a grid continues with: without ranks that are lost, or with more that joined.
 
 They agree among themselves, under a name that each derives from the grid's and from their ranks, so
 that nobody asks or waits for a rank that is lost. Whoever waits for a rank looks whether that one
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import attrs
 
+from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.agreement import Agreement, Joined
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.cards import Card, this_host
-from hypercomm.process_groups.agreement.differences import who
 from hypercomm.process_groups.agreement.meeting import (
     End,
     Meeting,
@@ -29,8 +30,9 @@ from hypercomm.process_groups.agreement.meeting import (
     decide,
     end_of,
     foreign,
+    who,
 )
-from hypercomm.process_groups.agreement.steps import Steps
+from hypercomm.process_groups.agreement.steps import Steps, error_of
 from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.torch_internals.store import answer
@@ -182,3 +184,47 @@ class Successions:
             heirs = Heirs(self._before, asked[1])
             self._known[asked] = heirs, Steps(heirs, are_all=self._are_all)
         return self._known[asked]
+
+
+# ---- who is left --------------------------------------------------------------------------------
+
+
+_CALL = "survivors()"
+
+
+def call_the_roll(
+    steps: Steps, of: Callable[[tuple[int, ...]], Steps], limit_s: float
+) -> tuple[int, ...]:
+    """Wait for the ranks of a grid; return those that have come, as all of them are told.
+
+    Who has not come is found a few at a time (`MOST_NAMED` of arrival.py), so those that are left
+    meet again, until nobody is missing.
+
+    Args:
+        steps: Those of all its ranks.
+        of: Returns the steps of some of them.
+        limit_s: How long to wait for the ranks that do not come; at each meeting anew.
+
+    Raises:
+        CreationError: The others have gone on without this rank.
+        PlanMismatchError: A rank calls something else.
+        OutcomeUnknownError: The store is gone.
+    """
+    ranks = steps.agreement.layout.ranks
+    while True:
+        step = steps.enter([_CALL])
+        end, pending = steps.meet(step, time.monotonic() + limit_s, _CALL)
+        if pending is not None:
+            raise pending
+        if end.kind == "agreed":
+            return tuple(ranks)
+        rank = steps.agreement.said.rank
+        if rank in end.ranks:
+            raise CreationError(
+                f"the other ranks have gone on without rank {rank}, which came to survivors() too "
+                f"late; end this process, or start the job again"
+            )
+        left = tuple(one for one in ranks if one not in end.ranks)
+        if end.kind != "missing" or len(left) == len(ranks):
+            raise error_of(end)
+        ranks, steps = left, of(left)
