@@ -56,7 +56,7 @@ class Strategy:
 
 @attrs.define
 class Report:
-    """What works here; a value is None where it is unknown, and `problems` make the exit code 1."""
+    """The state of this installation; None is unknown, and `problems` make the exit code 1."""
 
     versions: dict[str, str | None]
     environment: dict[str, str]

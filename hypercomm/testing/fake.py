@@ -74,6 +74,6 @@ def _fake_store() -> Any:
         return fake.FakeStore()
     except (AttributeError, ImportError) as error:
         raise CreationError(
-            f"torch {torch.__version__} has no fake backend ({error}); use "
+            f"torch {torch.version.__version__} has no fake backend ({error}); use "
             f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
         ) from error

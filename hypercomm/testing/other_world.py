@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from hypercomm.errors import CreationError
 from hypercomm.process_groups.torch_internals.backends import backend_config, default_timeout
 
 Create = Callable[[str, tuple[int, ...], str, timedelta, str], Any]
@@ -24,19 +22,19 @@ _TABLES = (
 
 
 class OtherWorld:
-    """Another job, as one of its ranks sees it: `create` makes what stands in for a group.
+    """A job in place of the real one, as one of its ranks sees it.
 
-    torch keeps all that it knows of a job in one object, and lets tests of its own replace that.
+    torch keeps the state of a job in one object, which this replaces.
 
     Args:
-        make_world: Returns what stands in for WORLD: each job has one of its own.
+        make_world: Returns a stand-in for WORLD, a new one for each job.
         ranks: Maps each rank to itself.
         backend: The backend of WORLD.
-        create: Called with the name, the ranks, the backend, the timeout and the description of
-            each group of this rank.
-        store: Where the ranks meet; None where there are no others.
+        create: Returns a stand-in for a group, given its name, ranks, backend, timeout and
+            description.
+        store: The store that the ranks share; None where each rank is simulated alone.
         end: Called with each group that is destroyed.
-        functions: What stands in for functions of torch.distributed, by name, when it is entered.
+        functions: Replacements for functions of torch.distributed, by name.
     """
 
     def __init__(
@@ -60,27 +58,23 @@ class OtherWorld:
         tables: dict[str, Any] = {table: {} for table in _TABLES}
         marks = {"is_of_another_world": True, "has_other_ranks": store is not None}
         ours = {"group_count": 0, **marks, **tables}
-        self._torch: Any = type("OtherWorld", (type(_torchs_world()),), ours)()
+        self._torch: Any = type("OtherWorld", (type(dist.distributed_c10d._world),), ours)()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be what torch.distributed sees within a `with` block, initialised from the beginning.
-
-        Raises:
-            CreationError: This torch keeps what it knows elsewhere.
-        """
+        """Show this job to torch.distributed within a `with` block, already initialised."""
         with other_worlds(lambda: self, functions=self._functions):
             self.show()
             self.begin()
             yield
 
     def show(self) -> None:
-        """Be the one that torch.distributed sees, of those of an `other_worlds` block."""
+        """Show this job to torch.distributed, within an `other_worlds` block."""
         c10d: Any = dist.distributed_c10d
         c10d._world = self._torch
 
     def groups(self) -> Iterator[tuple[Any, str, str]]:
-        """List the groups of this rank, with their names and backends."""
+        """Yield the groups of this rank, with their names and backends."""
         for group, (backend, _) in self._torch.pg_map.items():
             if group is not self._torch.default_pg:
                 yield group, self._torch.pg_names[group], backend
@@ -88,7 +82,7 @@ class OtherWorld:
     def begin(
         self, backend: str | None = None, *_: object, store: object = None, **__: object
     ) -> None:
-        """Do as `torch.distributed.init_process_group`."""
+        """Replace `torch.distributed.init_process_group`."""
         if self._torch.default_pg is None:
             self._store = store or self._store
             self._torch.default_pg = self._make_world()
@@ -97,7 +91,7 @@ class OtherWorld:
         self._file(self._torch.default_pg, "0", str(backend or self._backend), self._ranks)
 
     def end(self, group: Any = None) -> None:
-        """Do as `torch.distributed.destroy_process_group`."""
+        """Replace `torch.distributed.destroy_process_group`."""
         whole = group is None or group is self._torch.default_pg
         for known in list(self._torch.pg_map) if whole else [group]:
             self._end_group(known)
@@ -124,17 +118,16 @@ class OtherWorld:
         self,
         group_size: int,
         group_rank: int | None,
-        global_ranks_in_group: Sequence[int],
+        members: Sequence[int],
         backend: str,
-        store: object,  # noqa: ARG002 - the arguments are torch's
+        _store: object,
         group_name: str,
-        backend_options: object = None,  # noqa: ARG002
+        *,
         timeout: timedelta = timedelta(0),
-        pg_tag: object = None,  # noqa: ARG002
-        device_id: object = None,  # noqa: ARG002
         group_desc: str | None = None,
+        **_: object,
     ) -> tuple[Any, None]:
-        """Do as torch's helper, which creates one group.
+        """Create one group; the arguments are those of torch's helper.
 
         Raises:
             ValueError: The name is taken.
@@ -143,7 +136,7 @@ class OtherWorld:
             raise ValueError(f"the group name {group_name} is taken")
         if group_rank is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        ranks, backend = tuple(global_ranks_in_group), str(backend)
+        ranks, backend = tuple(members), str(backend)
         # torch counts groups anew in each job, where they are others.
         is_told = self._jobs == 1 or self._store is not None
         told = group_name if is_told else f"{group_name} (job {self._jobs})"
@@ -155,21 +148,8 @@ class OtherWorld:
 
 @functools.lru_cache(maxsize=64)
 def _config(backend: str, *_known: str) -> Any:
-    """Return torch's reading of a backend, which changes only with the backends that it knows."""
+    """Return the config of a backend, which depends on the registered backends."""
     return backend_config(backend)
-
-
-def _torchs_world() -> Any:
-    """Return the object in which torch keeps what it knows of a job.
-
-    Raises:
-        CreationError: This torch keeps that elsewhere.
-    """
-    needed = ("_world", "_new_process_group_helper")
-    lacks = [name for name in needed if not hasattr(dist.distributed_c10d, name)]
-    if lacks:
-        raise CreationError(f"this torch cannot be simulated: it has no {' and no '.join(lacks)}")
-    return dist.distributed_c10d._world
 
 
 @contextlib.contextmanager
@@ -178,25 +158,19 @@ def other_worlds(
     gloo: object = None,
     functions: Mapping[str, object] | None = None,
 ) -> Iterator[None]:
-    """Let torch.distributed see other worlds within a `with` block, one at a time.
+    """Show other jobs to torch.distributed within a `with` block, one at a time.
 
     Args:
-        shown: Returns the one whose turn it is; whoever changes that calls its `show`.
-        gloo: What stands in for the class of gloo's groups, if anything does.
-        functions: What stands in for further functions, by name; barriers do nothing otherwise.
-
-    Raises:
-        CreationError: This torch keeps what it knows elsewhere.
+        shown: Returns the current job; a caller that changes it calls its `show`.
+        gloo: A replacement for torch's gloo class; None leaves it.
+        functions: Replacements for further functions, by name; by default barriers do nothing.
     """
 
     def new_group(*given: Any, **named: Any) -> Any:
         return shown().new_group(*given, **named)
 
-    taken = inspect.signature(OtherWorld.new_group)  # whoever looks is to see its arguments
-    _, *own = taken.parameters.values()
-    vars(new_group)["__signature__"] = taken.replace(parameters=own)
     stands_in: dict[str, object] = {
-        "_world": _torchs_world(),
+        "_world": dist.distributed_c10d._world,
         "_new_process_group_helper": new_group,
         "_store_based_barrier": _do_nothing,
         "_get_default_timeout": default_timeout,  # which warns of no backend that is not built
@@ -221,7 +195,7 @@ def other_worlds(
 
 
 def new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a gloo group as torch's helper does, with the class that stands there now."""
+    """Create a gloo group as torch's helper does, with the current class."""
     return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 

@@ -1,4 +1,4 @@
-"""What backends the installed torch has, what they take, and which one WORLD runs."""
+"""The backends of the installed torch, their options, and the backend of WORLD."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENTRY_POINTS = "torch.distributed.backends"
 
 
 def is_live() -> bool:
-    """Tell whether torch.distributed is initialised."""
+    """Return whether torch.distributed is initialised."""
     return dist.is_initialized()
 
 
@@ -84,7 +84,7 @@ def known_backends() -> list[str]:
 
 
 def is_known(backend: str) -> bool:
-    """Tell whether the installed torch knows a single backend by name."""
+    """Return whether the installed torch knows a single backend by name."""
     # Entry points are read from disk, which takes milliseconds: last.
     listed = backend in dist.Backend.backend_list and backend != "undefined"
     return listed or backend in _entry_points()
@@ -98,7 +98,7 @@ def _entry_points() -> tuple[str, ...]:
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Say why this build of torch cannot run a single backend; None where it can."""
+    """Return why this build of torch cannot run a single backend; None where it can."""
     if is_other_world():
         return None  # it is to be run elsewhere
     # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
@@ -113,17 +113,17 @@ def why_unavailable(backend: str) -> str | None:
 
 
 def why_not_here(backend: str) -> str | None:
-    """Say why a single backend that this build of torch can run has nothing to run on here."""
+    """Return why an available backend has no device on this host; None where it has one."""
     if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
         return "needs a GPU, and torch sees none on this host"
     return None
 
 
 def takes_options(backend: str) -> bool:
-    """Tell whether torch hands `pg_options` to a single backend, rather than dropping them.
+    """Return whether torch passes `pg_options` to a single backend.
 
-    Since torch 2.14 its own backends are plugins, too, which are all handed them; but those that
-    are no NCCL leave them aside.
+    From torch 2.14 on its own backends are plugins, which all receive them; but only those of NCCL
+    use them.
     """
     if backend in NCCL:
         return True
@@ -138,12 +138,12 @@ def takes_options(backend: str) -> bool:
 
 
 def holds_timeout(pg_options: Any) -> bool:
-    """Tell whether something is options of a backend of torch: all of those hold a timeout."""
+    """Return whether a value is a backend options object: all of those have a timeout."""
     return hasattr(pg_options, "_timeout") or not capabilities.OPTIONS_TIMEOUT
 
 
 def timeout_in(pg_options: Any) -> timedelta | None:
-    """Return the timeout that options of a backend hold, if they tell."""
+    """Return the timeout in options of a backend; None where torch does not expose it."""
     try:
         return getattr(pg_options, "_timeout", None)
     except (AttributeError, RuntimeError):  # this version of torch does not show them
@@ -151,7 +151,7 @@ def timeout_in(pg_options: Any) -> timedelta | None:
 
 
 def put_timeout(pg_options: Any, timeout: timedelta) -> None:
-    """Set the timeout in options of a backend, where torch's own code looks for it."""
+    """Set the timeout in options of a backend."""
     if capabilities.OPTIONS_TIMEOUT:
         pg_options._timeout = timeout
 
@@ -159,8 +159,8 @@ def put_timeout(pg_options: Any, timeout: timedelta) -> None:
 def world_timeout(backend: str) -> timedelta | None:
     """Return the timeout of WORLD, preferring that of its part that runs `backend`.
 
-    None where torch does not tell: the fake backend has no options, and gloo shows its own only
-    in recent versions.
+    None where torch does not expose it: the fake backend has no options, and gloo has them only in
+    recent versions.
     """
     world: Any = dist.group.WORLD
     parts, wanted = parts_of_world(), single_backends(backend)
@@ -174,7 +174,7 @@ def world_timeout(backend: str) -> timedelta | None:
 
 
 def default_timeout(backend: str) -> timedelta:
-    """Return what torch gives a group when nobody says anything."""
+    """Return the timeout that torch gives a group by default."""
     c10d = dist.distributed_c10d
     nccl: timedelta | None = getattr(c10d, "default_pg_nccl_timeout", None)
     default: timedelta = getattr(c10d, "default_pg_timeout", timedelta(minutes=30))
@@ -182,22 +182,22 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def parts_of_world() -> dict[str, str]:
-    """Name the backend that WORLD runs on each device, by the name of the device."""
+    """Return the backend of WORLD on each device, by the name of the device."""
     return dict(_pairs(dist.get_backend_config()))
 
 
 def parts_of(backend: str) -> dict[str, str]:
-    """Name the backend that a group of `backend` runs on each device."""
+    """Return the backend of a group on each device, by the name of the device."""
     return dict(_pairs(backend_config(backend)))
 
 
 def backend_config(backend: str) -> str:
-    """Return what torch makes of a backend string: the backend of each device."""
+    """Return the backend config that torch makes of a backend string."""
     return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
 
 
 def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
-    """Return what runs a group, or WORLD, on a device; None where torch does not tell."""
+    """Return the backend object of a group, or of WORLD, on a device; None without the flag."""
     return (group or world_group())._get_backend(device) if capabilities.GET_BACKEND else None
 
 

@@ -27,7 +27,7 @@ from hypercomm.process_groups.torch_internals.store import store
 _torch: Any = dist.distributed_c10d
 
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
-"""What lives as long as a group."""
+"""Objects that must live as long as their group."""
 
 _NEEDED = {
     "TABLES": "torch.distributed.distributed_c10d._world",
@@ -42,7 +42,7 @@ def missing() -> list[str]:
 
 
 def replaces_new_group() -> str | None:
-    """Name what makes this world create groups in a way of its own, if anything does."""
+    """Return why this world creates groups in another way; None where it does not."""
     uses_torchcomms = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)
     if uses_torchcomms is not None and uses_torchcomms():
         return "torch creates groups through TorchComms here"
@@ -94,7 +94,7 @@ def new_group(
 
 
 class Positions(Mapping[int, int]):
-    """The position of each member in a group, which torch seldom asks for: made when it does."""
+    """The position of each member in a group, computed at the first use: torch seldom needs it."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self._members = members
@@ -122,10 +122,10 @@ def split_group(
     pg_options: Any,
     group_desc: str | None,
 ) -> ProcessGroup | None:
-    """Split a group off WORLD, which every rank of WORLD calls at once, each with its own ranks.
+    """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
-        name: What all members know the group by, which the calling rank is one of, or None.
+        name: The name of the group, the same on all members; None where the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
         backend: Its backend, or that part of WORLD's.
         timeout: As for `torch.distributed.split_group`, as are the other two.
@@ -166,12 +166,12 @@ def registered_as(name: str) -> set[ProcessGroup]:
 
 
 def registered() -> set[ProcessGroup]:
-    """Return every process group that torch has registered in this process, as far as it tells."""
+    """Return every process group that torch has registered; empty without its tables."""
     return set(_table("pg_map"))
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Tell whether torch knows a group; it forgets all of them when WORLD is destroyed."""
+    """Return whether torch knows a group; it forgets all of them when WORLD is destroyed."""
     if capabilities.TABLES:
         return group in _table("pg_map")
     try:
@@ -181,12 +181,12 @@ def is_registered(group: ProcessGroup) -> bool:
 
 
 def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
-    """Return a group; None in place of torch's number for "not a member"."""
+    """Return a group; None in place of torch's marker for "not a member"."""
     return None if isinstance(group, int) else group
 
 
 def forget_non_members() -> None:
-    """Remove what torch files under its marker for "not a member", as if it were a group."""
+    """Remove the entry that torch registers under its marker for "not a member"."""
     _table("pg_group_ranks").pop(dist.GroupMember.NON_GROUP_MEMBER, None)
 
 
@@ -194,7 +194,7 @@ def forget_non_members() -> None:
 
 
 def destroy(group: ProcessGroup) -> None:
-    """Destroy a group, and what torch forgets to clean up."""
+    """Destroy a group, and the empty tag that torch leaves for it."""
     tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
     dist.destroy_process_group(group)
     if not tagged.get(tag, True):
@@ -202,9 +202,9 @@ def destroy(group: ProcessGroup) -> None:
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:
-    """End groups without waiting for anybody: abort those whose backend can, destroy the rest.
+    """End groups without waiting for other ranks: abort those of NCCL, destroy the rest.
 
-    NCCL's are aborted at once, as torch does it for all groups of a job: one after the other they
+    The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
     wait for each other (pytorch issue 119797).
     """
     errors: list[Exception] = []
@@ -230,7 +230,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
 
 
 def end_world() -> None:
-    """End WORLD, and with it every group of this process, without waiting for anybody."""
+    """End WORLD and every group of this process, without waiting for other ranks."""
     world = dist.group.WORLD
     nccl = [group for group in registered() if is_nccl(backend_of(group))]
     with contextlib.suppress(Exception):  # they go all the same
@@ -239,13 +239,13 @@ def end_world() -> None:
 
 
 def destroy_world() -> None:
-    """Destroy WORLD, where there is one, and with it every group of this process."""
+    """Destroy WORLD, if it exists, and every group of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
-    """Let NCCL do within a `with` block what it is told of all groups, in one go."""
+    """Group the NCCL calls of a `with` block, so that they take effect together."""
     device: Any = bound_device() or next(
         (device for device in group._device_types if device.type != "cpu"), None
     )

@@ -1,8 +1,8 @@
 """The device that WORLD is bound to, groups made without a split of it, and what a split makes.
 
 A group on the device of a bound WORLD is split off WORLD's communicator, for which every rank of
-WORLD must come. A rank that creates its own group alone tells torch not to: by the option
-`lazy_init` of NCCL, where torch has it (2.15), else by hiding the device from torch meanwhile.
+WORLD must take part. A rank that creates its own group alone prevents this: by the option
+`lazy_init` of NCCL, where torch has it (2.15), else by hiding the device from torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def split_device() -> torch.device | None:
 
 
 def why_not_alone(backend: str) -> str | None:
-    """Say why a group of a backend cannot be created by its members alone; None where it can."""
+    """Return why members cannot create a group of a backend alone; None where they can."""
     device = split_device()
     if device is None:
         return None
@@ -83,7 +83,7 @@ def _can_hide() -> bool:
 
 
 def connects_as_told(backend: str) -> bool:
-    """Tell whether torch's options say when an NCCL group connects: nccl2 and nccl-lazy (2.15)."""
+    """Return whether NCCL has the option `lazy_init`: nccl2 and nccl-lazy (2.15)."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in a build without it
     if nccl is None or not hasattr(nccl.Options, "lazy_init"):
         return False
@@ -92,7 +92,7 @@ def connects_as_told(backend: str) -> bool:
 
 
 def is_nccl(backend: str) -> bool:
-    """Tell whether NCCL runs a group, or a part of it."""
+    """Return whether NCCL runs a group, or a part of it."""
     return any(single in NCCL for single in single_backends(backend))
 
 
@@ -116,14 +116,14 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
 ) -> Iterator[tuple[Any, torch.device | None]]:
-    """Let the members of a group create it within a `with` block without any other rank.
+    """Make the creation in a `with` block independent of ranks that are not members.
 
     Args:
         backend: The group's.
         pg_options: Its options.
         timeout: Its timeout.
         lazily: Whether members of an NCCL group connect at their first message; None: as torch
-            does, which on a bound WORLD connects them at once unless it has that for a switch.
+            does, which on a bound WORLD connects them at the creation unless it has that option.
 
     Yields:
         The options, and the device to connect on, with which torch is to create the group.
@@ -145,7 +145,7 @@ def made_alone(
 
 
 def why_not_split(backend: str) -> str | None:
-    """Say why groups of a backend cannot be split off WORLD; None where they can."""
+    """Return why groups of a backend cannot be split off WORLD; None where they can."""
     device = split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
@@ -174,7 +174,7 @@ def _can_split(device: torch.device | str) -> bool:
 
 
 def keeps_order() -> bool:
-    """Tell whether a split keeps the order of the ranks that it is given (torch 2.15)."""
+    """Return whether a split keeps the given order of ranks (torch 2.15)."""
     return since("2.15")
 
 
@@ -198,13 +198,13 @@ _naming = Patch("_process_group_name")
 
 
 def names_splits() -> bool:
-    """Tell whether groups that are split off WORLD get names of ours."""
+    """Return whether groups that are split off WORLD get our names."""
     return capabilities.NAME_GROUP
 
 
 @contextlib.contextmanager
 def named(name: str | None) -> Iterator[None]:
-    """Let the group that this thread splits off WORLD within a `with` block have a name.
+    """Name the group that this thread splits off WORLD within a `with` block.
 
     torch salts the name of a group that is split off. Before 2.14 the salt is the number of groups
     that a rank has, which differs between ranks once a split has left some out: they then name
@@ -223,6 +223,6 @@ def named(name: str | None) -> Iterator[None]:
 
 
 def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
-    """Take the place of torch's function."""
+    """Replace torch's function."""
     torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)  # counts it
     return _name.get() or torchs_name

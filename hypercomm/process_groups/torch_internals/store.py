@@ -1,7 +1,7 @@
-"""The job's store, in which the ranks leave word for each other, and how long it may take.
+"""The store of the job, and operations on it with a time limit.
 
-When the link to the store's host is cut without a word, a question hangs for a quarter of an hour,
-whatever its timeout says (seen in torch 2.13). So it is asked in a thread, and given up in time.
+When the link to the host of the store is cut, an operation can hang for a quarter of an hour,
+whatever its timeout is (seen in torch 2.13). So it runs in a thread, which is abandoned in time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABSENT = "absent"
 
 
 def has_ranks() -> bool:
-    """Tell whether there are ranks to meet: those of a fake world are not there."""
+    """Return whether other ranks exist: those of a fake world do not."""
     world = dist.group.WORLD
     if world is None or not has_other_ranks():
         return False
@@ -31,7 +31,7 @@ def has_ranks() -> bool:
 
 
 def knows_store() -> bool:
-    """Tell whether torch tells which store it is."""
+    """Return whether torch exposes the store of WORLD."""
     return capabilities.STORE
 
 
@@ -41,7 +41,7 @@ def store() -> Any:
 
 
 def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None where it has none, or torch hides it."""
+    """Return address and port of the store of WORLD; None where it is not known."""
     place = store() if knows_store() else None
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store
@@ -51,35 +51,35 @@ def meeting_place() -> tuple[str, int] | None:
 
 
 def exchange(key: str, expected: str, text: str) -> str:
-    """If a key of the store holds `expected` ("": nothing), set it; return what it holds."""
+    """Set a key of the store if it holds `expected` ("": nothing); return its value."""
     found: bytes = store().compare_set(key, expected, text)
     return found.decode(errors="replace")
 
 
 def read(key: str) -> str | None:
-    """Return what a key of the store holds; None where nobody has set it."""
+    """Return the value of a key of the store; None where it is not set."""
     found = read_bytes(key)
     return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(key: str) -> bytes | None:
-    """Do as `read`, for what is no text; one question, where to look first would be two."""
+    """Return the bytes of a key of the store, in one operation; None where it is not set."""
     return peek(store(), key)
 
 
 def peek(place: Any, key: str) -> bytes | None:
-    """Do as `read_bytes`, in any store."""
+    """Return the bytes of a key of any store; None where it is not set."""
     found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
 
 
 def is_set(keys: Sequence[str]) -> bool:
-    """Tell whether all of some keys of the store are set."""
+    """Return whether all keys are set in the store."""
     return bool(store().check(list(keys)))
 
 
 def set_all(texts: Mapping[str, str | bytes]) -> None:
-    """Set keys in the store, in one message where it can; waits for no answer."""
+    """Set keys in the store, in one message where it can; does not wait for a reply."""
     if len(texts) > 1 and store().has_extended_api():
         store().multi_set(list(texts), list(texts.values()))
         return
@@ -88,13 +88,13 @@ def set_all(texts: Mapping[str, str | bytes]) -> None:
 
 
 def forget(keys: Iterable[str]) -> None:
-    """Delete keys of the store, those that are there."""
+    """Delete keys of the store."""
     for key in keys:
         store().delete_key(key)
 
 
 def count_up(key: str) -> int:
-    """Add one to the number that a key of the store holds, and return it."""
+    """Increment the number in a key of the store, and return it."""
     return int(store().add(key, 1))
 
 
@@ -103,10 +103,10 @@ def count_up(key: str) -> int:
 T = TypeVar("T")
 
 USUAL_S = 60.0
-"""How long an answer may take where nothing else says so: a large job asks all at once."""
+"""The default limit of an operation, in seconds: in a large job many arrive together."""
 
 _LOOKING_S = 0.5
-"""How often a wait looks whether it is in vain."""
+"""Interval between checks for an aborted wait, in seconds."""
 
 _in_thread = threading.local()
 
@@ -115,9 +115,11 @@ _Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
 
 
 class Workers:
-    """Threads that wait for something to do: on a busy machine a new one is slow to begin.
+    """A pool of daemon threads: on a busy machine a new thread is slow to start.
 
-    As many stay as were ever busy at once; the child of a fork begins without.
+    `concurrent.futures` would wait for its threads at interpreter exit, and one may hang in the
+    store. The pool grows to the number of threads that were busy together; a forked child starts
+    without any.
     """
 
     def __init__(self) -> None:
@@ -125,9 +127,9 @@ class Workers:
         os.register_at_fork(after_in_child=self._idle.clear)
 
     def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
-        """Do something that raises nothing, in a thread, and call `done` once that is idle again.
+        """Run a function that raises nothing in a thread; call `done` once that is idle again.
 
-        Whoever waits for it and then starts something else needs no other thread.
+        A caller that waits for `done` reuses the same thread for its next function.
         """
         try:
             inbox = self._idle.pop()
@@ -153,15 +155,15 @@ workers = Workers()
 
 
 def ask_here() -> None:
-    """Let the questions of this thread be asked in it: it is one that may wait for ever."""
+    """Mark this thread as a worker: its store operations run inline."""
     _in_thread.is_set = True
 
 
 class LateError(RuntimeError):
-    """Something was not done in time.
+    """A function did not return in time.
 
     Attributes:
-        done: Set once it is, late.
+        done: Set when the function returns after all.
     """
 
     def __init__(self, message: str, done: threading.Event) -> None:
@@ -170,17 +172,17 @@ class LateError(RuntimeError):
 
 
 def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
-    """Do something in another thread, wait for it for so long, and return what it does.
+    """Call a function in another thread, with a time limit, and return its result.
 
-    A thread that is late goes on, and ends when what it waits for does.
+    A late thread continues, and becomes idle when the function returns.
 
     Args:
-        action: What is done.
-        limit_s: When to give up.
-        look: Called now and then, once that takes long; raises if it is in vain.
+        action: The function.
+        limit_s: The limit, in seconds.
+        look: Called every half second; an error that it raises ends the wait.
 
     Raises:
-        LateError: It was not done in time.
+        LateError: The function did not return in time.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -212,20 +214,20 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
 
 
 unanswered: list[threading.Event] = []
-"""Of the questions that this process has given up: set once they are answered."""
+"""One event for each abandoned operation, set when it returns after all."""
 
 
 def answer(question: Callable[[], T], limit_s: float = USUAL_S, *, is_needed: bool = True) -> T:
-    """Ask the store something, and return the answer; questions within are asked as they are.
+    """Run a store operation with a time limit; nested operations run inline.
 
     Args:
-        question: What is asked.
-        limit_s: How long the answer may take.
-        is_needed: Whether to ask also while an earlier question, given up, is without an answer:
-            torch lets a process ask the store one thing at a time.
+        question: The operation.
+        limit_s: The limit, in seconds.
+        is_needed: False raises immediately while an abandoned operation has not returned: torch
+            runs one store operation of a process at a time.
 
     Raises:
-        DistNetworkError: No answer came in time; torch raises it, too, when the store is gone.
+        DistNetworkError: It did not return in time, or the store is gone.
     """
     if getattr(_in_thread, "is_set", False):
         return question()
