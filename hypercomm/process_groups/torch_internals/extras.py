@@ -64,19 +64,21 @@ def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup)
     from torch.distributed import device_mesh
 
     meshes: Any = device_mesh
-    if not hasattr(mesh, "_flatten_mapping") or not hasattr(meshes, "_MeshLayout"):
+    part = mesh[tuple(dims)]
+    try:
+        layout = _as_one_dim(part._layout)
+    except AttributeError as error:
         raise CreationError(
             "flatten= is not for this torch, whose DeviceMesh has changed; name dims together, as "
             "in grid.device_mesh(('dp', 'cp')), whose dim is 'dp_cp'"
-        )
-    part = mesh[tuple(dims)]
+        ) from error
     of_one = meshes.DeviceMesh.from_group(
         group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
     )
     more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
     flat = meshes.DeviceMesh(
         mesh.device_type,
-        _layout=meshes._MeshLayout([part._layout.collapse()]),
+        _layout=layout,
         _rank_map=mesh._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=mesh,
@@ -85,6 +87,14 @@ def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup)
     )
     flat._dim_group_names = of_one._dim_group_names
     mesh._flatten_mapping[name] = flat
+
+
+def _as_one_dim(layout: Any) -> Any:
+    """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
+    if hasattr(layout, "collapse"):
+        return type(layout)([layout.collapse()])
+    joint = layout.coalesce()  # torch 2.10
+    return joint.nest() if len(joint) > 1 else joint
 
 
 def tell_backward(key: str) -> None:
