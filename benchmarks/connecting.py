@@ -14,7 +14,6 @@ from measure import Goal, Table
 from torch.distributed import ProcessGroup
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups import c10d
 from hypercomm.testing import run_ranks
 
 SIZES = {4: "tp=2,cp=2,dp=1", 8: "tp=2,cp=2,dp=2"}
@@ -76,7 +75,7 @@ def seconds(sizes: str, cycles: int, lazy: bool) -> dict[str, list[float]]:
 def connecting(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
     """Twelve groups, connected at their first message, and at once."""
     for count in nprocs:
-        for lazy in (True, False) if c10d.can_init_lazily() else (False,):
+        for lazy in (True, False):
             every: dict[str, list[float]] = {}
             for _ in range(runs):
                 ranks = run_ranks(

@@ -19,8 +19,8 @@ from measure import Goal, Table, interleaved
 from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.gloo_store import ENDLESS
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.gloo import ENDLESS
 from hypercomm.testing import fake_world, simulate
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -158,7 +158,7 @@ def splits(world_size: int) -> Iterator[Table]:
     with (
         fake_world(world_size, world_size // 3),
         mock.patch.multiple(
-            "hypercomm.process_groups.c10d.binding",
+            "hypercomm.process_groups.torch_internals.split",
             split_device=lambda: torch.device("cuda", 0),
             _can_split=lambda _device_type: True,
         ),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from measure import Goal, Table
 from peers import PEERS, REFERENCE, Peer, Shape, Wanted, destroy_all, lazy, one_by_one, shared
 
-from hypercomm.process_groups import c10d
 from hypercomm.testing import run_ranks
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -70,7 +69,7 @@ def gloo(what: str, ways: Mapping[str, Peer], shape: Shape, runs: int, cycles: i
 
 def creation(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
     """Eight dim combinations, none of them served by another's group."""
-    ways = {**PEERS, **OURS} if c10d.can_init_lazily() else PEERS
+    ways = {**PEERS, **OURS}
     for count in nprocs:
         what = f"eight dim combinations, {count} gloo processes"
         table = gloo(what, ways, SHAPES[count], runs, cycles)

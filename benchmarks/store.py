@@ -13,20 +13,24 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.c10d.store import store
-from hypercomm.testing.simulated_job import gate, simulate_job
+from hypercomm.process_groups.torch_internals.store import store
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulated_job import gate, simulate_job
 
 SEVEN = ["tp", "cp", "dp", ["tp", "cp"], ["cp", "dp"], ["tp", "dp"], ["tp", "cp", "dp"]]
 SIZES = (1_024, 16_384, 131_072)

@@ -2,7 +2,7 @@
 
 import torch
 
-from hypercomm.process_groups.c10d import binding
+from hypercomm.process_groups.torch_internals import split as binding
 
 CUDA = torch.device("cuda", 0)
 

@@ -30,8 +30,8 @@ from mutants import ROOT, Mutant
 
 PLACES = (
     *("agreement/agreement.py", "agreement/driver.py", "agreement/meeting.py"),
-    *("agreement/naming.py", "agreement/steps.py", "agreement/whereabouts.py"),
-    *("batches.py", "creation/creation.py", "job.py"),
+    *("agreement/cards.py", "agreement/steps.py", "agreement/whereabouts.py"),
+    *("owner.py", "creation.py", "job.py"),
 )
 VERBS = {"Exchange": "", "Read": "None", "Check": "False", "Publish": "None", "Delete": "None"}
 """What a meeting yields, and what it hears where nobody has written; of an exchange: its text."""
@@ -42,7 +42,7 @@ TESTS = (
     "tests/process_groups/test_questions.py",
     "tests/process_groups/test_every_schedule.py",
     "tests/process_groups/test_protocol_faults.py",
-    "tests/testing/test_simulated_job.py",
+    "tests/simulated_job/test_simulated_job.py",
 )
 MARKS = "not slow and not long"
 QUIET = "ignore::pytest.PytestAssertRewriteWarning"

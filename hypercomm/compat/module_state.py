@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hypercomm.errors import StateError
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from typing_extensions import Self

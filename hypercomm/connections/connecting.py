@@ -29,16 +29,22 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.reading.checks import as_names
 from hypercomm.layout.reading.shown import did_you_mean, shown, some_of
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.driver import hold
-from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
-from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing
+from hypercomm.process_groups.agreement.steps import (
+    NOTHING,
+    Step,
+    Steps,
+    all_or_none,
+    limit_of,
+    refusing,
+)
 from hypercomm.process_groups.agreement.whereabouts import name_late
-from hypercomm.process_groups.c10d.store import LateError, in_time
 from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.torch_internals.store import LateError, in_time
 
 CALL = "connect()"
 PIPELINES = ("pp",)

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.connections.connections import Connection
 from hypercomm.errors import CreationError
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.store import in_time
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.job import Job
 from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.torch_internals.store import in_time
 
 _BREAKING_S = 1.0
 """How long it may take to end what waits in a group for ever."""

@@ -27,9 +27,9 @@ from hypercomm.layout.reading.notation import OPEN, format_ranks, parse_sizes
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.layout.reading.sizes import as_factors, as_size, close_sizes
 from hypercomm.process_groups import world
-from hypercomm.process_groups.creation.strategies import STRATEGIES
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
 from hypercomm.process_groups.spec import Derive
+from hypercomm.process_groups.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -118,7 +118,7 @@ class GridOptions:
         check_choice("share", self.share, SHARES)
         if self.backend is not None:
             check_known(self.backend)
-        check_lazy_init(self.lazy_init, self.backend)
+        check_lazy_init(self.lazy_init)
         check_name(self.name)
         if self.world_size is not None:
             positive(self.world_size, "world_size")

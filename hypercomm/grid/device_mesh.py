@@ -20,7 +20,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.axes import Axis, are_nested
 from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings, as_tuple
 from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupMissingError, GroupOptionsError
 from hypercomm.layout.groups.place import Place
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d, world
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
     from hypercomm.grid.interface import GridInterface

@@ -33,19 +33,19 @@ from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.notation import parse_sizes
 from hypercomm.layout.reading.signatures import with_own_names
 from hypercomm.layout.views import Views
-from hypercomm.process_groups import reshaping, world
-from hypercomm.process_groups.agreement.steps import limit_of
-from hypercomm.process_groups.agreement.together import refusing
-from hypercomm.process_groups.creation.creation import abort, destroy
+from hypercomm.process_groups import world
+from hypercomm.process_groups.agreement.steps import limit_of, refusing
+from hypercomm.process_groups.creation import abort, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import GroupOwner
 from hypercomm.process_groups.planned import Pool
-from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, steps_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
+
+    from hypercomm.process_groups.reshaping import Reshaped
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ class HyperCommGrid(GridLooks):
         lazy_init: True lets the grid's gloo and NCCL groups connect each pair of ranks at their
             first message, not at the creation, which then waits for nobody; False connects them at
             the creation; default: gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as
-            torch does: at the first message before 2.15, unless WORLD is bound to a device. gloo of
-            torch 2.6 cannot.
+            torch does: at the first message before 2.15, unless WORLD is bound to a device.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one question to the store each; default: as the environment's HYPERCOMM_VERIFY says.
 
@@ -315,11 +314,13 @@ class HyperCommGrid(GridLooks):
         is_live = ranks is not None and current_or_none() is not None
         total = world.world_size(None if is_live else state.world_size)
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
-        with alone(owner), steps_of(owner, left) as steps:
+        from hypercomm.process_groups import reshaping
+
+        with reshaping.alone(owner), reshaping.steps_of(owner, left) as steps:
             with refusing(steps, reshaping.CALL):
                 layout = as_target(target, self.layout, left)
                 refactored = state.views.refactored(layout, as_texts(views, "views"))
-                check_settled(owner)
+                reshaping.check_settled(owner)
 
             def make(shape: str) -> GroupOwner:
                 pool = owner.pool if left is None else Pool()

@@ -29,13 +29,12 @@ from hypercomm.grid.questions import GridQuestions
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import check_choice
 from hypercomm.layout.views import View
-from hypercomm.process_groups import c10d, world
-from hypercomm.process_groups.batches import create_all
-from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import world
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.options import GroupOptions
-from hypercomm.process_groups.owner import GroupOwner
-from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.owner import GroupOwner, create_all
+from hypercomm.process_groups.planned import Explanation, PlannedGroup
 from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
 
 if TYPE_CHECKING:

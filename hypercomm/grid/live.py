@@ -13,8 +13,7 @@ from hypercomm.connections.items import Plans, in_order
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.shortcuts import GridShortcuts
 from hypercomm.layout.reading.checks import check_duration
-from hypercomm.process_groups.batches import only_call
-from hypercomm.process_groups.survival.roll_call import call_the_roll
+from hypercomm.process_groups.owner import only_call
 
 if TYPE_CHECKING:
     from hypercomm.watch import Watch
@@ -179,5 +178,7 @@ class GridLive(GridShortcuts):
         owner.check_alive()
         check_duration("timeout", timeout, GroupOptionsError)
         self.coords()  # refuses a rank outside
+        from hypercomm.process_groups.agreement.survivors import call_the_roll
+
         of, limit_s = owner.successions.of, timeout.total_seconds()
         return call_the_roll(owner.steps, lambda ranks: of(ranks)[1], limit_s)

@@ -12,7 +12,7 @@ from hypercomm.connections.items import Plans
 from hypercomm.grid_set.joint_creation import steps_of
 from hypercomm.grid_set.modules import GridModules
 from hypercomm.process_groups.agreement.steps import Steps
-from hypercomm.process_groups.batches import only_call
+from hypercomm.process_groups.owner import only_call
 
 
 class ConnectedGrids(GridModules):

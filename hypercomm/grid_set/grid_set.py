@@ -31,8 +31,8 @@ from hypercomm.layout.reading.signatures import with_own_names
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.steps import Steps
-from hypercomm.process_groups.batches import Batch, only_call
 from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.owner import Batch, only_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on

@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
-from hypercomm.process_groups.agreement.together import all_or_none
-from hypercomm.process_groups.batches import Batch
+from hypercomm.process_groups.agreement.steps import Step, Steps, all_or_none, limit_of
+from hypercomm.process_groups.owner import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hypercomm.errors import LaunchError
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_backend
 
 

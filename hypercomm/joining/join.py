@@ -17,7 +17,7 @@ from hypercomm.joining import devices
 from hypercomm.joining.asked import Asked
 from hypercomm.joining.joined import Joined
 from hypercomm.launch.launchers import FoundJob, find_job
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_known
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on

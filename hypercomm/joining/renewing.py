@@ -20,16 +20,16 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.notation import format_ranks
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.arrival import arrive
 from hypercomm.process_groups.agreement.driver import hold_for_all
 from hypercomm.process_groups.agreement.meeting import End, Meeting
 from hypercomm.process_groups.agreement.steps import limit_of
 from hypercomm.process_groups.agreement.whereabouts import name_late
-from hypercomm.process_groups.c10d.binding import bound_device
-from hypercomm.process_groups.c10d.store import store as store_of_world
 from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.torch_internals.split import bound_device
+from hypercomm.process_groups.torch_internals.store import store as store_of_world
 
 CALL = "renew_world()"
 

@@ -45,8 +45,7 @@ _STACK_S = 2.0
 """How long a rank may take to write down its stack; one that stands still never does."""
 
 _LEAVING_S = 5.0
-"""The longest that a rank which has returned may take to leave. Before torch 2.8
-destroy_process_group() can wait for a thread that waits for the interpreter lock, for ever."""
+"""The longest that a rank may take to exit after it has returned."""
 
 
 def run_ranks(

@@ -14,9 +14,9 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.gloo import world_address_key
-from hypercomm.process_groups.c10d.store import answer
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.gloo import world_address_key
+from hypercomm.process_groups.torch_internals.store import answer
 
 
 class KnownGrids:

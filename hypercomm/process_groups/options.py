@@ -14,8 +14,8 @@ import torch
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.reading.checks import check_duration, is_utf8
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.job import Job, current
 
 
 @attrs.frozen
@@ -58,7 +58,7 @@ class GroupOptions:
         if self.backend is not None:
             check_known(self.backend)
         if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init, self.backend)
+            check_lazy_init(self.lazy_init)
 
     def resolve(self, group_desc: str, job: Job | None = None) -> GroupOptions:
         """Fill in the defaults of the live world; needs torch.distributed to be initialised.
@@ -150,22 +150,14 @@ def check_pg_options(pg_options: Any) -> None:
         )
 
 
-def check_lazy_init(lazy_init: bool | None, backend: str | None = None) -> None:
-    """Refuse what is no choice, and what gloo of the installed torch cannot do.
+def check_lazy_init(lazy_init: bool | None) -> None:
+    """Raise unless `lazy_init` is True, False or None.
 
     Raises:
-        GroupOptionsError: Says which torch can.
+        GroupOptionsError: With what was given.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
         raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
-    if not lazy_init or c10d.can_init_lazily():
-        return
-    backend = backend or (job.backend if (job := current_or_none()) else "gloo")
-    if "gloo" in c10d.single_backends(backend):
-        raise GroupOptionsError(
-            "lazy_init=True: gloo in this torch connects all members when a group is created; "
-            "newer versions of torch can wait (2.13 does), or leave lazy_init out"
-        )
 
 
 def check_backend(backend: str | None) -> None:
@@ -292,15 +284,14 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
     """Copy backend options that hold a timeout, with the one that torch will use anyway.
 
     torch writes the timeout, the ranks and the name of the group into the object that it is
-    given; a copy lets a caller use one object for several groups. Before torch 2.8 they cannot
-    be copied, and since then a copy of a Python subclass is one of the class in C++: such an object
-    serves one group.
+    given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
+    one of the class in C++: such an object serves one group.
     """
     if timeout is None or c10d.timeout_in(pg_options) is None:
         return pg_options
     try:
         options = copy.deepcopy(pg_options)
-    except TypeError:
+    except TypeError:  # of a third party's backend
         return pg_options
     if type(options) is not type(pg_options):
         return pg_options

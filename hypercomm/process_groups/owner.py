@@ -1,4 +1,7 @@
-"""GroupOwner: the process groups of one grid, by key: planned, created, shared, destroyed once."""
+"""The process groups of one grid, by key: planned, created, shared, and destroyed once.
+
+`GroupOwner` creates one group; a `Batch` creates several in one call, all of them or none.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+import attrs
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
@@ -22,19 +28,25 @@ from hypercomm.errors import (
     GroupMissingError,
 )
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.agreement.steps import Step, Steps, limit_of
-from hypercomm.process_groups.agreement.together import NOTHING, all_or_none
-from hypercomm.process_groups.c10d.gloo_store import ENDLESS, AttemptGivenUpError, Patience
-from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
-from hypercomm.process_groups.creation.creation import create, destroy
-from hypercomm.process_groups.creation.strategies import NOT_YET, Choice, choose
-from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement.steps import NOTHING, Step, Steps, all_or_none, limit_of
+from hypercomm.process_groups.creation import (
+    BATCH_PATIENCE_S,
+    CreatedGroup,
+    create,
+    destroy,
+    give_up,
+    together,
+)
 from hypercomm.process_groups.job import Job, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.planned import PlannedGroup, Pool, PooledGroup
-from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
-from hypercomm.process_groups.survival.heirs import Successions
+from hypercomm.process_groups.planned import Explanation, PlannedGroup, Pool, PooledGroup
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
+from hypercomm.process_groups.strategies import NOT_YET, Attempt, Choice, choose
+from hypercomm.process_groups.torch_internals.gloo import ENDLESS, AttemptGivenUpError, Patience
+
+if TYPE_CHECKING:
+    from hypercomm.process_groups.agreement.survivors import Successions
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +76,6 @@ class GroupOwner:
         steps: What its ranks do in one order.
         calls: Held by the thread that makes a step.
         is_verified, shape: As given.
-        successions: What its ranks may go on as, without those that are lost.
         job: Whose numbers its ranks have; None before there is one.
         is_reshaping: Whether nothing may be planned or destroyed, as a reshape would lose it.
     """
@@ -87,7 +98,6 @@ class GroupOwner:
         self.steps = steps
         self.agreement = steps.agreement
         self.is_verified = is_verified
-        self.successions = Successions(steps.agreement, are_all=is_verified)
         self.shape = shape
         self.job = current_or_none()
         self.calls = threading.Lock()
@@ -96,6 +106,13 @@ class GroupOwner:
         self._creation = creation
         self.is_reshaping = False
         self._told: set[str] = set()
+
+    @cached_property
+    def successions(self) -> Successions:
+        """What its ranks may continue as, without those that are lost."""
+        from hypercomm.process_groups.agreement.survivors import Successions
+
+        return Successions(self.agreement, are_all=self.is_verified)
 
     # ---- one group ------------------------------------------------------------------------------
 
@@ -398,3 +415,134 @@ class GroupOwner:
                 f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
                 f"call reshape(target, ranks=...) with those of the new one"
             )
+
+
+# ---- several groups in one call -----------------------------------------------------------------
+
+
+CALL = "create_pgs()"
+
+
+@attrs.define(eq=False)
+class Batch:
+    """Groups of one grid that one call creates.
+
+    Attributes:
+        owner: Whose they are.
+        specs: What is asked for.
+        plans: What was planned for them.
+        new: Those that the call has created, rather than found.
+    """
+
+    owner: GroupOwner
+    specs: Sequence[GroupSpec]
+    plans: list[PlannedGroup] = attrs.field(factory=list)
+    new: list[PooledGroup] = attrs.field(factory=list)
+
+    def plan(self) -> None:
+        """Reserve the keys of the groups."""
+        alike: Alike = {}
+        try:
+            with self.owner.pool.lock:
+                for spec in self.specs:
+                    self.plans.append(self.owner.reserve(spec, alike))
+        except BaseException:
+            self.forget()
+            raise
+
+    def words(self) -> list[str]:
+        """Say what is planned, as all ranks must alike."""
+        return [planned.describe() for planned in self.plans]
+
+    def limit_s(self) -> float:
+        """Return within how many seconds all of it must be created: the longest timeout."""
+        return max(limit_of(planned.options.timeout) for planned in self.plans)
+
+    def create(self, step: Step) -> list[ProcessGroup | None]:
+        """Create the groups, in the order of the call."""
+        if not self.plans:
+            self.plan()
+        owner = self.owner
+        with owner.pool.lock:
+            for planned in self.plans:
+                planned.attempt = owner.attempt(planned, step)
+            pooled = dict.fromkeys(one.pooled for one in self.plans if one.pooled is not None)
+            self.new = [one for one in pooled if one.created is None]
+        begin = time.monotonic()
+        with together():
+            return [owner.obtain(planned, begin).group for planned in self.plans]
+
+    def take_back(self) -> None:
+        """Destroy what was created, and forget all: it has failed, here or elsewhere."""
+        namers = [one.namer for one in self.new if one.created is None]
+        attempts = [namer.attempt for namer in namers if namer.attempt is not None]
+        created = self._unfile()
+        self.forget()
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            give_up(attempts)
+        destroy(reversed(created), BATCH_PATIENCE_S)
+
+    def forget(self) -> None:
+        """Give the keys back; those that are asked for again are planned anew."""
+        self.owner.forget(self.plans)
+        self.plans, self.new = [], []
+
+    def _unfile(self) -> list[CreatedGroup]:
+        """Take groups back that were created; plans that they served from before stay plans."""
+        with self.owner.pool.lock:
+            for pooled in list(self.new):
+                if any(one.is_obtained for one in pooled.users() if one not in self.plans):
+                    self.new.remove(pooled)  # another thread was given it meanwhile
+            for planned in (*self.plans, *(one for new in self.new for one in new.users())):
+                if planned.is_filed:
+                    planned.owner.unfile(planned)
+            created = [pooled.created for pooled in self.new if pooled.created is not None]
+            for pooled in self.new:
+                pooled.created = None
+            return created
+
+
+@contextlib.contextmanager
+def only_call(owner: GroupOwner) -> Iterator[None]:
+    """Let one thread at a time make a step of a grid, as ranks tell steps apart by their order.
+
+    Raises:
+        CreationError: Another thread makes one.
+    """
+    if not owner.calls.acquire(blocking=False):
+        raise CreationError(
+            "another thread calls create_pgs() of this grid; ranks tell such calls apart by "
+            "their order, so let one thread make them, or use create_pg, which tells its calls "
+            "apart by their keys"
+        )
+    try:
+        yield
+    finally:
+        owner.calls.release()
+
+
+def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGroup | None]:
+    """Create several groups in the order given, on all ranks of the grid or on none.
+
+    Raises:
+        CreationError: Another thread does so, or as for `GroupOwner.create`.
+        GroupExistsError: A key is there twice, or was planned before.
+        PlanMismatchError: Another rank creates something else, or failed.
+        GroupCreationTimeout: A rank did not come in time.
+    """
+    check_once(specs)
+    batch = Batch(owner, specs)
+    if not specs:
+        return []
+    with only_call(owner):
+        batch.plan()
+        try:
+            # A derived group is looked through here, where nobody waits for this rank so far.
+            is_needed = owner.agreement.compares() or any(one.derive for one in specs)
+            entries = batch.words() if is_needed else [str(one.key) for one in specs]
+            return all_or_none(
+                owner.steps, entries, batch.limit_s(), CALL, batch.create, batch.take_back
+            ).get()
+        except BaseException:
+            batch.forget()
+            raise

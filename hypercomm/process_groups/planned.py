@@ -1,11 +1,11 @@
-"""Groups that are planned, and the pool of those that keys hold, alone or together."""
+"""Groups that are planned, why they are created as they are, and the pool of those that exist."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -14,14 +14,15 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups
+from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
-from hypercomm.process_groups.agreement.differences import as_entry
+from hypercomm.process_groups.agreement.meeting import as_entry
 from hypercomm.process_groups.agreement.steps import Step
-from hypercomm.process_groups.c10d.gloo_store import AttemptGivenUpError
-from hypercomm.process_groups.creation.attempt import Attempt, CreatedGroup
-from hypercomm.process_groups.creation.strategies import Choice
+from hypercomm.process_groups.creation import CreatedGroup
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, same_for_caller
+from hypercomm.process_groups.strategies import Attempt, Choice, alternatives, split_turns
+from hypercomm.process_groups.torch_internals.gloo import AttemptGivenUpError
 
 
 class Owner(Protocol):
@@ -299,3 +300,66 @@ class Pool:
                 return None
             created, pooled.created = pooled.created, None
             return created if created is not None and created.owned else None
+
+
+# ---- why a group is created as it is ------------------------------------------------------------
+
+
+@attrs.frozen(repr=False)
+class Explanation:
+    """How a process group was created, or would be, and why; str() says it in lines of text.
+
+    Attributes:
+        key: The dims and the name.
+        groups: All the groups over them.
+        backend: Their backend; None before torch.distributed is initialised.
+        strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
+        reason: Why this strategy.
+        alternatives: What speaks against each other strategy, by its name.
+        served_by: The key whose group serves this one too, under `share="identical"`.
+    """
+
+    key: GroupKey
+    groups: RankGroups
+    backend: str | None
+    strategy: str
+    reason: str
+    alternatives: Mapping[str, str]
+    served_by: str | None
+
+    @classmethod
+    def of(cls, planned: PlannedGroup, pooled: PooledGroup | None) -> Explanation:
+        """Explain a plan whose key has a group, or would have it."""
+        (strategy, reason), backend = planned.choice, planned.options.backend
+        others = {}
+        if not planned.is_adopted:
+            lazily = planned.spec.given.lazy_init
+            others = alternatives(strategy, backend, planned.groups, lazily=lazily)
+        turns = len(split_turns(planned.groups)) if strategy == "split" else 1
+        if turns > 1:
+            reason += f", in {turns} turns, because torch's colours of some groups are equal"
+        first = None if pooled is None else pooled.namer
+        served_by = None
+        if first is not None and first is not planned:
+            served_by = str(first.key) if first.owner is planned.owner else "another grid"
+        return cls(planned.key, planned.groups, backend, strategy, reason, others, served_by)
+
+    @property
+    def _headline(self) -> str:
+        backend = f", {self.backend}" if self.backend else ""
+        return f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"
+
+    def _repr_html_(self) -> str:
+        headline, *lines = str(self).split("\n")
+        return as_html(headline, (), (), [line.strip() for line in lines])
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self._headline}: {self.strategy}>"
+
+    def __str__(self) -> str:
+        lines = [self._headline]
+        if self.served_by is not None:
+            lines.append(f"  served by the group over {self.served_by}: same ranks and options")
+        lines.append(f"  {self.strategy}: {self.reason}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.alternatives.items()]
+        return "\n".join(lines)

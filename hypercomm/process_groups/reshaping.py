@@ -17,12 +17,10 @@ from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.losses import Lost
 from hypercomm.layout.views import Views
-from hypercomm.process_groups.agreement.steps import Step, Steps
-from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing
-from hypercomm.process_groups.batches import Batch
-from hypercomm.process_groups.creation.creation import BATCH_PATIENCE_S, destroy
+from hypercomm.process_groups.agreement.steps import NOTHING, Step, Steps, all_or_none, refusing
+from hypercomm.process_groups.creation import BATCH_PATIENCE_S, destroy
 from hypercomm.process_groups.job import current_or_none
-from hypercomm.process_groups.owner import GroupOwner
+from hypercomm.process_groups.owner import Batch, GroupOwner
 from hypercomm.process_groups.planned import PlannedGroup, PooledGroup
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 

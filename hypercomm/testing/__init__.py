@@ -1,4 +1,4 @@
-"""For users' own tests: fake and simulated worlds, local ranks, real or not, and strategies.
+"""For users' own tests: fake and simulated worlds, real local ranks, and strategies.
 
 The strategies need hypothesis, which the extra `testing` brings, and no torch; the rest is the
 other way round. Names resolve on first use.
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.testing.groups import registered_groups as registered_groups
     from hypercomm.testing.kit.given import given_ranks as given_ranks
-    from hypercomm.testing.local import LocalRanks as LocalRanks
-    from hypercomm.testing.local import local_ranks as local_ranks
     from hypercomm.testing.mapping_strategies import mappings as mappings
     from hypercomm.testing.mapping_strategies import shardings as shardings
     from hypercomm.testing.simulation import Simulation as Simulation
@@ -29,14 +27,12 @@ if TYPE_CHECKING:
     from hypercomm.testing.strategies import views_of as views_of
 
 _HOMES = {
-    "LocalRanks": "hypercomm.testing.local",
     "Simulation": "hypercomm.testing.simulation",
     "dim_subsets": "hypercomm.testing.strategies",
     "fake_world": "hypercomm.testing.fake",
     "given_ranks": "hypercomm.testing.kit.given",
     "grids": "hypercomm.testing.strategies",
     "layouts": "hypercomm.testing.strategies",
-    "local_ranks": "hypercomm.testing.local",
     "mappings": "hypercomm.testing.mapping_strategies",
     "orders": "hypercomm.testing.strategies",
     "ranks_of": "hypercomm.testing.strategies",
@@ -48,14 +44,12 @@ _HOMES = {
 }
 
 __all__ = [
-    "LocalRanks",
     "Simulation",
     "dim_subsets",
     "fake_world",
     "given_ranks",
     "grids",
     "layouts",
-    "local_ranks",
     "mappings",
     "orders",
     "ranks_of",

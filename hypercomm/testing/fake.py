@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.errors import CreationError, LayoutError, WorldSizeError
 from hypercomm.layout.reading.checks import as_int, as_world_size
-from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import check_timeout
 
 
@@ -35,6 +37,7 @@ def fake_world(
         LayoutError: `world_size` or `rank` is no int, or out of range.
         GroupOptionsError: `timeout` is no length of time.
         WorldSizeError: torch.distributed is initialised already.
+        CreationError: The installed torch has no fake backend.
 
     Example:
         >>> import torch.distributed as dist
@@ -55,10 +58,22 @@ def fake_world(
             f"leave or destroy that world before entering a fake one"
         )
     dist.init_process_group(
-        "fake", store=c10d.fake_store(), world_size=world_size, rank=rank, timeout=timeout
+        "fake", store=_fake_store(), world_size=world_size, rank=rank, timeout=timeout
     )
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _fake_store() -> Any:
+    """Return the store of a fake world; importing its module registers torch's fake backend."""
+    try:
+        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        return fake.FakeStore()
+    except (AttributeError, ImportError) as error:
+        raise CreationError(
+            f"torch {torch.version.__version__} has no fake backend ({error}); use "
+            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 
 def registered_groups() -> set[ProcessGroup]:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.dims import GridDims
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 Cut = GridDims | None
 """The dims along which ranks hold different elements of a parameter; None: each rank has all."""

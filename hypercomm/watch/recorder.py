@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 import hypercomm
 from hypercomm.blame.watched import KEPT
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 _MOST_PENDING = 1000
 """Calls whose end is looked for; of a message that nobody waits for, gloo never says it."""

@@ -28,9 +28,10 @@ from hypercomm.blame.watched import FORM, MARK
 from hypercomm.errors import WatchError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d, job
-from hypercomm.process_groups.c10d.store import answer
+from hypercomm.process_groups import job
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
+from hypercomm.process_groups.torch_internals.store import answer
 from hypercomm.watch.recorder import LIBRARIES, MOST_WORDS, Entry, GroupCalls, Recorder
 
 logger = logging.getLogger(__name__)

@@ -185,7 +185,9 @@ def test_a_job_that_cannot_be_joined(environment, message, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
-    monkeypatch.setattr("hypercomm.process_groups.c10d.why_unavailable", lambda _: BROKEN)
+    monkeypatch.setattr(
+        "hypercomm.process_groups.torch_internals.why_unavailable", lambda _: BROKEN
+    )
     assert main(["check", "tp=2"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -30,20 +30,14 @@ from hypercomm.connections.connections import Connection, Connections
 from hypercomm.connections.items import _edges
 from hypercomm.connections.progress import Show, showing
 from hypercomm.errors import CreationError
-from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world, simulate
-
-LAZILY = pytest.param(
-    True, marks=pytest.mark.skipif(not c10d.can_init_lazily(), reason="this torch connects at once")
-)
-
 
 # ---- real ranks -------------------------------------------------------------------------------
 
 
 # Whatever order ranks have created groups in; each key once, and each edge both ways.
 @pytest.mark.long
-@pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), LAZILY])
+@pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_all_is_connected(lazily):
     for rank, (rows, total) in enumerate(
         run_ranks(connect_ranks.in_other_orders, 8, args=(lazily,), timeout=90)
@@ -151,7 +145,7 @@ def test_one_fails_to_create():
     ("how", "lazily", "more"),
     [
         (signal.SIGKILL, None, []),
-        pytest.param(*(signal.SIGKILL, True, []), marks=[*LAZILY.marks, pytest.mark.slow]),
+        pytest.param(*(signal.SIGKILL, True, []), marks=pytest.mark.slow),
         pytest.param(*(signal.SIGSTOP, None, []), marks=pytest.mark.slow),
         pytest.param(*(signal.SIGKILL, None, ["tp+dp"]), marks=pytest.mark.slow),
         (signal.SIGSTOP, None, ["tp+dp"]),

@@ -16,7 +16,7 @@ from blame_dumps import Dumps
 import hypercomm
 from hypercomm import errors
 from hypercomm.cli.check.schema import SCHEMA as CHECK
-from hypercomm.cli.diagnosis import Report
+from hypercomm.cli.doctor import Report
 from hypercomm.cli.plan.schema import SCHEMA as PLAN
 
 ROOT, DOCS, PAGES = runner.ROOT, runner.DOCS, runner.pages()

@@ -27,7 +27,7 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
@@ -290,21 +290,6 @@ def test_fallback_without_torch_internals(monkeypatch, caplog):
         assert helper is dist.distributed_c10d._new_process_group_helper
 
 
-# The probe notices a helper that is gone, or that has lost an argument that we pass.
-def test_probe_of_torch(monkeypatch):
-    helper = "torch.distributed.distributed_c10d._new_process_group_helper"
-    assert c10d.missing() == []
-    with monkeypatch.context() as patch:
-        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", lambda store: store)
-        assert c10d.missing() == [
-            f"{helper} takes no group_name=, backend_options=, timeout=, device_id=, group_desc="
-        ]
-    with monkeypatch.context() as patch:
-        patch.delattr(dist.distributed_c10d, "_new_process_group_helper")
-        assert c10d.missing() == [f"{helper} is not there"]
-    assert c10d.missing() == []
-
-
 # Where WORLD is bound to a device that can be split, each dims is one split of the rank's own
 # group, and a rank outside the grid takes part with a group that it is not in.
 @pytest.mark.parametrize(("rank", "own"), [(5, [1, 5]), (9, [0, 4])])
@@ -375,7 +360,7 @@ def test_destroy_goes_on(monkeypatch):
 
 
 class Options:
-    """Backend options with a timeout, as NCCL's are, that cannot be copied, as before torch 2.8."""
+    """Backend options of a third party, with a timeout, that cannot be copied."""
 
     def __init__(self):
         self._timeout = timedelta(minutes=10)

@@ -15,7 +15,7 @@ from hypercomm.errors import (
     GroupOptionsError,
     RankOutsideError,
 )
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
 
 

@@ -32,7 +32,7 @@ from hypercomm.errors import (
 from hypercomm.layout import RankMapping, pipelines
 from hypercomm.layout.placement import Placement, colocate, tile
 from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.process_groups.batches import Batch
+from hypercomm.process_groups.owner import Batch
 from hypercomm.testing import fake_world, layouts
 
 NAMES = ("a", "b", "c", "d")

@@ -346,8 +346,8 @@ class FakeDevices:
 def four_gpus(monkeypatch):
     module = FakeDevices(4)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr("hypercomm.process_groups.c10d.why_unavailable", lambda _: None)
-    monkeypatch.setattr("hypercomm.process_groups.c10d.why_not_here", lambda _: None)
+    monkeypatch.setattr("hypercomm.process_groups.torch_internals.why_unavailable", lambda _: None)
+    monkeypatch.setattr("hypercomm.process_groups.torch_internals.why_not_here", lambda _: None)
     return module
 
 
@@ -419,7 +419,7 @@ def test_a_number_of_another_kind(monkeypatch):
     none, two = FakeDevices(0), FakeDevices(2)
     kinds = {"xpu": two}
     monkeypatch.setattr(torch, "get_device_module", lambda kind: kinds.get(kind, none))
-    monkeypatch.setattr("hypercomm.process_groups.c10d.why_unavailable", lambda _: None)
+    monkeypatch.setattr("hypercomm.process_groups.torch_internals.why_unavailable", lambda _: None)
     assert devices.choose(None, 1, 0, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))
     assert devices.choose(None, "xpu", 1, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))
     assert devices.choose(None, None, 1, 2) == ("cpu:gloo,xpu:xccl", torch.device("xpu:1"))

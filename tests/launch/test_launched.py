@@ -172,8 +172,7 @@ def test_torchrun(words, by):
     check_joined(started([*torchrun(), PROGRAM, *words]), by)
 
 
-# A rank dies; torchrun starts all of them again, and they meet in the store of that attempt. (torch
-# 2.6 without --standalone has one store for all attempts, where gloo finds ranks that are gone.)
+# A rank dies; torchrun starts all of them again, and they meet in the store of that attempt.
 def test_a_restart(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options = ("--standalone", "--max-restarts", "1", "--monitor-interval", "0.2")

@@ -24,8 +24,8 @@ from hypercomm.errors import CreationError, LayoutError, RankOutsideError
 from hypercomm.layout.groups import strided
 from hypercomm.layout.groups.hosts import hosts_touched
 from hypercomm.layout.numbering import axes, listing, numbering
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation.strategies import alternatives, choose
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.strategies import alternatives, choose
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -547,7 +547,7 @@ def test_device_mesh(rank, dims):
 
 
 def old_new_group(**_ranks_and_options):
-    """One without `sort_ranks`, as in torch 2.6."""
+    """One without `sort_ranks`."""
 
 
 # What cannot keep the order of members is refused, with what can; "auto" takes that.

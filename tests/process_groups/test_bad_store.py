@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from simulated_job import StoreIsSlow, attempt, simulate_job
+from simulated_job.invariants import GRACE_S, late_calls
+from simulated_job.store import Client
 
 import hypercomm
 from hypercomm import HyperCommGrid, errors
-from hypercomm.testing.simulated_job import StoreIsSlow, attempt, simulate_job
-from hypercomm.testing.simulated_job.invariants import GRACE_S, late_calls
-from hypercomm.testing.simulated_job.store import Client
 
 T = 10.0
 ANSWER_S = 60.0

@@ -6,7 +6,6 @@ import socket
 
 import numpy as np
 import pytest
-import torch
 from busy import late_s
 from ranks import batch_ranks
 from ranks.mortal_ranks import exit_codes
@@ -14,13 +13,10 @@ from ranks.mortal_ranks import exit_codes
 from hypercomm.testing import run_ranks
 
 HOST = socket.gethostname()
-LAZY = torch.torch_version.TorchVersion(torch.__version__) >= "2.8"
 
 
 # Every group of a batch carries an all-reduce, and all are gone with the grid.
-@pytest.mark.parametrize(
-    "lazy_init", [None, pytest.param(True, marks=pytest.mark.skipif(not LAZY, reason="torch 2.6"))]
-)
+@pytest.mark.parametrize("lazy_init", [None, True])
 def test_a_batch_communicates(lazy_init):
     table = np.arange(8).reshape(2, 2, 2, order="F")
     axes = {"tp": 0, "cp": 1, "dp": 2}
@@ -122,11 +118,7 @@ def test_another_thread_creates_meanwhile():
     )
 
 
-needs_lazy = pytest.mark.skipif(not LAZY, reason="gloo in this torch connects at the creation")
-
-
 # Lazy groups have no connections until they are used, and leave the environment as it was.
-@needs_lazy
 def test_lazy_groups_connect_when_used():
     for (eager, lazy), used, sums, left in run_ranks(batch_ranks.lazy_sockets, 4):
         assert eager >= 3 * 3  # each group connects each rank to three others
@@ -138,7 +130,6 @@ def test_lazy_groups_connect_when_used():
 
 # A lazy group is created without waiting for the other members, in every way of creating.
 @pytest.mark.long
-@needs_lazy
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 def test_lazy_groups_wait_for_nobody(creation):
     (took, total), other = run_ranks(batch_ranks.late_and_lazy, 2, args=(creation,))
@@ -148,6 +139,5 @@ def test_lazy_groups_wait_for_nobody(creation):
 
 # Created, used and destroyed at once, again and again: nothing breaks, and nothing is left.
 @pytest.mark.long
-@needs_lazy
 def test_lazy_cycles():
     assert run_ranks(batch_ranks.lazy_cycles, 4, args=(40,), timeout=120) == [(120, 1)] * 4

@@ -14,15 +14,14 @@ from ranks.common import registered
 
 from hypercomm import GroupKey, HyperCommGrid, RankLayout
 from hypercomm.errors import (
-    CreationError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
     LayoutError,
     UnknownDimError,
 )
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.gloo import LazyInit
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -332,31 +331,14 @@ def test_colors(monkeypatch):
 
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     assert c10d.split_colors(groups.to_array()) == [combined(group) for group in groups]
-    monkeypatch.delattr(dist.ProcessGroup, "split_group")
-    assert c10d.split_colors(groups.to_array()) == [abs(hash(group)) % 2**31 for group in groups]
 
 
-# A strategy that this torch cannot do is refused by its name, with the reason and those that work.
-def test_a_torch_without_splits(monkeypatch, bound):
-    monkeypatch.delattr(dist, "split_group")
-    with fake_world(8):
-        with pytest.raises(
-            CreationError, match=r"lacks torch\.distributed\.split_group; use one of"
-        ):
-            grid_of(creation="split").create_pg("tp")
-        assert grid_of().explain("tp").strategy == "local"
-    assert bound == []
-
-
-# Lazy connections are refused where torch has none, and when they are no yes or no.
-def test_lazy_init_is_refused(monkeypatch):
+# lazy_init is True, False or None.
+def test_lazy_init_is_refused():
     for wrong in (1, "yes"):
         with pytest.raises(GroupOptionsError, match="lazy_init must be True, False or None, got"):
             grid_of(world_size=8, lazy_init=wrong)
-    monkeypatch.setattr(c10d, "can_init_lazily", lambda: False)
-    with pytest.raises(GroupOptionsError, match="newer versions of torch can wait"):
-        grid_of(world_size=8, lazy_init=True)
-    assert grid_of(world_size=8, lazy_init=False).size == 8
+    assert grid_of(world_size=8, lazy_init=True).size == 8
 
 
 # Threads whose groups connect alike create them at once, whether they say so or leave it to the

@@ -6,16 +6,16 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from simulated_job import attempt, simulate_job
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.agreement.differences import (
+from hypercomm.process_groups.agreement.meeting import (
+    Said,
     as_entry,
     differ_from,
     seen_elsewhere,
     seen_here,
 )
-from hypercomm.process_groups.agreement.meeting import Said
-from hypercomm.testing.simulated_job import attempt, simulate_job
 
 TP = as_entry("tp over g", {"backend": "gloo", "timeout": "0:00:20", "share": "never"})
 LATER = TP.replace("20", "21")

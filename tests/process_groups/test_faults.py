@@ -8,7 +8,7 @@ import pytest
 from busy import late_s
 from ranks import fault_ranks, mortal_ranks
 
-from hypercomm.process_groups.creation import creation
+from hypercomm.process_groups import creation
 
 HOST = socket.gethostname()
 PLACES = ["tp=0, dp=0", "tp=1, dp=0", "tp=0, dp=1", "tp=1, dp=1"]

@@ -9,8 +9,7 @@ from store_of_dict import Asked, Store
 
 from hypercomm import RankLayout
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.agreement.cards import Card, digest_of
-from hypercomm.process_groups.agreement.naming import compare_with, take_slot
+from hypercomm.process_groups.agreement.cards import Card, compare_with, digest_of, take_slot
 from hypercomm.process_groups.agreement.whereabouts import Whereabouts
 
 SIZE = 16_384

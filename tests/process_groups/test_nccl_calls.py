@@ -16,13 +16,12 @@ from ranks import nccl_ranks
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
-from hypercomm.process_groups.c10d import binding
+from hypercomm.process_groups.torch_internals import split as binding
 from hypercomm.testing import fake_world, run_ranks, simulate
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
 HAS_SWITCH = VERSION >= "2.15"  # by which NCCL connects at the first message
-SPLITS_IN_C = VERSION >= "2.8"
 
 needs_plugins = pytest.mark.skipif(not IS_PLUGIN, reason="nccl2 came with torch 2.14")
 needs_parts = pytest.mark.skipif(VERSION < "2.13", reason="torch 2.13 splits off parts of WORLD")
@@ -199,7 +198,6 @@ def test_options_are_kept():
 
 # Each key of a call may be created in a way of its own: dims that cover the world by one split,
 # "pp" lazily, by its members.
-@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
 def test_a_way_for_each_key():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
@@ -247,7 +245,6 @@ def test_a_mixed_world():
 # After a split that leaves ranks out, torch before 2.14 names later groups by counts that differ
 # between ranks, and ends them in the order of their names, so that NCCL waits for ever. Under our
 # names all members have one order.
-@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
 def test_names_after_a_partial_split():
     names, orders = {}, {}
     for rank in range(4):
@@ -278,7 +275,6 @@ def test_names_after_a_partial_split():
 
 # A layout that lists its ranks keeps their order where a split does (torch 2.15), and is split off
 # there; elsewhere its members create its groups alone.
-@pytest.mark.skipif(not SPLITS_IN_C, reason="the stand-in records splits of torch 2.8 and newer")
 def test_the_order_of_ranks():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
@@ -294,7 +290,6 @@ def test_the_order_of_ranks():
 
 # abort() tells NCCL of all groups before it ends the first, as torch does for a whole job.
 @pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer do the same in C++")
-@pytest.mark.skipif(not SPLITS_IN_C, reason="torch 2.6 cannot abort a group")
 def test_abort_at_once():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5):
         grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])

@@ -9,13 +9,11 @@ from itertools import product
 
 import pytest
 import torch.distributed as dist
-
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
-from hypercomm.testing.simulated_job import (
-    AsksInVain,
+from simulated_job import (
     AsksLate,
     Dies,
     IsInterrupted,
+    LostRequest,
     Pauses,
     attempt,
     gate,
@@ -26,14 +24,16 @@ from hypercomm.testing.simulated_job import (
     sleep,
     thread,
 )
-from hypercomm.testing.simulated_job.invariants import (
+from simulated_job.invariants import (
     errors,
     false_culprits,
-    halves,
     late_calls,
-    splits,
+    partial_groups,
+    partial_success,
     unlike_groups,
 )
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.transfers.consent import consent
 
 T = 10.0
@@ -113,7 +113,7 @@ def test_own_code_fails_once(seed):
     run = simulate_job(program, 4, seed=seed)
     check_sound(run)
     assert all(tries is not None for tries, *_ in run.values()), run
-    assert halves(run) == [], run
+    assert partial_groups(run) == [], run
     assert run.took_s < QUICK_S, run
 
 
@@ -137,7 +137,7 @@ def test_what_is_derived_fails_once(seed):
     run = simulate_job(program, 4, seed=seed)
     check_sound(run)
     assert all(tries is not None for tries, _ in run.values()), run
-    assert halves(run) == [], run
+    assert partial_groups(run) == [], run
     assert run.took_s < QUICK_S, run
 
 
@@ -165,7 +165,7 @@ def test_an_interrupted_call_goes_on_for_nobody(call, seed):
     run = simulate_job(program, 4, seed=seed, timeout=seconds(3))
     check_sound(run)
     assert run.ranks[0].calls[0].kind == "KeyboardInterrupt", run
-    assert splits(run, 0) == [], run
+    assert partial_success(run, 0) == [], run
     assert {sizes for sizes, _ in run.values()} == {"tp=2,dp=2"}, run
     assert kinds(run, 1) == [""] * 4, run
 
@@ -191,7 +191,7 @@ def test_an_interrupted_set_goes_on_for_nobody(seed):
     run = simulate_job(program, 2, seed=seed)
     check_sound(run)
     assert run.ranks[0].calls[0].kind == "KeyboardInterrupt", run
-    assert splits(run, 0) == [], run
+    assert partial_success(run, 0) == [], run
     assert kinds(run, 1) == ["", ""], run
 
 
@@ -248,8 +248,8 @@ def test_one_stall_in_a_set_costs_one_call():
         run = simulate_job(program, 3, seed=at, faults=[Pauses(2, at, seconds=4.0)])
         check_sound(run)
         tries = [tries for tries, _ in run.values()]
-        if None in tries or max(tries) > 2 or halves(run):
-            found.append((at, tries, halves(run)))
+        if None in tries or max(tries) > 2 or partial_groups(run):
+            found.append((at, tries, partial_groups(run)))
     assert found == []
 
 
@@ -365,7 +365,7 @@ def test_a_reshape_does_not_split():
     points = simulate_job(program, 4).ranks[3].points
     found = []
     for at in range(1, points + 1):
-        run = simulate_job(program, 4, seed=at, faults=[AsksInVain(3, at)])
+        run = simulate_job(program, 4, seed=at, faults=[LostRequest(3, at)])
         if run.ranks[3].error is not None:
             continue  # it came to no reshape
         shapes = {shape for shape, is_unknown, _ in run.values() if not is_unknown}
@@ -387,8 +387,8 @@ def test_lazy_groups_of_a_set_are_alike(late_s):
     for at in range(1, points + 1):
         run = simulate_job(program, 3, seed=at, faults=[Pauses(1, at, seconds=late_s)])
         check_sound(run)
-        if halves(run) or any(tries is None for tries, _ in run.values()):
-            found.append((at, [tries for tries, _ in run.values()], halves(run)))
+        if partial_groups(run) or any(tries is None for tries, _ in run.values()):
+            found.append((at, [tries for tries, _ in run.values()], partial_groups(run)))
     assert found == []
 
 
@@ -405,7 +405,7 @@ def test_ranks_within_their_own_time_are_not_given_up(seed):
 
     run = simulate_job(program, 9, seed=seed)
     check_sound(run)
-    assert splits(run, 0) == [], run
+    assert partial_success(run, 0) == [], run
     assert late_calls(run, T) == [], run
     assert false_culprits(run, {2, 3, 4, 5, 6, 7}) == [], run
 

@@ -11,20 +11,20 @@ from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
-
-from hypercomm import GridSet, HyperCommGrid
-from hypercomm.process_groups.agreement import arrival
-from hypercomm.process_groups.c10d import store
-from hypercomm.process_groups.c10d.gloo import world_address_key
-from hypercomm.testing.simulated_job import (
+from simulated_job import (
     attempt,
     gate,
     interrupt_in,
     simulate_job,
     sleep,
 )
-from hypercomm.testing.simulated_job.invariants import errors, keys_left, late_calls
-from hypercomm.testing.simulated_job.store import Client, Server
+from simulated_job.invariants import errors, keys_left, late_calls
+from simulated_job.store import Client, Server
+
+from hypercomm import GridSet, HyperCommGrid
+from hypercomm.process_groups.agreement import arrival
+from hypercomm.process_groups.torch_internals import store
+from hypercomm.process_groups.torch_internals.gloo import world_address_key
 
 VERBS = ["set", "multi_set", "multi_get", "check", "compare_set", "add", "delete_key"]
 SHORT = timedelta(seconds=2)

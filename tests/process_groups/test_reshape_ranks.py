@@ -9,7 +9,6 @@ from busy import late_s
 from ranks import reshape_ranks
 from ranks.mortal_ranks import exit_codes
 
-from hypercomm.process_groups.c10d import can_init_lazily
 from hypercomm.testing import run_ranks
 
 SHAPES = {"tp=2,cp=2,dp=2": {"tp": 2, "cp": 2, "dp": 2}, "tp=4,dp=2": {"tp": 4, "dp": 2}}
@@ -78,7 +77,6 @@ def test_partial_survival(verify):
 
 # Each rank may have created its groups in another order, as groups that connect later wait for
 # nobody: a reshape, and one with other ranks, has them in one order.
-@pytest.mark.skipif(not can_init_lazily(), reason="this torch connects at once")
 @pytest.mark.parametrize("ranks", [None, [3, 1, 0, 2]])
 def test_created_in_other_orders(ranks):
     order = ranks or [0, 1, 2, 3]

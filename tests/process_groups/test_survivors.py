@@ -15,7 +15,7 @@ from store_of_dict import Store
 from hypercomm import RankLayout
 from hypercomm.process_groups.agreement.agreement import Agreement
 from hypercomm.process_groups.agreement.meeting import End, decide, end_of
-from hypercomm.process_groups.survival.heirs import Choice, Heirs
+from hypercomm.process_groups.agreement.survivors import Choice, Heirs
 
 
 def run_scene(folder, scene, size, *args, victims=(), timeout_s=30):

@@ -20,9 +20,9 @@ from ranks.mortal_ranks import exit_codes
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, LayoutError
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.gloo import host_in
-from hypercomm.process_groups.c10d.self_checks import check_release, release_of
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.capabilities import check_release, release_of
+from hypercomm.process_groups.torch_internals.gloo import host_in
 from hypercomm.testing import fake_world, run_ranks
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -67,10 +67,10 @@ def test_gloo_of_a_later_torch(kind):
         assert len(heard) == (1 if kind in UNKNOWN else 0)
         for line in heard:
             assert line.startswith(
-                f"torch {torch.__version__}: torch.distributed.distributed_c10d.ProcessGroupGloo "
-                "is called in a way that it does not know ("
+                f"torch {torch.__version__}: ProcessGroupGloo is called in a way that it does not "
+                "know ("
             )
-            assert "those of one call share no devices" in line
+            assert "gloo waits for missing ranks until its timeout" in line
 
 
 # A creation that fails for another reason says what it is, and nothing about torch; who waits for
@@ -160,7 +160,7 @@ def test_who_is_outside_a_split(monkeypatch, outside, own_turn):
 # The timeout of a group can be changed, without a warning of torch's ...
 @pytest.mark.skipif(
     VERSION < "2.13",
-    reason="gloo may keep its first timeout (it does in torch 2.6 and 2.8)",
+    reason="gloo may keep its first timeout",
 )
 def test_the_timeout_of_a_group():
     waited, _ = run_ranks(version_ranks.another_timeout, 2, timeout=60)
@@ -255,18 +255,18 @@ def test_meshes_that_torch_sorts():
 
 # What NVIDIA's containers have is a release, though it says "a0": nobody is refused for that.
 def test_releases():
-    assert release_of("2.6.0a0+ecf3bae40a.nv25.01") == release_of("2.6") < release_of("2.15.1")
-    check_release("2.6.0a0+ecf3bae40a.nv25.01")
+    assert release_of("2.10.0a0+ecf3bae40a.nv25.12") == release_of("2.10") < release_of("2.15.1")
+    check_release("2.10.0a0+ecf3bae40a.nv25.12")
 
 
-# A torch older than 2.6 is refused with its version and what to do, by the library and the command
+# A torch older than 2.10 is refused with its version and what to do, by the library and the command
 # line; layouts work with it all the same.
 @pytest.mark.long
-@pytest.mark.parametrize("older", ["2.5.1", "1.13.0+cu117"])
+@pytest.mark.parametrize("older", ["2.9.1", "1.13.0+cu117"])
 def test_a_torch_that_is_too_old(older):
     said = (
-        f"torch {older} is installed, and hypercomm needs 2.6 or newer: pip install 'torch>=2.6'; "
-        f"hypercomm.layout, and hypercomm.RankLayout, need none"
+        f"torch {older} is installed, and hypercomm needs 2.10 or newer: pip install "
+        "'torch>=2.10'; hypercomm.layout, and hypercomm.RankLayout, need none"
     )
     # The library is loaded anew: its first import looks at the version.
     begin = (

@@ -202,9 +202,7 @@ def another_thread_meanwhile():
     def other():
         for _ in range(20):
             group = dist.new_group([rank], use_local_synchronization=True)
-            outcomes.append(
-                group.size()
-            )  # used and destroyed at once, it can hang before torch 2.8
+            outcomes.append(group.size())
             dist.destroy_process_group(group)
             with HyperCommGrid([1], ["dp"], rank_offset=rank) as grid:
                 outcomes.append(all_reduce_of(4, grid.create_pgs(["dp"])[0]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.c10d.gloo_store import GlooStore
+from hypercomm.process_groups.torch_internals.gloo import GlooStore
 from ranks.common import registered, sum_over
 
 WORLD_SIZE = 4

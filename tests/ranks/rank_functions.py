@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GroupCreationTimeout
 from hypercomm.launch import report
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.c10d.gloo_store import GlooStore
-from hypercomm.process_groups.creation.creation import together
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.creation import together
+from hypercomm.process_groups.torch_internals.gloo import GlooStore
 from ranks.common import all_reduce_of, given_back, threads_and_files
 from ranks.common import tables as registered
 

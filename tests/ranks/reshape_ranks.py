@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.process_groups import c10d, reshaping
+from hypercomm.process_groups import reshaping
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import registered_groups
 from ranks.common import settle, sum_over
 from ranks.fault_ranks import attempt

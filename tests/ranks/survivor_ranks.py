@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, renew_world
 from hypercomm.errors import GroupCreationTimeout
-from hypercomm.process_groups.c10d import store as c10d
+from hypercomm.process_groups.torch_internals import store as c10d
 from hypercomm.testing import registered_groups
 from ranks.common import sum_over
 from ranks.fault_ranks import attempt

@@ -26,7 +26,7 @@ def parameter(gradient):
 
 
 def cut(tensor, mesh, placements):
-    """A tensor that all ranks have, as a DTensor, also in torch 2.6."""
+    """A tensor that all ranks have, as a DTensor."""
     at = mesh.get_local_rank(0)
     return DTensor.from_local(tensor.chunk(mesh.size(0))[at], mesh, placements, run_check=False)
 

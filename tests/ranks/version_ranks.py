@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from ranks.common import registered, sum_over
 
 seen = []

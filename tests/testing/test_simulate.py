@@ -425,7 +425,7 @@ AFRESH = """
 import logging
 logging.basicConfig(format="logged: %(message)s")
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.c10d.private_names import private
+from hypercomm.process_groups.torch_internals.capabilities import FLAGS
 from hypercomm.testing import fake_world, simulate
 
 def program():
@@ -434,7 +434,7 @@ def program():
 simulate(program, 8).check()
 with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
     grid.create_pg("tp")
-    print([str(verdict.name) for verdict in private.verdicts() if verdict.state == "lost"])
+    print([name for name, is_there in FLAGS.items() if not is_there])
 """
 
 

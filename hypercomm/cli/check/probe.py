@@ -15,7 +15,7 @@ from hypercomm.cli.check.request import Figures, Message, Request, Timing
 from hypercomm.cli.plan.keys import Key
 from hypercomm.grid import HyperCommGrid
 from hypercomm.joining import devices
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 _SMALL_ROUNDS = 20
 _LARGE_ROUNDS = 3

@@ -22,7 +22,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.checks import as_dims
 from hypercomm.layout.views import BASE as _BASE_VIEW_NAME
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.reshaping import Reshaped
 from hypercomm.process_groups.spec import GroupKey
 

@@ -50,7 +50,7 @@ from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import (
     check_description,
     check_given_timeout,
@@ -81,7 +81,7 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
 
     The block is context-local: two threads, or two asyncio tasks, can each use their own state. A
     backward pass that is started in the block uses it too, in whichever thread autograd runs it
-    (torch 2.6 cannot hand it on). `initialize_model_parallel` and `destroy_model_parallel`
+    (torch 2.13 and newer). `initialize_model_parallel` and `destroy_model_parallel`
     are for the default state, also in a block: `state.destroy()` ends this one.
 
     Raises:

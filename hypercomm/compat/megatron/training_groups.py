@@ -17,7 +17,7 @@ from hypercomm.compat.megatron.state.state import current
 from hypercomm.errors import ConfigurationError
 from hypercomm.layout.reading.checks import as_ordered, positive
 from hypercomm.layout.reading.shown import shown
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,19 @@ import attrs
 
 from hypercomm.errors import GridMismatchError
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.agreement.cards import Card, this_host
-from hypercomm.process_groups.agreement.differences import seen_here
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement.cards import Card, compare_with, take_slot, this_host
 from hypercomm.process_groups.agreement.driver import hold
 from hypercomm.process_groups.agreement.meeting import (
     End,
     Meeting,
     Said,
     end_of,
+    seen_here,
 )
-from hypercomm.process_groups.agreement.naming import compare_with, take_slot
 from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of, whereabouts
-from hypercomm.process_groups.c10d.store import answer
 from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups.torch_internals.store import answer
 
 _ASTRAY_S = 2.0
 """Seconds a rank may use a grid that it is no member of before waiting ranks report it."""

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from hypercomm.errors import CreationError, OutcomeUnknownError
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.meeting import (
     Check,
     Delete,
@@ -23,7 +23,7 @@ from hypercomm.process_groups.agreement.meeting import (
     Sleep,
     T,
 )
-from hypercomm.process_groups.c10d.store import USUAL_S, answer
+from hypercomm.process_groups.torch_internals.store import USUAL_S, answer
 
 
 def hold(meeting: Meeting[T], limit_s: float = USUAL_S) -> T:

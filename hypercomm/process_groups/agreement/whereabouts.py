@@ -15,8 +15,8 @@ from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.notation import format_coords
 from hypercomm.process_groups.agreement.meeting import Meeting, Read, foreign
-from hypercomm.process_groups.c10d.gloo import host_in, world_address_key
 from hypercomm.process_groups.job import Job
+from hypercomm.process_groups.torch_internals.gloo import host_in, world_address_key
 
 _MOST_NAMED = 8
 _LONGEST_CHAIN = 8

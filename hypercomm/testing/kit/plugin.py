@@ -23,7 +23,6 @@ import pytest
 if TYPE_CHECKING:
     from hypercomm.testing.kit.bound import Bound
     from hypercomm.testing.kit.running import Output
-    from hypercomm.testing.local import LocalRanks
 
 _TIMEOUT_S = 60.0
 _MOST_RANKS = 4096
@@ -334,27 +333,5 @@ def fake_world() -> Iterator[Callable[..., contextlib.ExitStack]]:
             stack.close()
             stack.enter_context(world(world_size, rank, **options))
             return stack
-
-        yield enter
-
-
-@pytest.fixture
-def local_ranks() -> Iterator[Callable[..., LocalRanks]]:
-    """`hypercomm.testing.local_ranks`, left at the end of the test.
-
-    `local_ranks(64)` makes this process all ranks of a job, with numbers; skipped where this torch
-    cannot.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def enter(world_size: int, rank: int = 0) -> LocalRanks:
-            from hypercomm.errors import CreationError
-            from hypercomm.testing import local_ranks as local
-
-            stack.close()
-            try:
-                return stack.enter_context(local(world_size, rank))
-            except CreationError as error:
-                pytest.skip(str(error))
 
         yield enter

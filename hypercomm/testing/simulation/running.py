@@ -16,8 +16,9 @@ from hypercomm.errors import LayoutError, RankFailedError, SimulationError
 from hypercomm.launch.launchers import VARIABLES
 from hypercomm.launch.run import check_call
 from hypercomm.layout.reading.checks import as_int, as_tuple, as_world_size
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
+from hypercomm.testing.other_world import OtherWorld
 from hypercomm.testing.simulation.calls import Collectives, Ledger
 from hypercomm.testing.simulation.creations import Creation
 from hypercomm.testing.simulation.functions import FUNCTIONS
@@ -186,7 +187,7 @@ class _Job:
             return stand_in(made, name)
 
         self.ledger.begin(rank)
-        job = c10d.OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
+        job = OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
         with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
             yield created
 

@@ -16,7 +16,7 @@ from megatron_facts import GLOBALS, forget, gloo_made_fake, ours, plain, read_gl
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
 
 
@@ -145,7 +145,10 @@ def test_free_functions(call):
 # A group from create_group is listed, before and after the others, and so are all-gather twins: a
 # change of all timeouts reaches them.
 def test_timeouts():
-    with fake_world(4), mock.patch("hypercomm.process_groups.c10d.set_timeout") as change:
+    with (
+        fake_world(4),
+        mock.patch("hypercomm.process_groups.torch_internals.set_timeout") as change,
+    ):
         early = ours.create_group([0, 1])
         ours.initialize_model_parallel(2)
         mine = ours.create_group([0, 1])

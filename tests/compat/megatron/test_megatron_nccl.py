@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.compat.megatron import version
 from hypercomm.errors import NcclConfigError
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
 
 WORLD_SIZE, RANK = 16, 5

@@ -16,9 +16,9 @@ from hypercomm.compat.megatron.releases import version
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups.creation.creation import together
-from hypercomm.process_groups.creation.strategies import choose
+from hypercomm.process_groups.creation import together
 from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.strategies import choose
 
 _SHARP: dict[str | None, str] = {
     "dp": "_DATA_PARALLEL_GROUP_WITH_CP",

@@ -11,9 +11,9 @@ from hypercomm.connections.connections import Connections
 from hypercomm.connections.items import Plans
 from hypercomm.connections.progress import Show
 from hypercomm.grid import HyperCommGrid
-from hypercomm.process_groups.agreement.together import refusing
-from hypercomm.process_groups.batches import only_call
+from hypercomm.process_groups.agreement.steps import refusing
 from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.owner import only_call
 
 
 def connect_grids(

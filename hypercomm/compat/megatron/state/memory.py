@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import ConfigurationError
-from hypercomm.process_groups import c10d
+from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)
 

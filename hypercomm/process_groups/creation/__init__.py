@@ -1,1 +1,0 @@
-"""Making and ending the process group of the calling rank."""

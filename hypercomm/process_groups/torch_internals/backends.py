@@ -1,0 +1,229 @@
+"""The backends of the installed torch, their options, and the backend of WORLD."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import NotInitializedError
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.capabilities import is_other_world
+
+NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
+"""torch's names for NCCL, as of 2.15."""
+
+_ENTRY_POINTS = "torch.distributed.backends"
+
+
+def is_live() -> bool:
+    """Return whether torch.distributed is initialised."""
+    return dist.is_initialized()
+
+
+def world_group() -> ProcessGroup:
+    """Return WORLD.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise NotInitializedError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+        )
+    return world
+
+
+def default_backend() -> str:
+    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    return backend_of(world_group())
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """Return the backend of a group.
+
+    Where WORLD was made without one, torch calls it "undefined"; its parts have names.
+    """
+    tables: Any = dist.distributed_c10d
+    is_known = capabilities.TABLES
+    name = str(tables._world.pg_map[group][0] if is_known else dist.get_backend(group))
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
+
+
+@functools.lru_cache(maxsize=64)
+def single_backends(backend: str) -> tuple[str, ...]:
+    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    return tuple(single for _, single in _pairs(backend))
+
+
+def devices_of(backend: str) -> tuple[str, ...] | None:
+    """List the devices in a backend string such as "cpu:gloo,cuda:nccl"; None for "gloo"."""
+    return tuple(device for device, _ in _pairs(backend)) if {":", ","} & set(backend) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(backend: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.rpartition(":") for part in backend.lower().split(","))
+    return tuple((device.strip(), single.strip()) for device, _, single in pairs)
+
+
+def known_backends() -> list[str]:
+    """List the backends that the installed torch knows by name.
+
+    From torch 2.14 on a package may bring one as an entry point, which is loaded at its first use.
+    """
+    names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
+    return [*names, *(name for name in _entry_points() if name not in names)]
+
+
+def is_known(backend: str) -> bool:
+    """Return whether the installed torch knows a single backend by name."""
+    # Entry points are read from disk, which takes milliseconds: last.
+    listed = backend in dist.Backend.backend_list and backend != "undefined"
+    return listed or backend in _entry_points()
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points() -> tuple[str, ...]:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):  # before torch 2.14
+        return ()
+    return tuple(sorted({entry.name.lower() for entry in entry_points(group=_ENTRY_POINTS)}))
+
+
+def why_unavailable(backend: str) -> str | None:
+    """Return why this build of torch cannot run a single backend; None where it can."""
+    if is_other_world():
+        return None  # it is to be run elsewhere
+    # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
+    if backend == "fake":
+        loaded = not capabilities.PLUGINS or "FAKE" in dist.Backend._plugins
+        return None if loaded else "is not available outside of hypercomm.testing.fake_world"
+    try:
+        available = bool(dist.is_backend_available(backend))
+    except Exception as error:  # noqa: BLE001 - it is a third party's code that is loaded
+        return f"cannot be loaded ({error.__cause__ or error})"
+    return None if available else "is not available in this build of torch"
+
+
+def why_not_here(backend: str) -> str | None:
+    """Return why an available backend has no device on this host; None where it has one."""
+    if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
+        return "needs a GPU, and torch sees none on this host"
+    return None
+
+
+def takes_options(backend: str) -> bool:
+    """Return whether torch passes `pg_options` to a single backend.
+
+    From torch 2.14 on its own backends are plugins, which all receive them; but only those of NCCL
+    use them.
+    """
+    if backend in NCCL:
+        return True
+    if not capabilities.PLUGINS:
+        return False
+    if backend in _entry_points():
+        why_unavailable(backend)  # loads it
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None or not plugin.extended_api:
+        return False
+    return getattr(plugin.creator_fn, "__module__", None) != dist.distributed_c10d.__name__
+
+
+def holds_timeout(pg_options: Any) -> bool:
+    """Return whether a value is a backend options object: all of those have a timeout."""
+    return hasattr(pg_options, "_timeout") or not capabilities.OPTIONS_TIMEOUT
+
+
+def timeout_in(pg_options: Any) -> timedelta | None:
+    """Return the timeout in options of a backend; None where torch does not expose it."""
+    try:
+        return getattr(pg_options, "_timeout", None)
+    except (AttributeError, RuntimeError):  # this version of torch does not show them
+        return None
+
+
+def put_timeout(pg_options: Any, timeout: timedelta) -> None:
+    """Set the timeout in options of a backend."""
+    if capabilities.OPTIONS_TIMEOUT:
+        pg_options._timeout = timeout
+
+
+def world_timeout(backend: str) -> timedelta | None:
+    """Return the timeout of WORLD, preferring that of its part that runs `backend`.
+
+    None where torch does not expose it: the fake backend has no options, and gloo has them only in
+    recent versions.
+    """
+    world: Any = dist.group.WORLD
+    parts, wanted = parts_of_world(), single_backends(backend)
+    first = [device for one in wanted for device, single in parts.items() if single == one]
+    for device in (*first, *parts) if capabilities.GET_BACKEND else ():
+        with contextlib.suppress(AttributeError, RuntimeError):  # as above
+            timeout: timedelta | None = world._get_backend(torch.device(device)).options._timeout
+            if timeout:
+                return timeout
+    return None
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the timeout that torch gives a group by default."""
+    c10d = dist.distributed_c10d
+    nccl: timedelta | None = getattr(c10d, "default_pg_nccl_timeout", None)
+    default: timedelta = getattr(c10d, "default_pg_timeout", timedelta(minutes=30))
+    return nccl or timedelta(minutes=10) if backend in NCCL else default
+
+
+def parts_of_world() -> dict[str, str]:
+    """Return the backend of WORLD on each device, by the name of the device."""
+    return dict(_pairs(dist.get_backend_config()))
+
+
+def parts_of(backend: str) -> dict[str, str]:
+    """Return the backend of a group on each device, by the name of the device."""
+    return dict(_pairs(backend_config(backend)))
+
+
+def backend_config(backend: str) -> str:
+    """Return the backend config that torch makes of a backend string."""
+    return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+
+
+def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
+    """Return the backend object of a group, or of WORLD, on a device; None without the flag."""
+    return (group or world_group())._get_backend(device) if capabilities.GET_BACKEND else None
+
+
+def device_type(group: ProcessGroup) -> str:
+    """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
+    return _made_for(dist.get_backend_config(group))
+
+
+def devices_made_for(backend: str) -> str:
+    """Return the type of the devices whose tensors groups of a backend are made for."""
+    return _made_for(backend_config(backend))
+
+
+def _made_for(config: str) -> str:
+    parts = dict(_pairs(config))
+    if len(parts) == 1:
+        return next(iter(parts))
+    backends = set(parts.values()) - {"fake"}  # it is for all devices
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    made_for = [device for device, backend in defaults.items() if backend in backends]
+    return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
+    """Change the timeout of a group, or of WORLD, from now on."""
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    elif capabilities.SET_TIMEOUT:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,0 +1,260 @@
+"""Creating, finding and ending process groups as torch's own functions do, under names of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import (
+    backend_of,
+    default_timeout,
+    part_on,
+    parts_of,
+    parts_of_world,
+)
+from hypercomm.process_groups.torch_internals.gloo import Patience, making
+from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
+from hypercomm.process_groups.torch_internals.store import store
+
+_torch: Any = dist.distributed_c10d
+
+_kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
+"""Objects that must live as long as their group."""
+
+_NEEDED = {
+    "TABLES": "torch.distributed.distributed_c10d._world",
+    "STORE": "torch.distributed.distributed_c10d._get_default_store",
+    "HELPER": "torch.distributed.distributed_c10d._new_process_group_helper",
+}
+
+
+def missing() -> list[str]:
+    """Return the names that torch lacks for creating a group under a name of our own."""
+    return [name for flag, name in _NEEDED.items() if not getattr(capabilities, flag)]
+
+
+def replaces_new_group() -> str | None:
+    """Return why this world creates groups in another way; None where it does not."""
+    uses_torchcomms = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)
+    if uses_torchcomms is not None and uses_torchcomms():
+        return "torch creates groups through TorchComms here"
+    if callable(getattr(dist.group.WORLD, "new_group", None)):
+        return "the default process group has a new_group() of its own"
+    return None
+
+
+def new_group(
+    name: str,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    pg_options: Any,
+    group_desc: str,
+    lazily: bool | None,
+    patience: Patience | None,
+) -> ProcessGroup:
+    """Create the group of the calling rank, under `name`; only its members call this.
+
+    torch's public functions name a group after a count that each rank keeps for itself; this
+    one is the same on every member whatever else a rank has created. `patience` is as for
+    `GlooMaking.connecting`.
+    """
+    backend = dist.Backend(backend)
+    if timeout is None:
+        timeout = default_timeout(backend)
+    members = list(ranks)
+    with (
+        making.connecting(backend, lazily, patience) as kept,
+        made_alone(backend, pg_options, timeout, lazily) as (options, device),
+    ):
+        group, _ = _torch._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            backend,
+            store(),
+            group_name=name,
+            backend_options=options,
+            timeout=timeout,
+            device_id=device,
+            group_desc=group_desc,
+        )
+    _kept[group] = kept
+    _table("pg_group_ranks")[group] = Positions(members)
+    return group  # type: ignore[no-any-return]
+
+
+class Positions(Mapping[int, int]):
+    """The position of each member in a group, computed at the first use: torch seldom needs it."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members = members
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self._members)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._positions[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+def split_group(
+    name: str | None,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta | None,
+    pg_options: Any,
+    group_desc: str | None,
+) -> ProcessGroup | None:
+    """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
+
+    Args:
+        name: The name of the group, the same on all members; None where the rank is not a member.
+        ranks: Its ranks, or those of any group that the calling rank is not in.
+        backend: Its backend, or that part of WORLD's.
+        timeout: As for `torch.distributed.split_group`, as are the other two.
+        pg_options: Options of the backend.
+        group_desc: A description.
+
+    Returns:
+        The group; None where the calling rank is not in it.
+    """
+    only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
+    with named(name):
+        part: Any = dist.split_group(
+            split_ranks=[list(ranks)],
+            timeout=timeout,
+            pg_options=pg_options,
+            group_desc=group_desc,
+            **only,
+        )
+    return as_member(part)
+
+
+# ---- what torch has registered ----------------------------------------------------------------
+
+
+def kept() -> set[ProcessGroup]:
+    """Return the process groups that were created under names of our own."""
+    return set(_kept)
+
+
+def _table(name: str) -> Any:
+    """Return one of the tables in which torch registers groups; an empty one where it has none."""
+    return getattr(_torch._world, name) if capabilities.TABLES else {}
+
+
+def registered_as(name: str) -> set[ProcessGroup]:
+    """Return the process group that torch has registered under a name, if there is one."""
+    return {group for group, known in _table("pg_names").items() if known == name}
+
+
+def registered() -> set[ProcessGroup]:
+    """Return every process group that torch has registered; empty without its tables."""
+    return set(_table("pg_map"))
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Return whether torch knows a group; it forgets all of them when WORLD is destroyed."""
+    if capabilities.TABLES:
+        return group in _table("pg_map")
+    try:
+        return bool(dist.is_initialized() and dist.get_process_group_ranks(group))
+    except (KeyError, RuntimeError, ValueError):
+        return False
+
+
+def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
+    """Return a group; None in place of torch's marker for "not a member"."""
+    return None if isinstance(group, int) else group
+
+
+def forget_non_members() -> None:
+    """Remove the entry that torch registers under its marker for "not a member"."""
+    _table("pg_group_ranks").pop(dist.GroupMember.NON_GROUP_MEMBER, None)
+
+
+# ---- the end of groups ------------------------------------------------------------------------
+
+
+def destroy(group: ProcessGroup) -> None:
+    """Destroy a group, and the empty tag that torch leaves for it."""
+    tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
+    dist.destroy_process_group(group)
+    if not tagged.get(tag, True):
+        del tagged[tag]  # torch leaves an empty list for every group that ever was
+
+
+def abort(groups: Iterable[ProcessGroup]) -> None:
+    """End groups without waiting for other ranks: abort those of NCCL, destroy the rest.
+
+    The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
+    wait for each other (pytorch issue 119797).
+    """
+    errors: list[Exception] = []
+    pending = [group for group in groups if is_registered(group)]
+    nccl = [group for group in pending if is_nccl(backend_of(group))]
+    if nccl:
+        try:
+            with _at_once(nccl[0]):
+                for group in nccl:
+                    group.abort()
+        except Exception as error:  # noqa: BLE001 - the groups must go all the same
+            errors.append(error)
+    for group in pending:
+        try:
+            if group in nccl and capabilities.ABORT:
+                _torch._abort_process_group(group)
+            else:
+                destroy(group)
+        except Exception as error:  # noqa: BLE001 - the other groups must go too
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def end_world() -> None:
+    """End WORLD and every group of this process, without waiting for other ranks."""
+    world = dist.group.WORLD
+    nccl = [group for group in registered() if is_nccl(backend_of(group))]
+    with contextlib.suppress(Exception):  # they go all the same
+        abort(sorted(nccl, key=lambda group: group is world))
+    destroy_world()
+
+
+def destroy_world() -> None:
+    """Destroy WORLD, if it exists, and every group of this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
+    """Group the NCCL calls of a `with` block, so that they take effect together."""
+    device: Any = bound_device() or next(
+        (device for device in group._device_types if device.type != "cpu"), None
+    )
+    part: Any = None if device is None else part_on(device, group)
+    end = contextlib.ExitStack()
+    if hasattr(part, "_group_start"):
+        part._group_start()
+        end.callback(part._group_end)
+    elif getattr(part, "supports_coalescing", False):
+        group._start_coalescing(device)
+        end.callback(group._end_coalescing, device)
+    return end

@@ -1,0 +1,228 @@
+"""The device that WORLD is bound to, groups made without a split of it, and what a split makes.
+
+A group on the device of a bound WORLD is split off WORLD's communicator, for which every rank of
+WORLD must take part. A rank that creates its own group alone prevents this: by the option
+`lazy_init` of NCCL, where torch has it (2.15), else by hiding the device from torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import (
+    NCCL,
+    part_on,
+    parts_of,
+    parts_of_world,
+    put_timeout,
+    single_backends,
+    why_unavailable,
+)
+from hypercomm.process_groups.torch_internals.capabilities import Patch, since
+
+_NEVER_SPLIT = {"gloo", "fake"}
+"""Backends that torch creates anew on a bound WORLD, too."""
+
+_bound = Patch("bound_device_id")
+
+
+def bound_device() -> torch.device | None:
+    """Return the device that WORLD is bound to, hidden or not; None where it is bound to none."""
+    device: torch.device | None = _bound.original(dist.group.WORLD)
+    return device
+
+
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """Hide the device from torch within a `with` block, which other threads may enter, too."""
+    if bound_device() is None:
+        yield
+        return
+    with _bound.applied(dist.group.WORLD, None):
+        yield
+
+
+def split_device() -> torch.device | None:
+    """Return the device that WORLD is bound to, if its backend there can be split."""
+    device = bound_device()
+    return device if device is not None and _can_split(device) else None
+
+
+def why_not_alone(backend: str) -> str | None:
+    """Return why members cannot create a group of a backend alone; None where they can."""
+    device = split_device()
+    if device is None:
+        return None
+    if (reason := _why_unknown(backend)) is not None:
+        return reason
+    if parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
+        return None
+    if connects_as_told(backend) or _can_hide():
+        return None
+    return f"WORLD is bound to {device}, and every rank must take part in splitting it"
+
+
+def _can_hide() -> bool:
+    try:
+        with unbound():
+            return True
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def connects_as_told(backend: str) -> bool:
+    """Return whether NCCL has the option `lazy_init`: nccl2 and nccl-lazy (2.15)."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in a build without it
+    if nccl is None or not hasattr(nccl.Options, "lazy_init"):
+        return False
+    legacy = {"nccl-legacy", *({"nccl"} if os.environ.get("TORCH_DIST_USE_NCCL2") == "0" else ())}
+    return any(single in NCCL - legacy for single in single_backends(backend))
+
+
+def is_nccl(backend: str) -> bool:
+    """Return whether NCCL runs a group, or a part of it."""
+    return any(single in NCCL for single in single_backends(backend))
+
+
+def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> Any:
+    """Return options by which the members of an NCCL group connect at their first message.
+
+    Options as given where torch has no such switch.
+    """
+    if not connects_as_told(backend):
+        return pg_options
+    if pg_options is None:
+        nccl: Any = dist
+        pg_options = nccl.ProcessGroupNCCL.Options()
+        if timeout is not None:
+            put_timeout(pg_options, timeout)
+    pg_options.lazy_init = True
+    return pg_options
+
+
+@contextlib.contextmanager
+def made_alone(
+    backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
+) -> Iterator[tuple[Any, torch.device | None]]:
+    """Make the creation in a `with` block independent of ranks that are not members.
+
+    Args:
+        backend: The group's.
+        pg_options: Its options.
+        timeout: Its timeout.
+        lazily: Whether members of an NCCL group connect at their first message; None: as torch
+            does, which on a bound WORLD connects them at the creation unless it has that option.
+
+    Yields:
+        The options, and the device to connect on, with which torch is to create the group.
+    """
+    device = bound_device()
+    is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
+    if lazily is not False and (is_bound or lazily) and connects_as_told(backend):
+        yield lazy_options(backend, pg_options, timeout), device
+    elif is_bound:
+        with unbound():
+            yield pg_options, None if lazily else device
+    elif lazily is False and is_nccl(backend):
+        yield pg_options, torch.device("cuda", torch.cuda.current_device())
+    else:
+        yield pg_options, None
+
+
+# ---- what a split makes -----------------------------------------------------------------------
+
+
+def why_not_split(backend: str) -> str | None:
+    """Return why groups of a backend cannot be split off WORLD; None where they can."""
+    device = split_device()
+    if device is None:
+        return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
+    if (reason := _why_unknown(backend)) is not None:
+        return reason
+    world, wanted = parts_of_world(), parts_of(backend)
+    bound = world[device.type]
+    if wanted.get(device.type) != bound or not wanted.items() <= world.items():
+        return f"WORLD is bound to {device} with {bound!r}, and has no {backend!r} to split off"
+    if wanted != world and "backend" not in inspect.signature(dist.split_group).parameters:
+        return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
+    if len(set(wanted.values())) > 1 and not since("2.14"):
+        return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
+    whole = [name for part, name in wanted.items() if not _can_split(part)]
+    return f"WORLD's {whole[0]!r} cannot be split" if whole else None
+
+
+def _why_unknown(backend: str) -> str | None:
+    """Why torch cannot say on which devices a backend runs: it must be loaded for that."""
+    reasons = ((single, why_unavailable(single)) for single in single_backends(backend))
+    return next((f"{single!r} {reason}" for single, reason in reasons if reason is not None), None)
+
+
+def _can_split(device: torch.device | str) -> bool:
+    return bool(getattr(part_on(torch.device(device)), "supports_splitting", False))
+
+
+def keeps_order() -> bool:
+    """Return whether a split keeps the given order of ranks (torch 2.15)."""
+    return since("2.15")
+
+
+def split_colors(groups: NDArray[np.int64]) -> list[int]:
+    """Return the colour that torch gives each group, a row of ranks, when it splits WORLD.
+
+    It is a hash of the ranks, which torch computes in C++ as boost's `hash_combine` does.
+    """
+    colors = np.zeros(len(groups), np.uint64)
+    for ranks in groups.astype(np.uint64).T:
+        colors ^= (
+            ranks + np.uint64(0x9E3779B9) + (colors << np.uint64(6)) + (colors >> np.uint64(2))
+        )
+    return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
+
+
+# ---- the names of what a split makes ----------------------------------------------------------
+
+_name: ContextVar[str | None] = ContextVar("name", default=None)
+_naming = Patch("_process_group_name")
+
+
+def names_splits() -> bool:
+    """Return whether groups that are split off WORLD get our names."""
+    return capabilities.NAME_GROUP
+
+
+@contextlib.contextmanager
+def named(name: str | None) -> Iterator[None]:
+    """Name the group that this thread splits off WORLD within a `with` block.
+
+    torch salts the name of a group that is split off. Before 2.14 the salt is the number of groups
+    that a rank has, which differs between ranks once a split has left some out: they then name
+    later groups differently, and as `destroy_process_group` ends groups in the order of their
+    names, NCCL waits for ever (pytorch issue 190396). Names of ours are the same on all members.
+    """
+    if name is None or not names_splits():
+        yield
+        return
+    token = _name.set(name)
+    try:
+        with _naming.applied(dist.distributed_c10d, _process_group_name):
+            yield
+    finally:
+        _name.reset(token)
+
+
+def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
+    """Replace torch's function."""
+    torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)  # counts it
+    return _name.get() or torchs_name

@@ -1,0 +1,242 @@
+"""The store of the job, and operations on it with a time limit.
+
+When the link to the host of the store is cut, an operation can hang for a quarter of an hour,
+whatever its timeout is (seen in torch 2.13). So it runs in a thread, which is abandoned in time.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hypercomm.process_groups.torch_internals import capabilities
+from hypercomm.process_groups.torch_internals.backends import backend_of, single_backends
+from hypercomm.process_groups.torch_internals.capabilities import has_other_ranks
+
+_ABSENT = "absent"
+
+
+def has_ranks() -> bool:
+    """Return whether other ranks exist: those of a fake world do not."""
+    world = dist.group.WORLD
+    if world is None or not has_other_ranks():
+        return False
+    return "fake" not in single_backends(backend_of(world))
+
+
+def knows_store() -> bool:
+    """Return whether torch exposes the store of WORLD."""
+    return capabilities.STORE
+
+
+def store() -> Any:
+    """Return the store that WORLD was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def meeting_place() -> tuple[str, int] | None:
+    """Return address and port of the store of WORLD; None where it is not known."""
+    place = store() if knows_store() else None
+    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
+        place = place.underlying_store
+    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
+        return str(place.host), int(place.port)
+    return None
+
+
+def exchange(key: str, expected: str, text: str) -> str:
+    """Set a key of the store if it holds `expected` ("": nothing); return its value."""
+    found: bytes = store().compare_set(key, expected, text)
+    return found.decode(errors="replace")
+
+
+def read(key: str) -> str | None:
+    """Return the value of a key of the store; None where it is not set."""
+    found = read_bytes(key)
+    return None if found is None else found.decode(errors="replace")
+
+
+def read_bytes(key: str) -> bytes | None:
+    """Return the bytes of a key of the store, in one operation; None where it is not set."""
+    return peek(store(), key)
+
+
+def peek(place: Any, key: str) -> bytes | None:
+    """Return the bytes of a key of any store; None where it is not set."""
+    found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
+    return None if found == _ABSENT.encode() else found
+
+
+def is_set(keys: Sequence[str]) -> bool:
+    """Return whether all keys are set in the store."""
+    return bool(store().check(list(keys)))
+
+
+def set_all(texts: Mapping[str, str | bytes]) -> None:
+    """Set keys in the store, in one message where it can; does not wait for a reply."""
+    if len(texts) > 1 and store().has_extended_api():
+        store().multi_set(list(texts), list(texts.values()))
+        return
+    for key, text in texts.items():
+        store().set(key, text)
+
+
+def forget(keys: Iterable[str]) -> None:
+    """Delete keys of the store."""
+    for key in keys:
+        store().delete_key(key)
+
+
+def count_up(key: str) -> int:
+    """Increment the number in a key of the store, and return it."""
+    return int(store().add(key, 1))
+
+
+# ---- in time ----------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+USUAL_S = 60.0
+"""The default limit of an operation, in seconds: in a large job many arrive together."""
+
+_LOOKING_S = 0.5
+"""Interval between checks for an aborted wait, in seconds."""
+
+_in_thread = threading.local()
+
+
+_Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
+
+
+class Workers:
+    """A pool of daemon threads: on a busy machine a new thread is slow to start.
+
+    `concurrent.futures` would wait for its threads at interpreter exit, and one may hang in the
+    store. The pool grows to the number of threads that were busy together; a forked child starts
+    without any.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Inbox] = []
+        os.register_at_fork(after_in_child=self._idle.clear)
+
+    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
+        """Run a function that raises nothing in a thread; call `done` once that is idle again.
+
+        A caller that waits for `done` reuses the same thread for its next function.
+        """
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            threading.Thread(
+                target=self._work, args=(inbox,), name="hypercomm", daemon=True
+            ).start()
+        inbox.put((action, done))
+
+    def _work(self, inbox: _Inbox) -> None:
+        ask_here()
+        while True:
+            action, done = inbox.get()
+            action()
+            self._idle.append(inbox)
+            done()
+            del action, done  # they hold what was asked
+
+
+workers = Workers()
+"""Of this process."""
+
+
+def ask_here() -> None:
+    """Mark this thread as a worker: its store operations run inline."""
+    _in_thread.is_set = True
+
+
+class LateError(RuntimeError):
+    """A function did not return in time.
+
+    Attributes:
+        done: Set when the function returns after all.
+    """
+
+    def __init__(self, message: str, done: threading.Event) -> None:
+        super().__init__(message)
+        self.done = done
+
+
+def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
+    """Call a function in another thread, with a time limit, and return its result.
+
+    A late thread continues, and becomes idle when the function returns.
+
+    Args:
+        action: The function.
+        limit_s: The limit, in seconds.
+        look: Called every half second; an error that it raises ends the wait.
+
+    Raises:
+        LateError: The function did not return in time.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            errors.append(error)
+
+    workers.start(run, done.set)
+    if look is None:
+        done.wait(min(limit_s, threading.TIMEOUT_MAX))
+    else:
+        end = time.monotonic() + limit_s
+        while not done.wait(max(0.0, min(_LOOKING_S, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                break
+            look()
+    if not done.is_set():
+        raise LateError(f"not done within {limit_s:.1f} s", done)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # the error holds this frame
+    return results[0]
+
+
+unanswered: list[threading.Event] = []
+"""One event for each abandoned operation, set when it returns after all."""
+
+
+def answer(question: Callable[[], T], limit_s: float = USUAL_S, *, is_needed: bool = True) -> T:
+    """Run a store operation with a time limit; nested operations run inline.
+
+    Args:
+        question: The operation.
+        limit_s: The limit, in seconds.
+        is_needed: False raises immediately while an abandoned operation has not returned: torch
+            runs one store operation of a process at a time.
+
+    Raises:
+        DistNetworkError: It did not return in time, or the store is gone.
+    """
+    if getattr(_in_thread, "is_set", False):
+        return question()
+    if not is_needed:
+        unanswered[:] = [done for done in unanswered if not done.is_set()]
+        if unanswered:
+            raise dist.DistNetworkError("the store does not answer")
+    try:
+        return in_time(question, limit_s)
+    except LateError as error:
+        unanswered.append(error.done)
+        raise dist.DistNetworkError("the store does not answer") from error

@@ -1,0 +1,61 @@
+"""The simulated job: how ranks agree, on real code, under every schedule and fault one can name."""
+
+from simulated_job.faults import (
+    AnswersLate,
+    AsksLate,
+    DelayedWrite,
+    Dies,
+    Fault,
+    IsInterrupted,
+    LostRequest,
+    Pauses,
+    RankFault,
+    StoreGoes,
+    StoreIsSlow,
+    draw_faults,
+)
+from simulated_job.job import (
+    HeldGroup,
+    JobRun,
+    Outcome,
+    attempt,
+    gate,
+    interrupt_in,
+    new_store,
+    now,
+    simulate_job,
+    sleep,
+    thread,
+)
+from simulated_job.process import Call
+from simulated_job.schedules import AtRandom, ByPriority, every_schedule
+
+__all__ = [
+    "AnswersLate",
+    "AsksLate",
+    "AtRandom",
+    "ByPriority",
+    "Call",
+    "DelayedWrite",
+    "Dies",
+    "Fault",
+    "HeldGroup",
+    "IsInterrupted",
+    "JobRun",
+    "LostRequest",
+    "Outcome",
+    "Pauses",
+    "RankFault",
+    "StoreGoes",
+    "StoreIsSlow",
+    "attempt",
+    "draw_faults",
+    "every_schedule",
+    "gate",
+    "interrupt_in",
+    "new_store",
+    "now",
+    "simulate_job",
+    "sleep",
+    "thread",
+]
