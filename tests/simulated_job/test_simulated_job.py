@@ -294,7 +294,7 @@ def check_fault(program, seed):
 
 # The same many times: of each four programs one in which all do the same, and one with a fault.
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 40_000, 1000))
+@pytest.mark.parametrize("first", range(0, 8_000, 1000))
 def test_many_programs(first):
     for seed in range(first, first + 1000):
         if seed % 4 == 0:
