@@ -333,42 +333,22 @@ def test_listed_grid_there_and_back(ranks):
 
 # What cannot be flattened says so, before anything is looked up.
 @pytest.mark.parametrize(
-    ("flatten", "kind", "sentence"),
+    ("flatten", "kind", "value"),
     [
-        (
-            "dp_cp",
-            LayoutError,
-            "flatten must map names to dims, as in {'dp_cp': ['dp', 'cp']}, got ",
-        ),
-        ({7: ["dp"]}, LayoutError, "a name in flatten must be a string, got 7"),
-        (
-            {"dp": ["cp"]},
-            LayoutError,
-            "flatten cannot name 'dp' what is a dim of the mesh, ['dp', 'cp', 'tp']",
-        ),
-        (
-            {"all": ["dp", "cpp"]},
-            UnknownDimError,
-            "flatten['all'] names 'cpp', and the mesh has ['dp', 'cp', 'tp']; did you mean 'cp'?",
-        ),
-        ({"all": 5}, LayoutError, "flatten['all'] must be a sequence, got 5"),
-        ({"all": []}, LayoutError, "flatten['all'] must name dims, each once, got []"),
-        (
-            {"all": ["cp", "dp"]},
-            OrderError,
-            "flatten['all'] is not in the mesh's order: write ['dp', 'cp']",
-        ),
-        (
-            {"all": ["dp", "tp"]},
-            LayoutError,
-            "flatten['all'] must name dims side by side in ['dp', 'cp', 'tp']",
-        ),
+        ("dp_cp", LayoutError, "'dp_cp'"),
+        ({7: ["dp"]}, LayoutError, "7"),
+        ({"dp": ["cp"]}, LayoutError, "'dp'"),
+        ({"all": ["dp", "cpp"]}, UnknownDimError, "did you mean 'cp'?"),
+        ({"all": 5}, LayoutError, "flatten['all']"),
+        ({"all": []}, LayoutError, "flatten['all']"),
+        ({"all": ["cp", "dp"]}, OrderError, "write ['dp', 'cp']"),
+        ({"all": ["dp", "tp"]}, LayoutError, "['dp', 'cp', 'tp']"),
     ],
 )
-def test_bad_flatten(flatten, kind, sentence):
+def test_bad_flatten(flatten, kind, value):
     with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         grid.create_pgs(["tp", "cp", "dp"])
-        with pytest.raises(kind, match=f"^{re.escape(sentence)}"):
+        with pytest.raises(kind, match=re.escape(value)):
             grid.device_mesh(flatten=flatten)
         with pytest.raises(GroupMissingError):
             grid.device_mesh(flatten={"dp_cp": ["dp", "cp"]})
