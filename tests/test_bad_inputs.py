@@ -116,7 +116,6 @@ GOOD = {
     "RankMapping.shape": lambda: [8, 8, 8],
     "RankLayout.draw.groups": lambda: ["tp", "dp"],
     "HyperCommGrid.draw.groups": lambda: ["tp", "tp+dp"],
-    "GridSet.draw.groups": lambda: ["tp", "tp+dp"],
     "Drawing.width": lambda: 60,
     "Drawing.color": lambda: True,
     "transfer.mapping": lambda: MAPPINGS[0],

@@ -164,19 +164,12 @@ def read_requests(
     """Return the dims and the keywords of `create_pg` for each request of `create_pgs`."""
     read: list[tuple[Dims, GroupKeywords]] = []
     for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
-        if not isinstance(request, Mapping):
-            read.append((request, cast("GroupKeywords", defaults)))
-            continue
-        known = ["dims", *GroupKeywords.__annotations__]
-        unknown = [name for name in request if name not in known]
-        if unknown or "dims" not in request:
-            wrong = f"has no argument {unknown[0]!r}" if unknown else "needs 'dims'"
-            raise GroupOptionsError(
-                f"create_pgs() was given {dict(request)!r}, but create_pg() {wrong}; it takes "
-                f"{known}{did_you_mean(unknown[0], known) if unknown else ''}"
-            )
-        keywords = {**defaults, **request}
-        read.append((keywords.pop("dims"), keywords))  # type: ignore[arg-type]
+        given = dict(request) if isinstance(request, Mapping) else {"dims": request}
+        if "dims" not in given:
+            raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
+        dims = given.pop("dims")
+        check_keywords("create_pg", given, GroupKeywords.__annotations__)
+        read.append((dims, cast("GroupKeywords", {**defaults, **given})))
     return read
 
 
@@ -269,15 +262,10 @@ def read_target(
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"
         )
-    others = sorted({*target.ranks} ^ {*(layout.ranks if ranks is None else ranks)})
-    if others:
-        what, fix = (
-            (f"the grid {layout}", "give ranks= to continue with other ranks")
-            if ranks is None
-            else (f"ranks={shown(ranks)}", f"give the sizes as text, as in {str(target)!r}")
-        )
+    kept, what = (layout.ranks, "the grid") if ranks is None else (ranks, "ranks=")
+    if others := sorted({*target.ranks} ^ {*kept}):
         raise WorldSizeError(
-            f"target and {what} must have the same ranks, but only one of them has ranks "
-            f"{format_ranks(others)}; {fix}"
+            f"target {target} and {what} must have the same ranks, but only one of them has ranks "
+            f"{format_ranks(others)}; give the sizes as text, and ranks= for other ranks"
         )
     return target

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hypercomm.errors import LayoutError, OrderError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings, as_tuple
+from hypercomm.layout.reading.checks import as_dims, as_ordered, as_tuple
 from hypercomm.layout.reading.shown import did_you_mean, shown
 from hypercomm.process_groups import c10d, world
 
@@ -130,24 +130,23 @@ def read_flatten(
     labels = list(spans)
     read: dict[str, tuple[str, ...]] = {}
     for name, given in (flatten or {}).items():
-        what = f"flatten[{name!r}]"
         if not isinstance(name, str) or not name or name in labels:
             raise LayoutError(f"a name in flatten must be a new string, got {shown(name)}")
-        tupled = given if isinstance(given, str) else as_tuple(given, what)
-        parts = as_strings(as_dims(tupled), what)
-        unknown = [part for part in parts if part not in labels]
-        if unknown:
-            raise UnknownDimError(
-                f"{what} names {unknown[0]!r}, and the mesh has {labels}"
-                f"{did_you_mean(unknown[0], labels)}"
-            )
+        parts = as_dims(given if isinstance(given, str) else as_tuple(given, f"flatten[{name!r}]"))
+        for part in parts:
+            if part not in labels:
+                raise UnknownDimError(
+                    f"flatten[{name!r}] names {shown(part)}, and the mesh has {labels}"
+                    f"{did_you_mean(part, labels)}"
+                )
         at = [labels.index(part) for part in parts]
-        if at != sorted(at):
-            raise OrderError(
-                f"{what} is not in the mesh's order: write {[labels[i] for i in sorted(at)]}"
+        if not at or sorted(at) != list(range(min(at), min(at) + len(at))):
+            raise LayoutError(
+                f"flatten[{name!r}] must name adjacent dims of {labels}, got {shown(given)}"
             )
-        if not at or at != list(range(at[0], at[0] + len(at))):
-            raise LayoutError(f"{what} must name adjacent dims of {labels}, got {shown(given)}")
+        if at != sorted(at):
+            ordered = [labels[position] for position in sorted(at)]
+            raise OrderError(f"flatten[{name!r}] is not in the mesh's order: write {ordered}")
         read[name] = parts
     return read
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import attrs
 import numpy as np
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
@@ -794,8 +793,7 @@ class GridView:
 
         Example:
             >>> import json, tempfile
-            >>> import torch.distributed as dist
-            >>> from hypercomm import HyperCommGrid
+            >>>             >>> from hypercomm import HyperCommGrid
             >>> from hypercomm.testing import fake_world
             >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
             ...     with tempfile.TemporaryDirectory() as folder:
@@ -1380,7 +1378,7 @@ class _Coords(logging.Filter):
 
     def _text(self) -> str:
         view = self._view
-        if not dist.is_initialized():
+        if current_or_none() is None:
             return "[no job]"
         if not view.is_current_rank_in_grid():
             return f"[rank {world.rank()}]"

@@ -216,10 +216,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __getitem__(self, name: str) -> HyperCommGrid:
         if not isinstance(name, str) or name not in self._grids:
-            raise UnknownGridError(
-                f"there is no grid {shown(name)} in this set; it has {shown(list(self._grids))}"
-                f"{did_you_mean(name, self._grids)}"
-            )
+            raise _unknown(name, self._grids)
         return self._grids[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -580,26 +577,22 @@ def _layouts_of(
     layouts: dict[str, RankLayout] = {}
     seen: dict[int, str] = {}
     for name, given in check_names(grids).items():
-        if isinstance(given, RankLayout):
-            layouts[name] = given
-            continue
-        if not isinstance(given, HyperCommGrid):
+        if isinstance(given, HyperCommGrid):
+            title, size = f"grid {name!r} ({given.layout})", given._state.world_size
+            if seen.setdefault(id(given), name) != name:
+                raise LayoutError(f"{seen[id(given)]!r} and {name!r} are one HyperCommGrid")
+            if given.is_destroyed:
+                raise GridDestroyedError(f"{title} was destroyed; build a new one")
+            if size != world_size:
+                raise WorldSizeError(
+                    f"{title} was made for a world of {size} ranks, but that of this set has "
+                    f"{world_size}; give both the same world_size"
+                )
+        elif not isinstance(given, RankLayout):
             raise LayoutError(
                 f"grid {name!r} needs a RankLayout or a HyperCommGrid, got {shown(given)}"
             )
-        if seen.setdefault(id(given), name) != name:
-            raise LayoutError(f"{seen[id(given)]!r} and {name!r} are one HyperCommGrid")
-        if given.is_destroyed:
-            raise GridDestroyedError(
-                f"grid {name!r} ({given.layout}) was destroyed; build a new one, or give its layout"
-            )
-        if given._state.world_size != world_size:
-            raise WorldSizeError(
-                f"grid {name!r} ({given.layout}) was made for a world of "
-                f"{given._state.world_size} ranks, but that of this set has {world_size}; give "
-                f"both the same world_size"
-            )
-        layouts[name] = given.layout
+        layouts[name] = given if isinstance(given, RankLayout) else given.layout
     return layouts
 
 
@@ -608,21 +601,22 @@ def _check_overrides(
 ) -> None:
     """Raise unless `overrides` has arguments of grids that the set makes."""
     if not isinstance(overrides, Mapping):
-        raise GroupOptionsError(
-            f"overrides must map names of grids to arguments, got {shown(overrides)}"
-        )
+        raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
     for name, own in overrides.items():
         if name not in grids:
-            raise UnknownGridError(
-                f"overrides names grid {shown(name)}, but this set has {shown(list(grids))}"
-                f"{did_you_mean(name, grids)}"
-            )
+            raise _unknown(name, grids)
         if isinstance(grids[name], HyperCommGrid):
             raise GroupOptionsError(
-                f"overrides names grid {name!r}, which exists and keeps its own arguments; leave "
-                f"it out"
+                f"overrides names grid {name!r}, which exists and keeps its own arguments"
             )
         check_keywords(f"overrides of grid {name!r}", own, GridArguments.__annotations__)
+
+
+def _unknown(name: object, grids: Iterable[str]) -> UnknownGridError:
+    return UnknownGridError(
+        f"there is no grid {shown(name)} in this set; it has {list(grids)}"
+        f"{did_you_mean(name, grids)}"
+    )
 
 
 def _forget(batches: Mapping[str, Batch]) -> None:

@@ -330,7 +330,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
             UnknownGridError,
-            r"overrides names grid 'b', but this set has \['a'\]",
+            r"no grid 'b' in this set; it has \['a'\]",
         ),
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"a": {"name": "x"}}),
@@ -424,7 +424,7 @@ def failing(_):
         ({"a": ["tp", "dp"], "b": ["tp", "tp"]}, GroupExistsError),
         ({"a": ["tp"], "b": ["tp", {"dims": "tp", "name": "x", "derive": failing}]}, ValueError),
         ({"a": ["tp"], "b": [{"dims": "tp", "timeout": 3}]}, GroupOptionsError),
-        ({"a": ["tp"], "b": [{"dims": "tp", "junk": 3}]}, GroupOptionsError),
+        ({"a": ["tp"], "b": [{"dims": "tp", "junk": 3}]}, TypeError),
         ({"a": ["tp"], "b": 7}, LayoutError),
         ({7: ["tp"]}, UnknownGridError),
         (["a", "b"], LayoutError),
