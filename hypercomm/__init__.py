@@ -99,7 +99,7 @@ def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         try:
             home = importlib.import_module(homes[name])
         except ModuleNotFoundError as error:
-            if error.name != "torch":
+            if (error.name or "").partition(".")[0] != "torch":
                 raise
             raise errors.MissingPackageError(
                 f"{module}.{name} needs torch: pip install torch"

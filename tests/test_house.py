@@ -165,7 +165,6 @@ def test_the_grid_loads_torch():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert "ModuleNotFoundError: import of torch halted" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.endswith(
         "MissingPackageError: hypercomm.HyperCommGrid needs torch: pip install torch"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -111,24 +111,22 @@ class Connections:
         """How long all rows took, without `meeting_seconds`."""
         return sum(row.seconds for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rows and `meeting_seconds` as values for JSON."""
-        return attrs.asdict(self)
-
     def __repr__(self) -> str:
-        edges = sum(row.is_edge for row in self.rows)
-        return (
-            f"<Connections: {counted(len(self.rows) - edges, 'communicator')} and "
-            f"{counted(edges, 'edge')} in {self.seconds:.3f} s, after a meeting of "
-            f"{self.meeting_seconds:.3f} s>"
-        )
+        return f"<Connections: {self._summary()}>"
 
     def __str__(self) -> str:
         table = [("connected", "ranks", "backend", "seconds")]
         for row in self.rows:
             ranks = " <-> ".join(map(str, row.ranks)) if row.is_edge else format_ranks(row.ranks)
             table.append((row.title, ranks, row.backend, f"{row.seconds:.6f}"))
-        return "\n".join([repr(self)[1:-1].partition(": ")[2], *aligned(table)])
+        return "\n".join([self._summary(), *aligned(table)])
+
+    def _summary(self) -> str:
+        edges = sum(row.is_edge for row in self.rows)
+        groups = counted(len(self.rows) - edges, "communicator")
+        more = f" and {counted(edges, 'edge')}" if edges else ""
+        waited = f"{self.meeting_seconds:.3f} s"
+        return f"{groups}{more} in {self.seconds:.3f} s, after {waited} of waiting for all ranks"
 
 
 # ---- the call -----------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def _connect(
     job, begin = current(), time.monotonic()
     with refusing(steps, CALL):
         plans = _in_order(grids)
-        items = _items_of(plans, along, job.rank)
+        items = _items_of(plans, [(dim,) for dim in along], job.rank)
         entries = [f"{CALL} with edges along {', '.join(along) or 'no dim'}"]
         for title, planned in plans.items():
             entries.append(title.removesuffix(str(planned.key)) + planned.describe())
@@ -207,7 +205,7 @@ def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -
 def _as_connect_timeout(
     error: GroupCreationTimeout, plans: Mapping[str, PlannedGroup], rank: int
 ) -> ConnectTimeout:
-    """Add the groups of the first missing rank to the error."""
+    """Add the groups of the first missing rank to an error of the agreement."""
     missing = error.missing[0] if error.missing else -1
     groups = {
         title: planned.groups.of(missing)
@@ -215,11 +213,10 @@ def _as_connect_timeout(
         if planned.groups.group_size > 1 and planned.groups.has_member(missing)
     }
     listed = ", ".join(f"{title} of ranks {ranks}" for title, ranks in groups.items())
+    common = [title for title, ranks in groups.items() if rank in ranks]
+    text = f"{error}; rank {missing} is in {listed}" if listed else str(error)
     return ConnectTimeout(
-        f"{error}; rank {missing} is in {listed}" if listed else str(error),
-        missing=error.missing,
-        waited=error.waited,
-        group=next((title for title, ranks in groups.items() if rank in ranks), ""),
+        text, missing=error.missing, waited=error.waited, group="".join(common[:1])
     )
 
 
@@ -241,35 +238,29 @@ class _Item:
 
     def connect(self, rank: int) -> Connection:
         """Communicate, and return the row with the seconds that it took."""
-        if len(self.row.ranks) < 2:
+        ranks, begin = self.row.ranks, time.perf_counter()
+        if len(ranks) < 2:
             return self.row
-        begin = time.perf_counter()
         device = torch.device(self.device)
         if device.type != "cpu":  # the current device is the rank's
             device = torch.device(self.device, getattr(torch, self.device).current_device())
-        one = torch.ones(1, dtype=torch.int32, device=device)
+        wanted, total = len(ranks), torch.ones(1, dtype=torch.int32, device=device)
         if self.row.is_edge:
-            wanted, got = sum(self.row.ranks), self._exchange(one * rank, rank)
+            wanted, own, theirs = sum(ranks), total * rank, torch.zeros_like(total)
+            (other,) = {*ranks} - {rank}
+            receive = dist.P2POp(dist.irecv, theirs, other, self.group)
+            send = dist.P2POp(dist.isend, own, other, self.group)
+            for work in dist.batch_isend_irecv([receive, send]):
+                work.wait()
+            total = own + theirs
         else:
-            dist.all_reduce(one, group=self.group)
-            wanted, got = len(self.row.ranks), int(one.item())
-        if got != wanted:
+            dist.all_reduce(total, group=self.group)
+        if total.item() != wanted:
             raise CreationError(
-                f"{self.title} is connected wrongly: the sum is {got}, and not {wanted}; another "
-                f"collective was under way in this group: call connect() before any"
+                f"{self.title} is connected wrongly: the sum is {total.item()}, and not {wanted}; "
+                f"another collective was under way in this group: call connect() before any"
             )
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
-
-    def _exchange(self, own: torch.Tensor, rank: int) -> int:
-        """Exchange ranks with the other end of an edge, and return their sum."""
-        (other,) = {*self.row.ranks} - {rank}
-        theirs = torch.full_like(own, -1)
-        receive = dist.P2POp(dist.irecv, theirs, other, self.group)
-        for work in dist.batch_isend_irecv(
-            [receive, dist.P2POp(dist.isend, own, other, self.group)]
-        ):
-            work.wait()
-        return int((own + theirs).item())
 
 
 def _in_order(grids: Mapping[str, GridView]) -> dict[str, PlannedGroup]:
@@ -290,30 +281,28 @@ def _in_order(grids: Mapping[str, GridView]) -> dict[str, PlannedGroup]:
     return ordered
 
 
-def _items_of(plans: Mapping[str, PlannedGroup], along: tuple[str, ...], rank: int) -> list[_Item]:
+def _items_of(
+    plans: Mapping[str, PlannedGroup], along: Collection[tuple[str, ...]], rank: int
+) -> list[_Item]:
     """Return what the calling rank connects, in the order of the plans.
 
     Keys that share a group make one item, at the position of the first of them.
     """
-    titles: dict[ProcessGroup, list[str]] = {}
-    first: dict[ProcessGroup, PlannedGroup] = {}
-    pipelines: set[ProcessGroup] = set()
+    titles: dict[ProcessGroup, dict[str, PlannedGroup]] = {}
     for title, planned in plans.items():
-        if (group := planned.group) is None:
-            continue
-        titles.setdefault(group, []).append(title)
-        first.setdefault(group, planned)
-        if planned.spec.derive is None and planned.key.dims in {(dim,) for dim in along}:
-            pipelines.add(group)
+        if planned.group is not None:
+            titles.setdefault(planned.group, {})[title] = planned
     items: list[_Item] = []
-    for group, planned in first.items():
-        keys, ranks, backend, device = tuple(titles[group]), planned.groups.of(rank), "", ""
-        for backend, device in _devices_of(group).items():
-            items.append(_Item(planned, group, device, Connection(keys, ranks, backend)))
-        for ends in _edges(ranks) if group in pipelines else ():
-            if rank in ends:
-                row = Connection(keys, ends, backend, is_edge=True)
-                items.append(_Item(planned, group, device, row))
+    for group, users in titles.items():
+        planned = next(iter(users.values()))
+        ranks, devices = planned.groups.of(rank), _devices_of(group)
+        rows = {backend: [Connection((*users,), ranks, backend)] for backend in devices}
+        if any(one.spec.derive is None and one.key.dims in along for one in users.values()):
+            backend = [*devices][-1]  # that of the accelerator
+            edges = [Connection((*users,), ends, backend, is_edge=True) for ends in _edges(ranks)]
+            rows[backend] += [row for row in edges if rank in row.ranks]
+        for backend, device in devices.items():
+            items += [_Item(planned, group, device, row) for row in rows[backend]]
     return items
 
 
@@ -415,31 +404,29 @@ class _Run:
         with contextlib.suppress(dist.DistNetworkError):
             self._publish(step)
             until = time.monotonic() + (0.0 if is_late else _GRACE_S)
-            while step.register:
-                missing = hold(absent(_place(step, item), others))
-                if not missing or time.monotonic() >= until:
+            while step.register and (missing := hold(absent(_place(step, item), others))):
+                if time.monotonic() >= until:
                     break
                 time.sleep(_POLL_S)
-            layout = item.planned.spec.layout
-            late = name_late(self.job, missing, item.row.ranks, layout)
+            late = name_late(self.job, missing, item.row.ranks, item.planned.spec.layout)
             missing, named = hold(late, _NAMING_S)
-        waited = time.monotonic() - self.begin
-        what = f"{CALL} of the grid {self.steps.agreement.layout}"
-        why = "" if is_late else f" ({str(error).partition('. This is typically')[0]})"
+        cause = str(error).partition(". This is typically")[0]
         if not missing and not is_late:
-            return CreationError(f"{what} failed in {item.title}{why}")
+            return CreationError(f"{CALL} failed in {item.title}: {cause}")
+        waited = timedelta(seconds=time.monotonic() - self.begin)
         text = (
-            f"for {named}{why}; see what they do, or whether they are alive"
-            if missing
-            else "which all of its members have entered, and which has not ended; allow more with "
-            "timeout=, or check whether they can reach each other"
+            f"{CALL} of the grid {self.steps.agreement.layout} waited "
+            f"{waited.total_seconds():.1f} s in {item.title}"
         )
-        return ConnectTimeout(
-            f"{what} waited {waited:.1f} s in {item.title}{' ' if missing else ', '}{text}",
-            missing=missing,
-            waited=timedelta(seconds=waited),
-            group=item.row.keys[0],
-        )
+        if missing:
+            text += f" for {named}; check whether they are alive" + (
+                "" if is_late else f": {cause}"
+            )
+        else:
+            text += (
+                ", which all of its members have entered; check whether they can reach each other"
+            )
+        return ConnectTimeout(text, missing=missing, waited=waited, group=item.row.keys[0])
 
 
 def _place(step: Step, item: _Item) -> str:
