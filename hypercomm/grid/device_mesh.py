@@ -1,7 +1,6 @@
 """A grid's process groups as a torch DeviceMesh, and a DeviceMesh's as those of a grid.
 
-A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with the FIRST. Neither
-direction creates a process group or communicates.
+A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with the FIRST.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hypercomm.errors import LayoutError, OrderError, UnknownDimError
+from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.checks import as_dims, as_ordered, as_tuple
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.reading.checks import as_dims, as_ordered
+from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups import c10d, world
 
 if TYPE_CHECKING:
@@ -47,12 +46,11 @@ def as_mesh(
     flatten: Mapping[str, Sequence[str]] | None,
 ) -> DeviceMesh:
     """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
-    layout, rank = view.layout, world.rank()
+    layout = view.layout
     spans = read_dims(layout, dims)
     joint = read_flatten(spans, flatten)
-    here = layout.coords(rank)  # raises on a rank outside
-    flat = {name: view.get_pg(_dims_of(spans, parts)) for name, parts in joint.items()}
-    groups = [group for names in spans.values() if (group := view.get_pg(names)) is not None]
+    here = layout.coords(world.rank())  # raises on a rank outside
+    groups = [view[names].group for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
     shape = [math.prod(map(layout.size_of, names)) for names in spans.values()]
@@ -66,9 +64,9 @@ def as_mesh(
     setattr(mesh, _IN_ORDER, True)
     if any((np.diff(ranks, axis=axis) < 0).any() for axis in range(ranks.ndim)):
         c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
-    for name, group in flat.items():
-        if group is not None:
-            c10d.flatten_mesh(mesh, joint[name], name, group)
+    for name, parts in joint.items():
+        group = view[[dim for part in parts for dim in spans[part]]].group
+        c10d.flatten_mesh(mesh, parts, name, group)
     return mesh
 
 
@@ -113,47 +111,27 @@ def read_flatten(
     """Return the dims of a mesh that each name of `flatten` stands for.
 
     Raises:
-        LayoutError: It is not a mapping of names to dims, a name is taken, or dims are not
-            adjacent.
-        UnknownDimError: A dim is not one of the mesh's.
-        OrderError: They are in another order than the mesh's.
+        LayoutError: It is not a mapping of new names to adjacent dims of the mesh.
 
     Example:
         >>> spans = {"dp_shard": ("dp_shard",), "cp": ("cp",), "tp": ("tp",)}
         >>> read_flatten(spans, {"dp_shard_cp": ["dp_shard", "cp"]})
         {'dp_shard_cp': ('dp_shard', 'cp')}
     """
+    labels = tuple(spans)
     if not isinstance(flatten, Mapping | None):
         raise LayoutError(
             f"flatten must map names to dims, as in {{'dp_cp': ['dp', 'cp']}}, got {shown(flatten)}"
         )
-    labels = list(spans)
-    read: dict[str, tuple[str, ...]] = {}
-    for name, given in (flatten or {}).items():
-        if not isinstance(name, str) or not name or name in labels:
-            raise LayoutError(f"a name in flatten must be a new string, got {shown(name)}")
-        parts = as_dims(given if isinstance(given, str) else as_tuple(given, f"flatten[{name!r}]"))
-        for part in parts:
-            if part not in labels:
-                raise UnknownDimError(
-                    f"flatten[{name!r}] names {shown(part)}, and the mesh has {labels}"
-                    f"{did_you_mean(part, labels)}"
-                )
-        at = [labels.index(part) for part in parts]
-        if not at or sorted(at) != list(range(min(at), min(at) + len(at))):
+    read = {name: as_dims(given) for name, given in (flatten or {}).items()}
+    for name, parts in read.items():
+        first = labels.index(parts[0]) if parts and parts[0] in labels else 0
+        if not parts or name in labels or parts != labels[first : first + len(parts)]:
             raise LayoutError(
-                f"flatten[{name!r}] must name adjacent dims of {labels}, got {shown(given)}"
+                f"flatten must map new names to adjacent dims of the mesh {labels}, in its order, "
+                f"got {name!r}: {parts}"
             )
-        if at != sorted(at):
-            ordered = [labels[position] for position in sorted(at)]
-            raise OrderError(f"flatten[{name!r}] is not in the mesh's order: write {ordered}")
-        read[name] = parts
     return read
-
-
-def _dims_of(spans: Mapping[str, tuple[str, ...]], parts: Iterable[str]) -> tuple[str, ...]:
-    """Return the dims of the grid that some dims of a mesh span."""
-    return tuple(name for part in parts for name in spans[part])
 
 
 # ---- from a mesh to a grid ----------------------------------------------------------------------

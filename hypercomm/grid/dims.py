@@ -123,6 +123,14 @@ class GridDims:
             group = self._view.ensure_pg(dims)
         return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
 
+    def get_group(self) -> ProcessGroup:
+        """Return `group`, as a DeviceMesh does."""
+        return self.group
+
+    def get_local_rank(self) -> int:
+        """Return `rank`, as a DeviceMesh does."""
+        return self.rank
+
     @overload
     def sum(self, value: int) -> int: ...
     @overload

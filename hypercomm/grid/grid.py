@@ -595,7 +595,9 @@ class GridView:
         device_type: str | None = None,
         flatten: Mapping[str, Sequence[str]] | None = None,
     ) -> DeviceMesh:
-        """Return a torch DeviceMesh of process groups that exist; does not communicate.
+        """Return a torch DeviceMesh of the grid's process groups; missing ones are created.
+
+        All ranks of the grid must call this if a group is missing.
 
         A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
         grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
@@ -616,11 +618,11 @@ class GridView:
             The mesh of the ranks that have the calling rank's coordinates in all other dims.
 
         Raises:
-            GroupMissingError: A group was not created (a KeyError).
             RankOutsideError: The calling rank is not in the grid.
             OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: `device_type` is not a string.
+            HyperCommError: As for `create_pg`.
 
         Example:
             Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
@@ -628,7 +630,6 @@ class GridView:
             >>> from hypercomm import HyperCommGrid
             >>> from hypercomm.testing import fake_world
             >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-            ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
             ...     mesh = grid.device_mesh("dp", "tp")
             ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -793,7 +794,8 @@ class GridView:
 
         Example:
             >>> import json, tempfile
-            >>>             >>> from hypercomm import HyperCommGrid
+            >>> import torch.distributed as dist
+            >>> from hypercomm import HyperCommGrid
             >>> from hypercomm.testing import fake_world
             >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
             ...     with tempfile.TemporaryDirectory() as folder:

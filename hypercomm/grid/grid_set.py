@@ -573,14 +573,11 @@ def _split(given: Mapping[str, Any]) -> tuple[SetArguments, dict[str, str | Rank
 def _layouts_of(
     grids: Mapping[str, RankLayout | HyperCommGrid], world_size: int
 ) -> dict[str, RankLayout]:
-    """Return the layout for each name; each grid must be given once, alive, and of this world."""
+    """Return the layout for each name; a grid must be alive and of this world."""
     layouts: dict[str, RankLayout] = {}
-    seen: dict[int, str] = {}
     for name, given in check_names(grids).items():
         if isinstance(given, HyperCommGrid):
             title, size = f"grid {name!r} ({given.layout})", given._state.world_size
-            if seen.setdefault(id(given), name) != name:
-                raise LayoutError(f"{seen[id(given)]!r} and {name!r} are one HyperCommGrid")
             if given.is_destroyed:
                 raise GridDestroyedError(f"{title} was destroyed; build a new one")
             if size != world_size:

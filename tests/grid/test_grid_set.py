@@ -362,13 +362,6 @@ def test_refused_sets(make, error, words):
         make()
 
 
-# One grid under two names would be destroyed twice, and is refused.
-def test_one_grid_twice():
-    grid = HyperCommGrid([8], ["tp"], world_size=8)
-    with pytest.raises(LayoutError, match="'a' and 'b' are one HyperCommGrid"):
-        GridSet({"a": grid, "b": grid}, world_size=8)
-
-
 # A grid that is given keeps its arguments: others for it are refused, not dropped.
 def test_a_given_grid_is_not_overridden():
     grid = HyperCommGrid([8], ["tp"], world_size=8)
