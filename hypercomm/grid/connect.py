@@ -334,7 +334,7 @@ def _devices_of(group: ProcessGroup) -> dict[str, str]:
 
 
 def _is_live() -> bool:
-    """Return whether there are ranks to communicate with, unlike in fake and simulated worlds."""
+    """Return whether there are ranks to communicate with: not in fake and simulated worlds."""
     return c10d.has_ranks() and not c10d.is_other_world()
 
 

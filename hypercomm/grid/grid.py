@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
     from hypercomm.grid.connect import Connections
-    from hypercomm.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ _WATCH = "hypercomm.watch"
 
 @attrs.define(eq=False)
 class GridState:
-    """What a grid and its views share.
+    """The state that a grid and its views share.
 
     Attributes:
         views: The layout and its views; `reshape` replaces it.
@@ -124,8 +123,8 @@ class GridState:
 class GridView:
     """One view of a grid: questions about ranks and process groups, in the dims of the view.
 
-    `HyperCommGrid.view` returns one, and a grid is the view of its own dims. The process groups
-    belong to the grid, which destroys them.
+    `HyperCommGrid.view` returns one, and a grid is itself one, with the dims of its layout. The
+    process groups belong to the grid, which destroys them.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -304,7 +303,7 @@ class GridView:
         except (KeyError, TypeError):  # new, or a list
             _, ordered = self._state.views.find(dims, self._view)
         if ordered not in self._dims:
-            # It has a view of its own: one that held the grid would keep it alive in a cycle.
+            # It gets another view object: a reference to this one would make a cycle.
             self._dims[ordered] = GridDims(GridView(self._state, self._view), ordered)
         found = self._dims[ordered]
         if isinstance(dims, str):
@@ -768,7 +767,7 @@ class GridView:
 
         return connect({"": self}, self._owner.steps, pipelines, timeout)
 
-    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
+    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Any:
         """Write a report for `hypercomm blame` when no collective has moved for a while.
 
         Call it on every rank, between the same collectives, before or after the groups are
@@ -786,7 +785,7 @@ class GridView:
             folder: Created if missing; best on a disk that the hosts share.
 
         Returns:
-            A context manager; `stop()` ends it as well.
+            A `Watch`: a context manager, which `stop()` ends as well.
 
         Raises:
             WatchError: The seconds or the folder cannot be used, or this process has a watch.
@@ -811,8 +810,7 @@ class GridView:
         views, owner = self._state.views, self._owner
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
         groups = lambda: {key: one.group for key, one in owner.created.items()}  # noqa: E731
-        watch: Watch = importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
-        return watch
+        return importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
 
     def survivors(self, timeout: timedelta) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.
@@ -824,7 +822,7 @@ class GridView:
             timeout: How long to wait for ranks that do not arrive. Choose more than the timeout of
                 the collectives, which other ranks may still wait in. The ranks that arrived then
                 confirm the result with each other; each 16 missing ranks, and a rank that dies
-                meanwhile, extend the wait by `timeout`.
+                during the call, extend the wait by `timeout`.
 
         Returns:
             The ranks that arrived, in the order of the layout. A rank that is alive and waits
@@ -1278,6 +1276,7 @@ class HyperCommGrid(GridView):
             fresh, result, pending = reshaping.reshape(owner, make, refactored, steps, limit_s)
             self._forget_meshes()
             state.views, state.owner, state.world_size = refactored, fresh, total
+            self._dims = {}
         owner.end(destroy if left is None else abort)
         if pending is not None:
             raise pending
