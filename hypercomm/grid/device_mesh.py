@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.axes import Axis, are_nested
 from hypercomm.layout.reading.checks import as_dims, as_ordered
 from hypercomm.layout.reading.shown import shown
 from hypercomm.process_groups import c10d, world
@@ -62,7 +61,7 @@ def as_mesh(
         mesh_dim_names=tuple(spans),
     )
     setattr(mesh, _IN_ORDER, True)
-    if any((np.diff(ranks, axis=axis) < 0).any() for axis in range(ranks.ndim)):
+    if not _is_ascending(ranks):
         c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
     for name, parts in joint.items():
         group = view[[dim for part in parts for dim in spans[part]]].group
@@ -184,28 +183,19 @@ def _check_ascending(ranks: NDArray[np.int64], names: Sequence[str]) -> None:
 
 
 def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
-    """Return the layout of a mesh: with a stride for each dim, or else with a list of ranks."""
-    first = int(ranks.flat[0])
-    strides = [
-        int(ranks.take(1, axis=axis).flat[0]) - first if size > 1 else 0
-        for axis, size in enumerate(ranks.shape)
-    ]
-
-    def step(axis: int) -> int:  # that of the next axis inside, for an axis of size 1
-        return next((stride for stride in strides[axis:] if stride), 0)
-
+    """Return the layout of a mesh, with the dim first that varies fastest."""
     axes = list(reversed(range(ranks.ndim)))
-    axes.sort(key=step)  # stable: of equal steps, the last axis varies fastest
-    computed = first + sum(
-        stride * index for stride, index in zip(strides, np.indices(ranks.shape), strict=True)
-    )
-    nested = are_nested(Axis(ranks.shape[axis], strides[axis]) for axis in axes)
-    if not nested or not np.array_equal(computed, ranks):
-        shape = list(reversed(ranks.shape))
-        return RankLayout(shape, list(reversed(names)), ranks=ranks.ravel().tolist())
+    if _is_ascending(ranks):
+        first, sizes = ranks.flat[0], enumerate(ranks.shape)
+        steps = [int(ranks.take(min(1, size - 1), axis).flat[0] - first) for axis, size in sizes]
+        axes.sort(key=lambda axis: next(filter(None, steps[axis:]), 0))  # of size 1: as the next
     return RankLayout(
         [ranks.shape[axis] for axis in axes],
         [names[axis] for axis in axes],
-        rank_offset=first,
-        strides=[max(strides[axis], 1) for axis in axes],
+        ranks=ranks.transpose(axes[::-1]).ravel().tolist(),
     )
+
+
+def _is_ascending(ranks: NDArray[np.int64]) -> bool:
+    """Return whether the ranks ascend along each dim, as torch sorts those of its groups."""
+    return all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim))
