@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 
 from hypercomm import (
-    GridSet,
     HyperCommGrid,
     RankLayout,
     RankMapping,
