@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
     from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
-    from hypercomm.grid_set import GridSet as GridSet
+    from hypercomm.grid.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
     from hypercomm.joining import Renewed as Renewed
     from hypercomm.joining import live_topology as live_topology
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GridSet": "hypercomm.grid_set",
+    "GridSet": "hypercomm.grid.grid_set",
     "GroupKey": "hypercomm.process_groups.spec",
     "HyperCommGrid": "hypercomm.grid",
     "Joined": "hypercomm.joining",
@@ -102,7 +102,7 @@ def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         try:
             home = importlib.import_module(homes[name])
         except ModuleNotFoundError as error:
-            if error.name != "torch":
+            if (error.name or "").partition(".")[0] != "torch":
                 raise
             raise errors.MissingPackageError(
                 f"{module}.{name} needs torch: pip install torch"

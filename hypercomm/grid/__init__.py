@@ -1,3 +1,3 @@
 """HyperCommGrid: owns a hyperrectangle of ranks, its views, and the process groups over both."""
 
-from hypercomm.grid.hyper_comm_grid import HyperCommGrid as HyperCommGrid
+from hypercomm.grid.grid import HyperCommGrid as HyperCommGrid

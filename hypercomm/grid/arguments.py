@@ -1,10 +1,10 @@
-"""What calls of a grid take, and how it is checked."""
+"""The arguments of a grid, read and checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import attrs
 
@@ -31,14 +31,11 @@ from hypercomm.process_groups.options import as_verified, check_known, check_laz
 from hypercomm.process_groups.spec import Derive
 from hypercomm.process_groups.strategies import STRATEGIES
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
 GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: "tp=2,dp=-1", by name, or as ints."""
 
 Sizes = GivenSizes | RankLayout | None
-"""The sizes of a grid's dims, or a layout; None for those of the environment."""
+"""The sizes of a grid's dims, or a layout; None stands for those of the environment."""
 
 Creation = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
@@ -47,37 +44,34 @@ CREATIONS = ("auto", *STRATEGIES)
 SHARES = ("never", "identical")
 
 
-class GroupKeywords(TypedDict, total=False):
-    """The keyword arguments of `create_pg`, which says what they mean."""
+class SharedKeywords(TypedDict, total=False):
+    """The keyword arguments of `create_pgs`, which hold for all of its groups."""
+
+    backend: str | None
+    timeout: timedelta | None
+    share: Share | None
+
+
+class GroupKeywords(SharedKeywords, total=False):
+    """The keyword arguments of `create_pg`, which documents them."""
 
     name: str | None
     view: str | None
-    backend: str | None
-    timeout: timedelta | None
     pg_options: Any
     group_desc: str | None
-    share: Share | None
     derive: Derive | None
     creation: Creation | None
     lazy_init: bool | None
 
 
-class SharedKeywords(TypedDict, total=False):
-    """The keyword arguments of `create_pgs`, for all of its groups."""
-
-    backend: str | None
-    timeout: timedelta | None
-    share: Share | None
-
-
 class GroupArguments(GroupKeywords, total=False):
-    """The arguments of one `create_pg`, for `create_pgs`; `dims` must be there."""
+    """The arguments of one `create_pg`, for `create_pgs`; `dims` is required."""
 
     dims: Dims
 
 
 class GridArguments(TypedDict, total=False):
-    """The arguments of a grid that may differ within a set."""
+    """The arguments of a grid that may differ between the grids of a set."""
 
     backend: str | None
     creation: Creation
@@ -87,7 +81,7 @@ class GridArguments(TypedDict, total=False):
 
 
 class GridKeywords(GridArguments, total=False):
-    """The keyword arguments of `HyperCommGrid`, but for `share_with`; it says what they mean."""
+    """The keyword arguments of `HyperCommGrid`, which documents them, except `share_with`."""
 
     name: str | None
     cover: Cover
@@ -96,11 +90,11 @@ class GridKeywords(GridArguments, total=False):
 
 @attrs.frozen(kw_only=True)
 class GridOptions:
-    """The arguments of a grid beside its layout, checked.
+    """The arguments of a grid in addition to its layout, checked.
 
     Raises:
-        GroupOptionsError: One of them is wrong.
-        LayoutError: The world size is.
+        GroupOptionsError: An argument is wrong.
+        LayoutError: The world size is wrong.
     """
 
     backend: str | None = None
@@ -125,21 +119,26 @@ class GridOptions:
 
 
 def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse, as Python does, a keyword that a call does not have.
+    """Raise TypeError, as Python does, for a keyword that a call with `**keywords` does not have.
 
-    Raises:
-        TypeError: Names it, and those that there are.
+    Example:
+        >>> check_keywords("plan_pg", {"nam": "x"}, ["name", "view"])
+        Traceback (most recent call last):
+        TypeError: plan_pg() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise TypeError(
-            f"{call}() got an unexpected keyword argument {unknown[0]!r}; it has {list(known)}"
-            f"{did_you_mean(unknown[0], known)}"
-        )
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
+            )
 
 
 def check_world(layout: RankLayout, world_size: int, cover: str) -> None:
-    """Refuse a layout that reaches beyond the world, or must cover it and does not."""
+    """Raise unless the layout fits the world, and covers it where it must.
+
+    Raises:
+        WorldSizeError: It does not.
+    """
     grid = f"the grid {as_factors(layout.sizes)} = {layout.size} ranks"
     if layout.last_rank >= world_size:
         what = f"Grid shape {list(layout.shape)} is over sized: {grid}"
@@ -154,44 +153,42 @@ def check_world(layout: RankLayout, world_size: int, cover: str) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Refuse a name that no key of the store can hold."""
+    """Raise unless the name can be part of a key of the store."""
     if name is not None and (not isinstance(name, str) or not name or not is_utf8(name)):
         raise GroupOptionsError(f"name must be a non-empty string of text, got {shown(name)}")
 
 
-def as_arguments(
-    requests: Iterable[Dims | GroupArguments], **defaults: Unpack[GroupKeywords]
-) -> Iterator[tuple[Dims, GroupKeywords]]:
-    """Read the dims and keywords of `create_pg` that each request of `create_pgs` stands for."""
+def read_requests(
+    requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
+) -> list[tuple[Dims, GroupKeywords]]:
+    """Return the dims and the keywords of `create_pg` for each request of `create_pgs`."""
+    read: list[tuple[Dims, GroupKeywords]] = []
     for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
-        if not isinstance(request, Mapping):
-            yield request, defaults
-            continue
-        known = ["dims", *GroupKeywords.__annotations__]
-        unknown = [name for name in request if name not in known]
-        if unknown or "dims" not in request:
-            wrong = f"has no argument {unknown[0]!r}" if unknown else "needs 'dims'"
-            raise GroupOptionsError(
-                f"create_pgs() was given {dict(request)!r}, but create_pg() {wrong}; it takes "
-                f"{known}{did_you_mean(unknown[0], known) if unknown else ''}"
-            )
-        keywords = {**defaults, **request}
-        yield keywords.pop("dims"), keywords  # type: ignore[misc]
+        given = dict(request) if isinstance(request, Mapping) else {"dims": request}
+        if "dims" not in given:
+            raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
+        dims = given.pop("dims")
+        check_keywords("create_pg", given, GroupKeywords.__annotations__)
+        read.append((dims, cast("GroupKeywords", {**defaults, **given})))
+    return read
 
 
-def as_layout(
+# ---- layouts ------------------------------------------------------------------------------------
+
+
+def read_layout(
     sizes: Sizes, dim_names: Iterable[str] | None, rank_offset: int, world_size: int | None
 ) -> RankLayout:
-    """Read the sizes of a grid in whichever form they are; an open one fills the world.
+    """Return the layout that the arguments of a grid describe; an open size fills the world.
 
     Raises:
         LayoutError: As for `RankLayout`; or names are given twice, or not at all.
         NotationError, WorldSizeError: As for `RankLayout.parse`.
 
     Example:
-        >>> [str(as_layout(sizes, None, 0, 8)) for sizes in ("tp=2,dp=-1", {"tp": 2, "dp": 4})]
+        >>> [str(read_layout(sizes, None, 0, 8)) for sizes in ("tp=2,dp=-1", {"tp": 2, "dp": 4})]
         ['tp=2,dp=4', 'tp=2,dp=4']
-        >>> as_layout([2, -1], ["tp", "dp"], 4, 8).ranks
+        >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
         range(4, 8)
     """
     if sizes is None:
@@ -204,7 +201,7 @@ def as_layout(
     if isinstance(sizes, RankLayout):
         if dim_names is not None or rank_offset:
             raise LayoutError(
-                f"a RankLayout has its dim_names and rank_offset: give neither beside {sizes!r}"
+                f"a RankLayout has its own dim_names and rank_offset; give {sizes!r} alone"
             )
         return sizes
 
@@ -217,13 +214,13 @@ def as_layout(
     return RankLayout(*_closed(sizes, dim_names, left), rank_offset)
 
 
-def as_factors_of(
+def read_factors(
     sizes: GivenSizes, dim_names: Iterable[str] | None, size: int
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Read the sizes of a view of so many ranks, in whichever form they are; one may be open.
+    """Return shape and dim names of a view of `size` ranks; one size may be open.
 
     Example:
-        >>> as_factors_of("ep=4,expt_dp=-1", None, 16)
+        >>> read_factors("ep=4,expt_dp=-1", None, 16)
         ([4, 4], ('ep', 'expt_dp'))
     """
     return _closed(sizes, dim_names, lambda: (size, f"the grid has {size} ranks"))
@@ -232,41 +229,32 @@ def as_factors_of(
 def _closed(
     sizes: GivenSizes, dim_names: Iterable[str] | None, left: Callable[[], tuple[int, str]]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Read sizes and names; an open size takes what is left, which is asked for only then."""
-    shape, names = _sizes_and_names(sizes, dim_names)
-    if OPEN in shape and len(shape) == len(names):
-        closed = close_sizes(dict(zip(names, shape, strict=True)), *left())
-        shape = list(closed.values())
-    return shape, names
-
-
-def _sizes_and_names(
-    sizes: GivenSizes, dim_names: Iterable[str] | None
-) -> tuple[list[int], tuple[str, ...]]:
+    """Return shape and names; `left` is called for an open size only."""
     if isinstance(sizes, (str, Mapping)):
         if dim_names is not None:
-            raise LayoutError(
-                f"dim_names may not be given beside {shown(sizes)}, which names the dims"
-            )
+            raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
         given = parse_sizes(sizes) if isinstance(sizes, str) else dict(sizes)
         names = as_names(tuple(given))
-        return [as_size(name, size) for name, size in given.items()], names
-    if dim_names is None:
+        shape = [as_size(name, size) for name, size in given.items()]
+    elif dim_names is None:
         raise LayoutError(
             f"dim_names are missing: give ([2, 4], ['tp', 'dp']), or in one, 'tp=2,dp=4'; got "
             f"{shown(sizes)} alone"
         )
-    return list(as_few(sizes, "shape")), as_names(dim_names)
+    else:
+        shape, names = list(as_few(sizes, "shape")), as_names(dim_names)
+    if OPEN in shape and len(shape) == len(names):
+        shape = list(close_sizes(dict(zip(names, shape, strict=True)), *left()).values())
+    return shape, names
 
 
-def as_target(
-    target: str | RankLayout, layout: RankLayout, ranks: tuple[int, ...] | None = None
+def read_target(
+    target: str | RankLayout, layout: RankLayout, ranks: tuple[int, ...] | None
 ) -> RankLayout:
-    """Read what a grid is reshaped to: a layout of its ranks, or of those given, or its sizes."""
+    """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
     if isinstance(target, str):
         if ranks is not None:
-            room = f"ranks has {len(ranks)} ranks"
-            closed = close_sizes(parse_sizes(target), len(ranks), room)
+            closed = close_sizes(parse_sizes(target), len(ranks), f"ranks has {len(ranks)} ranks")
             return RankLayout(tuple(closed.values()), tuple(closed), ranks=ranks)
         sized = RankLayout.parse(target, world_size=layout.size)
         return layout.renumber(sized.shape, sized.dim_names)
@@ -274,27 +262,10 @@ def as_target(
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"
         )
-    others = sorted({*target.ranks} ^ {*(layout.ranks if ranks is None else ranks)})
-    if others and ranks is not None:
+    kept, what = (layout.ranks, "the grid") if ranks is None else (ranks, "ranks=")
+    if others := sorted({*target.ranks} ^ {*kept}):
         raise WorldSizeError(
-            f"target and ranks must name the same ranks, but ranks {format_ranks(others)} are in "
-            f"one of them only: {target} has ranks {format_ranks(sorted(target.ranks))}, and ranks "
-            f"is {shown(ranks)}; give the sizes as text, as in {str(target)!r}"
-        )
-    if others:
-        raise WorldSizeError(
-            f"a grid keeps its ranks when it is reshaped, but ranks {format_ranks(others)} are not "
-            f"in both: {target} has {target.size} ranks from {target.rank_offset} to "
-            f"{target.last_rank}, {layout} has {layout.size} from {layout.rank_offset} to "
-            f"{layout.last_rank}; give ranks= for others"
+            f"target {target} and {what} must have the same ranks, but only one of them has ranks "
+            f"{format_ranks(others)}; give the sizes as text, and ranks= for other ranks"
         )
     return target
-
-
-def as_texts(value: Mapping[str, str] | None, what: str) -> Mapping[str, str]:
-    """Read texts by name; None stands for none."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise LayoutError(f"{what} must map names to texts, got {shown(value)}")
-    return value

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, overload
-from weakref import WeakSet, ref
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,45 +13,25 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupMissingError, GroupOptionsError
 from hypercomm.layout.groups.place import Place
 from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
-    from hypercomm.grid.interface import GridInterface
-
-
-@attrs.define(eq=False)
-class _Here:
-    """What is known in one job, until the grid changes; keeps no group alive."""
-
-    job: Callable[[], ProcessGroup | None]
-    changes: int
-    place: Place
-    group: Callable[[], ProcessGroup | None] = lambda: None
-
-
-known: WeakSet[GridDims] = WeakSet()
-"""Of this process."""
-
-
-def _forget() -> None:
-    for dims in [*known]:
-        dims._here = None
-
-
-os.register_at_fork(after_in_child=_forget)  # the groups are the parent's
+    from hypercomm.grid.grid import GridView
 
 
 class GridDims:
     """Some dims of a grid, as the calling rank sees them: `grid["tp"]`, `grid["dp", "cp"]`.
 
-    Asks nobody, but for `group`, and what communicates over it.
+    Only `group` and the methods that communicate over it contact other ranks. An object stays
+    correct after the grid was reshaped.
 
     Attributes:
         dims: The dims, in the grid's order.
 
     Raises:
-        RankOutsideError: From each question about the calling rank, if the grid does not hold it.
+        RankOutsideError: From each property of the calling rank, if it is not in the grid.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -68,32 +44,30 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("__weakref__", "_grid", "_here", "_size", "dims")
+    __slots__ = ("_known", "_sized", "_view", "dims")
 
-    def __init__(self, grid: GridInterface, dims: tuple[str, ...]) -> None:
-        self._grid = grid
+    def __init__(self, view: GridView, dims: tuple[str, ...]) -> None:
+        self._view = view
         self.dims = dims
-        self._here: _Here | None = None
-        self._size = -1, 0
-        """At which change of the grid the size was looked up, and what it was."""
-        known.add(self)
+        self._known: tuple[Views, int, Place] | None = None
+        """The last place that was computed, and the views and the rank that it holds for."""
+        self._sized: tuple[Views, int] | None = None
+        """The last size, and the views that it holds for."""
 
-    # ---- where this rank is -------------------------------------------------------------------
+    # ---- the calling rank -----------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """The position of the calling rank in its group."""
-        here = self._here  # as in `_place`: a call more would cost a sixth
-        if here is None or here.changes != self._changes or here.job() is not dist.group.WORLD:
-            here = self._find()
-        return here.place.rank
+        return self._place.rank
 
     @property
     def size(self) -> int:
         """The number of ranks in each group."""
-        if self._size[0] != self._changes:
-            self._size = self._changes, self._grid.layout.size_of(self.dims)
-        return self._size[1]
+        views, sized = self._view._state.views, self._sized
+        if sized is None or sized[0] is not views:  # `reshape` replaces the views
+            sized = self._sized = views, views.layout_of(self._view._view).size_of(self.dims)
+        return sized[1]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -111,38 +85,52 @@ class GridDims:
         return self._place.is_last
 
     def next(self, *, periodic: bool = False) -> int | None:
-        """Return the rank that comes after, as torch numbers ranks; None after the last one.
+        """Return the next rank of the group as a global rank; None after the last one.
 
         Args:
-            periodic: Whether the first rank comes after the last one, as in a ring.
+            periodic: Whether the first rank follows the last one, as in a ring.
         """
         return self._place.next(periodic=periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
-        """Return the rank that comes before; None before the first one, as for `next`."""
+        """Return the previous rank of the group; None before the first one, as for `next`."""
         return self._place.prev(periodic=periodic)
 
-    # ---- its group ----------------------------------------------------------------------------
+    @property
+    def _place(self) -> Place:
+        view, rank = self._view, world.rank()
+        views, known = view._state.views, self._known
+        if known is None or known[0] is not views or known[1] != rank:
+            place = views.layout_of(view._view)[self.dims].at(rank)
+            known = self._known = views, rank, place
+        return known[2]
+
+    # ---- the group ------------------------------------------------------------------------------
 
     @property
     def group(self) -> ProcessGroup:
-        """The calling rank's process group, created on first use by all ranks of the grid.
+        """The calling rank's process group. The first use creates it.
+
+        All ranks of the grid must make the first use together.
 
         Raises:
-            RankOutsideError: The grid does not hold the calling rank; never None.
-            CreationError: As for `create_pg`.
+            HyperCommError: As for `HyperCommGrid.create_pg`.
         """
-        here = self._here
-        if here is None or here.changes != self._changes or here.job() is not dist.group.WORLD:
-            here = self._find()
-        group = here.group()
-        if group is None:
-            try:
-                group = self._grid.get_pg(self.dims)
-            except GroupMissingError:
-                group = self._grid.ensure_pg(self.dims)
-            here.group = ref(group)
-        return group  # type: ignore[return-value]  # no member has None
+        _ = self._place  # raises on a rank outside of the grid
+        dims = "+".join(self.dims)  # text is looked up faster than a tuple
+        try:
+            group = self._view.get_pg(dims)
+        except GroupMissingError:
+            group = self._view.ensure_pg(dims)
+        return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
+
+    def get_group(self) -> ProcessGroup:
+        """Return `group`, as a DeviceMesh does."""
+        return self.group
+
+    def get_local_rank(self) -> int:
+        """Return `rank`, as a DeviceMesh does."""
+        return self.rank
 
     @overload
     def sum(self, value: int) -> int: ...
@@ -151,15 +139,15 @@ class GridDims:
     @overload
     def sum(self, value: Tensor) -> Tensor: ...
     def sum(self, value: float | Tensor) -> float | Tensor:
-        """Return the sum of a number, or of a tensor, over the group; every member must ask.
+        """Return the sum of a number or a tensor over the group. Every member must call this.
 
-        For metrics: gradients do not flow through it.
+        Use it for metrics: gradients do not flow through it.
 
         Args:
-            value: This rank's; a tensor stays as it is.
+            value: The value of this rank; a tensor is not changed.
 
         Raises:
-            GroupOptionsError: It is neither.
+            GroupOptionsError: The value is neither a number nor a tensor.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -185,32 +173,12 @@ class GridDims:
     @overload
     def mean(self, value: Tensor) -> Tensor: ...
     def mean(self, value: float | Tensor) -> float | Tensor:
-        """Return the mean of a number, or of a tensor, over the group; as for `sum`."""
+        """Return the mean of a number or a tensor over the group, as `sum` returns the sum."""
         return self.sum(value) / self.size
 
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
         dist.barrier(group=self.group)
 
-    # ---- inside -------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
-        return f"{'+'.join(self.dims)} of {self._grid.layout}"
-
-    @property
-    def _changes(self) -> int:
-        return self._grid._state.changes
-
-    @property
-    def _place(self) -> Place:
-        here = self._here
-        if here is None or here.changes != self._changes or here.job() is not dist.group.WORLD:
-            here = self._find()
-        return here.place
-
-    def _find(self) -> _Here:
-        job, changes = dist.group.WORLD, self._changes  # first: what is found may be older
-        place = self._grid.layout[self.dims].at(world.rank())
-        here = _Here(ref(job) if job is not None else lambda: None, changes, place)
-        self._here = None if job is None else here  # the environment may still change
-        return here
+        return f"{'+'.join(self.dims)} of {self._view.layout}"

@@ -98,12 +98,8 @@ def test_layouts_have_dims():
         (lambda grid: grid.get_local_rank(2), UnknownDimError, "mesh_dim 2 is none of the 2 dims"),
         (lambda grid: grid.get_local_rank(True), LayoutError, "mesh_dim must be an int, got True"),
         (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
-        (lambda grid: grid.sampler([1], "dp", rank=0), LayoutError, "rank=0 is what dims say"),
-        (
-            lambda grid: grid.sampler(range(2**70), "dp"),
-            LayoutError,
-            r"a length that len\(\) can tell",
-        ),
+        (lambda grid: grid.sampler([1], "dp", rank=0), LayoutError, "rank=0"),
+        (lambda grid: grid.sampler(iter([1]), "dp"), LayoutError, "must have a length"),
     ],
 )
 def test_what_is_refused(ask, error, words, monkeypatch):

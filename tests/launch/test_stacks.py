@@ -14,7 +14,7 @@ def frame(file, line, name):
 
 MAIN, OTHER = frame("/home/me/train.py", 30, "main"), frame("/home/me/train.py", 31, "main")
 TORCH = frame(sysconfig.get_path("purelib") + "/torch/distributed/c10d.py", 7, "barrier")
-OURS = frame(hypercomm.__path__[0] + "/grid/hyper_comm_grid.py", 9, "create_pg")
+OURS = frame(hypercomm.__path__[0] + "/grid/grid.py", 9, "create_pg")
 THREADS = frame(sysconfig.get_path("stdlib") + "/threading.py", 1, "wait")
 FROZEN = frame("<frozen importlib._bootstrap>", 1176, "_find_and_load")
 

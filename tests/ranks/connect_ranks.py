@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommError, HyperCommGrid
 from hypercomm.compat.megatron.state.state import ParallelState
-from hypercomm.connections import connecting
-from hypercomm.connections.items import Item
+from hypercomm.grid import connect as connecting
 from ranks.common import sum_over
 
 LIMIT = timedelta(seconds=20)
@@ -95,11 +94,11 @@ def fails_before():
     """Rank 1 fails before the ranks meet; then all connect."""
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
-        items_of = connecting.items_of
+        items_of = connecting._items_of
         if dist.get_rank() == 1:
-            connecting.items_of = None
+            connecting._items_of = None
         said = said_of(grid.connect, timeout=LIMIT, catch=Exception)
-        connecting.items_of = items_of
+        connecting._items_of = items_of
         dist.barrier()
         return said, len(grid.connect(timeout=LIMIT))
 
@@ -132,15 +131,15 @@ def gone_at_dp(rank, port, folder, how, lazily, more):
     grid.create_pgs(["tp", "dp", *more])
     dist.barrier()
     if rank == 3:
-        connect = Item.connect
+        connect = connecting._Item.connect
 
         def leave(item, own):
-            if item.blank.title == "dp":
+            if item.row.title == "dp":
                 os.kill(os.getpid(), how)
                 time.sleep(60)
             return connect(item, own)
 
-        Item.connect = leave
+        connecting._Item.connect = leave
     said = said_of(grid.connect, timeout=timedelta(seconds=4))
     begin = time.monotonic()
     others = sum_over(grid.get_pg("tp")) if rank < 2 else None
@@ -157,16 +156,16 @@ def recovers(verify):
     """Rank 3 is slow at dp: after the timeout that group is made anew, and the others serve."""
     with HyperCommGrid("tp=2,dp=2", verify=verify) as grid:
         grid.create_pgs(["tp", "dp"])
-        connect = Item.connect
+        connect = connecting._Item.connect
 
         def slow(item, own):
-            if item.blank.title == "dp" and own == 3:
+            if item.row.title == "dp" and own == 3:
                 time.sleep(4)
             return connect(item, own)
 
-        Item.connect = slow
+        connecting._Item.connect = slow
         said = said_of(grid.connect, timeout=SHORT)
-        Item.connect = connect
+        connecting._Item.connect = connect
         dist.barrier()
         grid.destroy_pg("dp")
         grid.create_pg("dp", timeout=LIMIT)

@@ -41,7 +41,7 @@ from simulated_job.store import Client, Server, Within
 _CONTAINERS = (dict, list, set, Counter, OrderedDict, WeakKeyDictionary, WeakSet)
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 _SHARED = (FunctionType, BuiltinFunctionType, type)
-_ROOMS = ("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.grid_set.")
+_ROOMS = ("hypercomm.process_groups.", "hypercomm.grid.")
 _SWITCH = "TORCH_GLOO_LAZY_INIT"
 """What the library sets in the environment of a process."""
 

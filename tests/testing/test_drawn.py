@@ -250,7 +250,7 @@ from hypercomm.testing.kit.hook import register
 register()
 finders = list(sys.meta_path)
 folder = f"{hypercomm.__path__[0]}/grid"
-spec = finders[0].find_spec("hypercomm.grid.hyper_comm_grid", [folder])
+spec = finders[0].find_spec("hypercomm.grid.grid", [folder])
 print("class HyperCommGrid" in spec.loader.get_source(spec.name), spec.name in sys.modules)
 assert sys.meta_path == finders
 """

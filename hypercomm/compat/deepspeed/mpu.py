@@ -13,7 +13,7 @@ from hypercomm.compat.deepspeed.roles import Dims, read_roles
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, LayoutError, RankOutsideError
 from hypercomm.grid.arguments import GroupArguments
-from hypercomm.grid.interface import GridInterface
+from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups
 from hypercomm.layout.reading.shown import shown
 
@@ -96,14 +96,14 @@ class Mpu:
 
     def __init__(
         self,
-        grid: GridInterface,
+        grid: GridView,
         *,
         tp: Dims = "tp",
         pp: Dims = "pp",
         dp: Dims = "dp",
         sp: Dims = None,
     ) -> None:
-        if not isinstance(grid, GridInterface):
+        if not isinstance(grid, GridView):
             raise LayoutError(f"Mpu() takes a HyperCommGrid or a view of one, got {shown(grid)}")
         self.grid = grid
         roles = read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypercomm.compat.deepspeed.roles import Dims, read_roles
 from hypercomm.errors import LayoutError, MissingPackageError
-from hypercomm.grid.interface import GridInterface
+from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.shown import shown
 
@@ -17,7 +17,7 @@ _AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 
 
 def topology_axes(
-    layout: RankLayout | GridInterface, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
+    layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
 ) -> dict[str, int]:
     """Return the axes that DeepSpeed numbers the ranks of a layout by, the LAST one fastest.
 
@@ -45,7 +45,7 @@ def topology_axes(
         >>> topology_axes(RankLayout.parse("dp=4"))
         {'pipe': 1, 'data': 4}
     """
-    layout = layout.layout if isinstance(layout, GridInterface) else layout
+    layout = layout.layout if isinstance(layout, GridView) else layout
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"layout must be a RankLayout or a grid, got {shown(layout)}")
     if layout.ranks != range(layout.size):
@@ -73,7 +73,7 @@ def topology_axes(
 
 
 def process_topology(
-    layout: RankLayout | GridInterface, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
+    layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
 ) -> Any:
     """Make DeepSpeed's ProcessTopology of a layout, for `PipelineModule(topology=)`.
 

@@ -63,18 +63,15 @@ class HyperCommGrid(grid.HyperCommGrid):
     def __init__(
         self,
         shape: Iterable[int],
-        dim_names: Iterable[str],
+        dim_names: Iterable[str] | None = None,
         rank_offset: int = 0,
         backend: str | None = None,
         **options: Any,
     ) -> None:
+        self._others: dict[Key, ProcessGroup | None] = {}
         if options.get("world_size") is None and "WORLD_SIZE" in os.environ:
             options["world_size"] = _world_size_of_the_environment()
         super().__init__(shape, dim_names, rank_offset, backend, **options)
-
-    def _setup(self, *arguments: Any) -> None:
-        self._others: dict[Key, ProcessGroup | None] = {}
-        super()._setup(*arguments)
 
     # ---- views --------------------------------------------------------------------------------
 

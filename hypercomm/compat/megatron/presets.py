@@ -13,8 +13,7 @@ from hypercomm.compat.megatron.groups.of_a_grid import EXPERT, HYBRID
 from hypercomm.compat.megatron.groups.requests import MegatronChoices, megatron_requests
 from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
-from hypercomm.grid_set import GridSet
-from hypercomm.grid_set.arguments import SetArguments
+from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
 from hypercomm.layout.placement import Requirement
 from hypercomm.layout.reading.checks import as_flag, as_offset, as_world_size

@@ -20,7 +20,7 @@ from hypercomm.compat.megatron.state.state import ParallelState, current
 from hypercomm.compat.megatron.training_groups import Group
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.interface import GridInterface
+from hypercomm.grid.grid import GridView
 from hypercomm.layout.reading.checks import as_strings
 from hypercomm.layout.reading.shown import shown
 
@@ -182,7 +182,7 @@ class ProcessGroupCollection:
         for name, given in [("grid", grid), ("expert", expert)]:
             if not isinstance(given, HyperCommGrid) and (name == "grid" or given is not None):
                 raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
-        of_experts: GridInterface | None = expert
+        of_experts: GridView | None = expert
         if expert is None and EXPERT in grid.views:
             of_experts = grid.view(EXPERT)
         collection = cls()

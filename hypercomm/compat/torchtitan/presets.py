@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.grid.arguments import GroupArguments, check_keywords
-from hypercomm.grid_set import GridSet
-from hypercomm.grid_set.arguments import SetArguments
+from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.checks import as_world_size
 from hypercomm.layout.reading.notation import OPEN

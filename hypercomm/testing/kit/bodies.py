@@ -195,7 +195,7 @@ def packed(arguments: Mapping[str, Any], test: str, what: str = "argument") -> d
 
 
 def _form_of(value: Any) -> Any:
-    grids = sys.modules.get("hypercomm.grid.hyper_comm_grid")
+    grids = sys.modules.get("hypercomm.grid.grid")
     if grids is None or type(value) is not grids.HyperCommGrid:
         return value
     state = value._state

@@ -15,7 +15,7 @@ from typing import Any
 _MODULES = {
     "hypercomm.layout.rank_layout": ("RankLayout", "layouts"),
     "hypercomm.layout.mapping.rank_mapping": ("RankMapping", "mappings"),
-    "hypercomm.grid.hyper_comm_grid": ("HyperCommGrid", "grids"),
+    "hypercomm.grid.grid": ("HyperCommGrid", "grids"),
 }
 """By the module that defines it, a class and the strategy that draws it."""
 

@@ -12,7 +12,7 @@ from hypercomm.compat.megatron.groups.layouts import GTP
 from hypercomm.compat.megatron.groups.table import EXPERT_ALL_GATHER, ROWS, TABLE, GroupRow
 from hypercomm.compat.megatron.releases import version
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.interface import GridInterface
+from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups.spec import GroupKey
 
@@ -70,7 +70,7 @@ def gtp_size(layout: RankLayout, grid: Literal["dense", "expert"]) -> int:
     return math.prod(layout.size_of(dim) for dim in own_dims(layout, GTP, grid))
 
 
-def fields_of(grid: GridInterface, expert: GridInterface | None) -> dict[str, object]:
+def fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
     """Return what grids hold of all of Megatron's groups, by attribute of a collection.
 
     Args:
@@ -88,7 +88,7 @@ def fields_of(grid: GridInterface, expert: GridInterface | None) -> dict[str, ob
     return held
 
 
-def _fill(held: dict[str, object], row: GroupRow, source: GridInterface | None) -> None:
+def _fill(held: dict[str, object], row: GroupRow, source: GridView | None) -> None:
     """Add to a collection's attributes what a grid has of a row, or what stands in for it."""
     own = {} if source is None else attributes_of(source, row)
     held.update(own)
@@ -104,7 +104,7 @@ def _fill(held: dict[str, object], row: GroupRow, source: GridInterface | None) 
             held[row.field + suffix] = held[f"{whole}{suffix}"]
 
 
-def attributes_of(grid: GridInterface, row: GroupRow) -> dict[str, object]:
+def attributes_of(grid: GridView, row: GroupRow) -> dict[str, object]:
     """Return what a grid has created of one of Megatron's rows, by attribute of a collection.
 
     Plain groups are those over the row's dims, and the name of the field counts only where the grid
@@ -126,7 +126,7 @@ def attributes_of(grid: GridInterface, row: GroupRow) -> dict[str, object]:
     return found
 
 
-def _parts_of(grid: GridInterface, row: GroupRow) -> dict[int, ProcessGroup]:
+def _parts_of(grid: GridView, row: GroupRow) -> dict[int, ProcessGroup]:
     """What a grid holds of a row that makes several groups, by place or size."""
     start = f"{row.field or row.key}_{row.part}"
     named = [((key.name or ""), pg) for key, pg in _own_groups(grid)]
@@ -134,6 +134,6 @@ def _parts_of(grid: GridInterface, row: GroupRow) -> dict[int, ProcessGroup]:
     return {int(part): pg for part, pg in parts if part.isdecimal() and pg is not None}
 
 
-def _own_groups(grid: GridInterface) -> Iterator[tuple[GroupKey, ProcessGroup | None]]:
+def _own_groups(grid: GridView) -> Iterator[tuple[GroupKey, ProcessGroup | None]]:
     is_grid = isinstance(grid, HyperCommGrid)  # which has the groups of its views too
     return ((key, pg) for key, pg in grid.pgs.items() if not (is_grid and key.view))

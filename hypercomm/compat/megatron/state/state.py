@@ -18,9 +18,9 @@ from hypercomm.compat.megatron.releases import version
 from hypercomm.compat.megatron.state.connecting import connect_grids
 from hypercomm.compat.megatron.state.memory import GlobalMemoryBuffer
 from hypercomm.compat.module_state import CurrentState, ModuleState
-from hypercomm.connections.connections import Connections
 from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.grid.connect import Connections
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.planned import PlannedGroup
 
@@ -167,9 +167,7 @@ class ParallelState(ModuleState):
             for grid in grids:
                 stack.callback(grid.destroy)  # the last one first
 
-    def connect(
-        self, *, timeout: timedelta | None = None, progress: bool | None = None
-    ) -> Connections:
+    def connect(self, *, timeout: timedelta | None = None) -> Connections:
         """Connect all groups of the state, and neighbours along "pp"; see `HyperCommGrid.connect`.
 
         Every rank must call this. Groups of a lazy state are created first.
@@ -188,7 +186,7 @@ class ParallelState(ModuleState):
             raise NotInitializedError(
                 "connect() needs groups to connect; call initialize_model_parallel() first"
             )
-        return connect_grids(self.grids, timeout, progress, creates=self.is_lazy)
+        return connect_grids(self.grids, timeout, creates=self.is_lazy)
 
     def all_gather_groups(
         self,

@@ -1,0 +1,1384 @@
+"""HyperCommGrid: owns a hyperrectangle of ranks, and the process groups created from it.
+
+`GridView` has what a grid and each of its views offer: questions about ranks, and process groups.
+`HyperCommGrid` is the view that owns the state: it registers views, reshapes and destroys.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+
+import attrs
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import (
+    GroupOptionsError,
+    HyperCommError,
+    LayoutError,
+    NotPicklableError,
+    UnknownDimError,
+)
+from hypercomm.grid.arguments import (
+    CREATIONS,
+    SHARES,
+    Cover,
+    Creation,
+    GivenSizes,
+    GridKeywords,
+    GridOptions,
+    GroupArguments,
+    GroupKeywords,
+    Share,
+    SharedKeywords,
+    Sizes,
+    check_keywords,
+    check_name,
+    check_world,
+    read_factors,
+    read_layout,
+    read_requests,
+    read_target,
+)
+from hypercomm.grid.dims import GridDims
+from hypercomm.layout import RankLayout
+from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.reading.checks import as_int, as_rank, as_ranks, check_choice, check_duration
+from hypercomm.layout.reading.notation import format_coords, parse_sizes
+from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.views import View, Views
+from hypercomm.process_groups import reshaping, world
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.agreement.steps import Steps, limit_of, refusing
+from hypercomm.process_groups.agreement.survivors import call_the_roll
+from hypercomm.process_groups.creation import abort, destroy
+from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups.options import GroupOptions, check_timeout
+from hypercomm.process_groups.owner import GroupOwner, create_all
+from hypercomm.process_groups.planned import Explanation, PlannedGroup, Pool
+from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, steps_of
+from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import Dataset, DistributedSampler
+    from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
+
+    from hypercomm.grid.connect import Connections
+
+logger = logging.getLogger(__name__)
+
+_WATCH = "hypercomm.watch"
+"""The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
+
+
+@attrs.define(eq=False)
+class GridState:
+    """The state that a grid and its views share.
+
+    Attributes:
+        views: The layout and its views; `reshape` replaces it.
+        owner: The process groups; `reshape` replaces it.
+        options: The arguments of the grid, which hold where a call does not say otherwise.
+        world_size: Number of ranks of the job.
+        lender: The state of `share_with`, kept alive.
+        device_type: The device type of the DeviceMesh that the grid was made of.
+        gave_meshes: Whether a DeviceMesh holds groups of the grid.
+        job: The last job that was found to be large enough for the grid.
+    """
+
+    views: Views
+    owner: GroupOwner
+    options: GridOptions
+    world_size: int
+    lender: GridState | None = None
+    device_type: str | None = None
+    gave_meshes: bool = False
+    job: Job | None = None
+
+    def warn_of_live(self) -> None:
+        """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
+        live = self.owner.live()
+        if live:
+            warnings.warn(
+                f"a HyperCommGrid ({self.views.base}) was collected while its process groups "
+                f"live: {', '.join(map(str, live))}; call its destroy(), or use it in a with block",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class GridView:
+    """One view of a grid: questions about ranks and process groups, in the dims of the view.
+
+    `HyperCommGrid.view` returns one, and a grid is itself one, with the dims of its layout. The
+    process groups belong to the grid, which destroys them.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        ...     grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
+        ...     expert = grid.view("expert")
+        ...     print(expert.shape, expert.create_pg("ep").size(), expert.group_ranks("ep"))
+        [4, 2] 4 (4, 5, 6, 7)
+    """
+
+    def __init__(self, state: GridState, view: str | None) -> None:
+        self._state = state
+        self._view = view
+        self._dims: dict[object, GridDims] = {}
+        """The results of `__getitem__`, by the dims as the caller wrote them."""
+
+    # ---- attributes -----------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> RankLayout:
+        """The numbering of the ranks."""
+        return self._state.views.layout_of(self._view)
+
+    @property
+    def backend(self) -> str | None:
+        """The default backend of the groups; None stands for that of WORLD."""
+        return self._state.options.backend
+
+    @property
+    def name(self) -> str | None:
+        """The name that distinguishes the grid from others."""
+        return self._state.options.name
+
+    @property
+    def shape(self) -> list[int]:
+        """The size of each dim; the first dim varies fastest."""
+        return list(self.layout.shape)
+
+    @property
+    def dim_names(self) -> list[str]:
+        """The name of each dim, in the order of `shape`."""
+        return list(self.layout.dim_names)
+
+    @property
+    def rank_offset(self) -> int:
+        """The smallest rank."""
+        return self.layout.rank_offset
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the grid."""
+        return self.layout.size
+
+    @property
+    def views(self) -> Mapping[str, RankLayout]:
+        """The layouts of the grid's views, by name; a read-only copy."""
+        views = self._state.views
+        return MappingProxyType({name: view.layout for name, view in views.items()})
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the grid was destroyed."""
+        return self._owner.is_destroyed
+
+    @property
+    def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
+        """The process groups that exist, by key, in the order of creation; a read-only copy.
+
+        A view has its own groups and those over the dims that it shares with the grid.
+        """
+        return MappingProxyType({key: planned.group for key, planned in self._plans.items()})
+
+    # ---- ranks ----------------------------------------------------------------------------------
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Return whether the calling rank is in the grid."""
+        return world.rank() in self.layout
+
+    def coords(self, rank: int | None = None, *, view: str | None = None) -> dict[str, int]:
+        """Return the coordinates of a rank.
+
+        Args:
+            rank: The rank; default: the calling one.
+            view: The view whose dims to use; default: this one.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
+            UnknownViewError: There is no such view.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+            >>> grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
+            >>> grid.coords(5), grid.coords(5, view="expert")
+            ({'tp': 1, 'dp': 2}, {'ep': 1, 'expt_dp': 1})
+        """
+        return self._layout_in(view).coords(world.rank(rank))
+
+    def group_ranks(
+        self, dims: Dims, rank: int | None = None, *, view: str | None = None
+    ) -> tuple[int, ...]:
+        """Return the ranks of the group over some dims that a rank is in.
+
+        They are in the order of the layout, which is ascending unless it lists its ranks.
+
+        Args:
+            dims: One name, or several in any order.
+            rank: The rank; default: the calling one.
+            view: The view whose dims these are; default: this one.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
+                that has the dims, if one does.
+            UnknownViewError: There is no such view.
+        """
+        layout = self._layout_in(view)
+        groups = layout.groups(*self._order(dims, view))
+        rank = as_rank(world.rank(rank))
+        layout.coords(rank)  # raises an error about the grid, where `of` has one about the groups
+        return groups.of(rank)
+
+    def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
+        """Return all groups over some dims, members in the order of the layout.
+
+        Args:
+            dims: As for `create_pg`.
+            more: Further dims.
+            view: The view whose dims these are; default: this one.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+            >>> grid.get_rank_enum(["dp", "tp"])
+            [[0, 1, 4, 5], [2, 3, 6, 7]]
+        """
+        view, views = self._view if view is None else view, self._state.views
+        found, ordered = views.find(_flatten(dims, more), view)
+        layout = views.base if found is None else found.layout
+        return layout.enumerate_ranks(reversed(ordered)).tolist()  # type: ignore[no-any-return]
+
+    def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
+        """Return all groups, members in the order of `dims`, the last one varying fastest.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid([2, 2, 2], ["a", "b", "c"], world_size=8)
+            >>> grid._gen_rank_enum(["a", "b"])
+            [[0, 2, 1, 3], [4, 6, 5, 7]]
+        """
+        return self.layout.enumerate_ranks(dims).tolist()  # type: ignore[no-any-return]
+
+    def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
+        """Return dims in REVERSED grid order, as Megatron does, and the same joined by dashes."""
+        ordered = list(reversed(self._order(dims)))
+        return ordered, "-".join(ordered)
+
+    def _order(self, dims: Dims, view: str | None = None) -> tuple[str, ...]:
+        """Return dims in the order of a view; an error names the view that has them."""
+        return self._state.views.ordered(dims, self._view if view is None else view)
+
+    def _layout_in(self, view: str | None) -> RankLayout:
+        return self.layout if view is None else self._state.views.layout_of(view)
+
+    # ---- dims -----------------------------------------------------------------------------------
+
+    def __getitem__(self, dims: Dims) -> GridDims:
+        """Return some dims as the calling rank sees them: `grid["tp"]`, `grid["dp", "cp"]`.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+        """
+        try:
+            return self._dims[dims]
+        except (KeyError, TypeError):  # new, or a list
+            _, ordered = self._state.views.find(dims, self._view)
+        if ordered not in self._dims:
+            # It gets another view object: a reference to this one would make a cycle.
+            self._dims[ordered] = GridDims(GridView(self._state, self._view), ordered)
+        found = self._dims[ordered]
+        if isinstance(dims, str):
+            self._dims[dims] = found
+        return found
+
+    def __contains__(self, dim: object) -> bool:
+        """Return whether the grid has a dim of this name, or a rank of this number."""
+        return dim in self.layout.dim_names if isinstance(dim, str) else dim in self.layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.dim_names)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the dims: `dict(grid)` maps each to `grid[dim]`."""
+        return self.layout.dim_names
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.dim_names
+
+    # ---- the interface of a DeviceMesh ----------------------------------------------------------
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The names of the dims in DeviceMesh's order, the last one varying fastest."""
+        return tuple(reversed(self.layout.dim_names))
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the calling rank's process group of a dim, created on first use.
+
+        Args:
+            mesh_dim: Its name, or its position in `mesh_dim_names`; a grid of one dim needs none.
+        """
+        return self[self._mesh_dim(mesh_dim)].group
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return the calling rank's coordinate along a dim, given as for `get_group`."""
+        return self[self._mesh_dim(mesh_dim)].rank
+
+    def get_coordinate(self) -> list[int] | None:
+        """Return the calling rank's coordinates in the order of `mesh_dim_names`; None outside.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     print(grid.mesh_dim_names, grid.get_coordinate(), grid.get_local_rank("dp"))
+            ('dp', 'tp') [2, 1] 2
+        """
+        if not self.is_current_rank_in_grid():
+            return None
+        return list(reversed(self.coords().values()))
+
+    def _mesh_dim(self, mesh_dim: int | str | None) -> str:
+        names = self.mesh_dim_names
+        if mesh_dim is None:
+            if len(names) > 1:
+                raise LayoutError(f"mesh_dim is missing: the grid has the dims {names}; name one")
+            return names[0]
+        if isinstance(mesh_dim, str):
+            return mesh_dim
+        if not -len(names) <= as_int(mesh_dim, "mesh_dim") < len(names):
+            raise UnknownDimError(f"mesh_dim {mesh_dim} is none of the {len(names)} dims {names}")
+        return names[mesh_dim]
+
+    # ---- process groups -------------------------------------------------------------------------
+
+    def create_pg(
+        self,
+        dims: Dims,
+        *more: Dims,
+        name: str | None = None,
+        view: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+        creation: Creation | None = None,
+        lazy_init: bool | None = None,
+    ) -> ProcessGroup | None:
+        """Create the process groups over some dims, and return the calling rank's.
+
+        Every rank of the grid must call this, in the same order; ranks outside may.
+
+        Args:
+            dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
+            more: Further dims.
+            name: Distinguishes a further group over the same dims, such as a duplicate for gloo.
+            view: The view whose dims these are; default: the grid's own dims. Dims that the view
+                shares with the grid give the grid's own groups.
+            backend: Backend of this group; default: the grid's.
+            timeout: Default: the timeout of WORLD.
+            pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
+            group_desc: A description that torch's logs show; default: the dims.
+            share: Overrides the grid's.
+            derive: Makes other groups of those over `dims`, such as the ends of each pipeline:
+                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`. Needs a name.
+            creation: Overrides the grid's. Where WORLD is bound to a device, dims that cover the
+                world may be split off it, and others created in another way.
+            lazy_init: Overrides the grid's.
+
+        Returns:
+            A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Note
+            that torch's collectives take None for WORLD.
+
+        Raises:
+            GroupExistsError: A group for this key was created before (a KeyError).
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownViewError: There is no such view.
+            GroupOptionsError: An option is wrong, or would be ignored.
+            GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
+            GridMismatchError: Another rank has a different grid; names both.
+            PlanMismatchError: With `verify`, another rank creates a different group here.
+            CreationError: The grid's creation strategy cannot work here, members could not
+                connect, or the job's store is gone.
+            NotInitializedError: torch.distributed is not initialised.
+            GridDestroyedError: The grid was destroyed.
+            ForkedError: The grid belongs to the process that forked this one.
+        """
+        keywords: GroupKeywords = {"name": name, "view": view, "backend": backend}
+        keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
+        keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
+        return self._owner.create(self._spec(_flatten(dims, more), keywords))
+
+    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> PlannedGroup:
+        """Check some process groups now, and create them later with `create()` of the result.
+
+        Every rank of the grid must call this, in the same order. It takes the arguments of
+        `create_pg`, and raises the errors that `create_pg` raises before it creates anything.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     planned = grid.plan_pg("dp")
+            ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
+            4 2 0 4
+        """
+        check_keywords("plan_pg", keywords, GroupKeywords.__annotations__)
+        return self._owner.plan(self._spec(_flatten(dims, more), keywords))
+
+    def get_pg(
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
+    ) -> ProcessGroup | None:
+        """Return a process group that was created before; never communicates.
+
+        Returns:
+            The group, or None on a rank outside of the grid, as `create_pg`.
+
+        Raises:
+            GroupMissingError: It was not created (a KeyError).
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            GridDestroyedError: The grid was destroyed.
+        """
+        return self._owner.get(self._key(_flatten(dims, more), name, view)[0])
+
+    def ensure_pg(
+        self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]
+    ) -> ProcessGroup | None:
+        """Create a process group on the first call, and return the same one afterwards.
+
+        Takes the arguments of `create_pg`, and raises its errors, except for a key that exists.
+
+        Raises:
+            GroupOptionsError: The options given, or the groups derived, differ from those of the
+                first call.
+        """
+        check_keywords("ensure_pg", keywords, GroupKeywords.__annotations__)
+        return self._owner.ensure(self._spec(_flatten(dims, more), keywords))
+
+    @overload  # a str is an iterable of dims, and a mapping one of its keys
+    def create_pgs(  # type: ignore[overload-overlap]
+        self, requests: Mapping[str, Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
+    ) -> dict[str, ProcessGroup | None]: ...
+    @overload
+    def create_pgs(
+        self, requests: Iterable[Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
+    ) -> list[ProcessGroup | None]: ...
+    def create_pgs(
+        self,
+        requests: Mapping[str, Dims | GroupArguments] | Iterable[Dims | GroupArguments],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        share: Share | None = None,
+    ) -> dict[str, ProcessGroup | None] | list[ProcessGroup | None]:
+        """Create several process groups in one call, in the order given, all or none.
+
+        Every rank of the grid must call this with the same list; ranks outside may. Lists are
+        compared before anything is created. If one group fails, all ranks of the grid destroy
+        those that the call has created.
+
+        Args:
+            requests: For each group its dims, or a mapping of arguments of `create_pg` by name:
+                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`. Or a
+                dict of these, under names of your choice.
+            backend: As for `create_pg`, for requests without one, as are the other two.
+            timeout: Of each group; the longest is that of the whole call.
+            share: Groups of the same call may share too.
+
+        Returns:
+            For each request what `create_pg` returns; a dict for a dict.
+
+        Raises:
+            GroupExistsError: A key occurs twice, or was created before; nothing was created.
+            PlanMismatchError: Another rank's list differs; shows the difference.
+            LayoutError, GroupOptionsError, CreationError: As for `create_pg`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            ...     tp, dp_cp = grid.create_pgs(["tp", ["dp", "cp"]])
+            ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
+            2 4 ['tp', 'cp+dp']
+        """
+        named = isinstance(requests, Mapping) and "dims" not in requests  # else a lone request
+        wanted = requests.values() if isinstance(requests, Mapping) and named else requests
+        specs = self._specs(wanted, {"backend": backend, "timeout": timeout, "share": share})
+        groups = create_all(self._owner, specs)
+        return dict(zip(requests, groups, strict=True)) if named else groups  # type: ignore[arg-type]
+
+    def destroy_pg(
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
+    ) -> None:
+        """Destroy one process group that the grid created, before it destroys the others.
+
+        Every rank of the grid must call this, in the same order among creations of the same key,
+        which may be created again. A group that other keys use, or that the grid does not own,
+        stays until those are gone.
+
+        Raises:
+            GroupMissingError: It was not created (a KeyError).
+            UnknownDimError, LayoutError, UnknownViewError: As for `create_pg`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
+            ...     grid.destroy_pg("tp")
+            ...     print([str(key) for key in grid.pgs])
+            ['dp']
+        """
+        key, _ = self._key(_flatten(dims, more), name, view)
+        self._forget_meshes()
+        self._owner.remove(key)
+
+    def explain(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Explanation:
+        """Return how the process groups over some dims were created, or would be, and why.
+
+        Creates nothing, and does not communicate. For a key that exists the result describes its
+        creation, whatever the arguments.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     print(grid.explain("dp"))
+            dp: 2 of 4 ranks, fake
+              local: each rank creates only the groups that it is a member of
+              not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
+              not enumerate: it would work too: every rank walks every group of the world
+        """
+        check_keywords("explain", keywords, GroupKeywords.__annotations__)
+        spec = self._spec(_flatten(dims, more), keywords)
+        planned = self._owner.planned.get(spec.key)
+        return self._owner.explain(planned or self._owner.draft(spec, current_or_none()))
+
+    def find(self, group: ProcessGroup | None) -> GroupKey | None:
+        """Return the key of a process group of the grid; None for other groups.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     print(grid.find(grid["dp"].group))
+            dp
+        """
+        keys = (key for key, held in self.pgs.items() if held is group and group is not None)
+        return next(keys, None)
+
+    def device_mesh(
+        self,
+        *dims: str | Iterable[str],
+        device_type: str | None = None,
+        flatten: Mapping[str, Sequence[str]] | None = None,
+    ) -> DeviceMesh:
+        """Return a torch DeviceMesh of the grid's process groups; missing ones are created.
+
+        All ranks of the grid must call this if a group is missing.
+
+        A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
+        grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
+        grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
+        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. torch treats meshes
+        with equal ranks and dim names as one: give grids that live at the same time and have
+        meshes of the same ranks different dim names.
+
+        Args:
+            dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
+                one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
+            device_type: "cpu", "cuda", ...; default: that of the mesh that the grid was made of,
+                else that of the backend of the first dim's groups.
+            flatten: Adjacent dims of the mesh that get a further name together:
+                {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
+
+        Returns:
+            The mesh of the ranks that have the calling rank's coordinates in all other dims.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            GroupOptionsError: `device_type` is not a string.
+            HyperCommError: As for `create_pg`.
+
+        Example:
+            Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
+
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     mesh = grid.device_mesh("dp", "tp")
+            ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
+            {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
+        """
+        from hypercomm.grid.device_mesh import as_mesh
+
+        self._owner.check_alive()
+        if device_type is not None and not isinstance(device_type, str):
+            raise GroupOptionsError(
+                f"device_type must be a name such as 'cuda', got {shown(device_type)}"
+            )
+        try:
+            mesh = as_mesh(self, dims, device_type or self._state.device_type, flatten)
+        except UnknownDimError:
+            if dims:
+                self._order(dims[0] if len(dims) == 1 else dims)  # its error names the right view
+            raise
+        self._state.gave_meshes = True
+        return mesh
+
+    # ---- internals of process groups ------------------------------------------------------------
+
+    @property
+    def _owner(self) -> GroupOwner:
+        return self._state.owner
+
+    @property
+    def _plans(self) -> Mapping[GroupKey, PlannedGroup]:
+        """The groups that exist, of this view and of the dims that it shares."""
+        created = self._owner.created
+        if self._view is None:
+            return dict(created)
+        shared = set(self._state.views[self._view].shared_dims)
+        return {
+            key: planned
+            for key, planned in created.items()
+            if key.view == self._view or (key.view is None and set(key.dims) <= shared)
+        }
+
+    def _forget_meshes(self) -> None:
+        """Make torch forget the meshes of groups that are about to be destroyed."""
+        if self._state.gave_meshes and not self._owner.is_destroyed:
+            c10d.forget_meshes()
+
+    def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
+        """Return the key, and the view that was asked for, which may share the dims."""
+        self._owner.check_alive()
+        if name is not None:
+            check_name(name)
+        view, views = self._view if view is None else view, self._state.views
+        found, ordered = views.find(dims, view)
+        key = GroupKey(ordered, name, None if found is None else found.name)
+        return key, None if view is None else views.asked(view)
+
+    def _spec(self, dims: Dims, given: GroupKeywords) -> GroupSpec:
+        """Check a request, and complete it with the options of the grid."""
+        state, options = self._state, self._state.options
+        key, view = self._key(dims, given.get("name"), given.get("view"))
+        share, creation = given.get("share"), given.get("creation")
+        if share is not None:
+            check_choice("share", share, SHARES)
+        if creation is not None:
+            check_choice("creation", creation, CREATIONS)
+        backend, lazy_init = given.get("backend"), given.get("lazy_init")
+        wanted = GroupOptions(
+            options.backend if backend is None else backend,
+            given.get("timeout"),
+            given.get("pg_options"),
+            given.get("group_desc"),
+            options.lazy_init if lazy_init is None else lazy_init,
+            creation,
+        )
+        base = state.views.base
+        if (job := current_or_none()) is not state.job and job is not None:
+            self._owner.check_numbers(job)
+            check_world(base, job.size, "any")
+            state.job = job
+        return specify(key, view, base, given.get("derive"), wanted, share or options.share)
+
+    def _specs(
+        self, requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
+    ) -> list[GroupSpec]:
+        self._owner.check_alive()
+        return [self._spec(*request) for request in read_requests(requests, defaults)]
+
+    # ---- a running job --------------------------------------------------------------------------
+
+    def connect(
+        self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
+    ) -> Connections:
+        """Connect all process groups that exist, before the first step needs them.
+
+        NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
+        which then hangs if a rank is missing. Every rank of the grid must call this while no
+        communication is under way in the groups; ranks outside need not. First the ranks wait for
+        each other and compare their groups. Then the members of each group all-reduce one element,
+        and neighbours in a pipeline send each other one, also from the last stage to the first.
+        Keys that share a group count once; groups that are only planned are left out.
+
+        If ranks are missing at the start, nothing has been communicated, and all may call this
+        again. After a timeout in a group that group is broken, as torch cannot undo a collective:
+        `destroy_pg` it, and create it again. A gloo group may then delay `destroy_pg` until the
+        group's own timeout.
+
+        Args:
+            pipelines: Dims whose neighbours are connected, in the groups over each of them alone.
+                "pp" is ignored if there is no such dim; () stands for none.
+            timeout: For the whole call; default: the timeout of WORLD.
+
+        Returns:
+            The seconds for each group that the calling rank is in, and for each edge; zeros for a
+            group of one rank and in a fake world. `print` shows a table.
+
+        Raises:
+            PlanMismatchError: Ranks have different groups; none has communicated.
+            ConnectTimeout: Ranks did not arrive in time; names them and their groups.
+            OutcomeUnknownError: The job's store is gone.
+            CreationError: Another thread makes such a call, a collective failed or gave a wrong
+                result, or the others timed out just before this rank arrived: call it again.
+            UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
+            GridDestroyedError: The grid was destroyed.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,pp=4", lazy_init=False) as grid:
+            ...     _ = grid.create_pgs(["tp", "pp"])
+            ...     for row in grid.connect():
+            ...         print(row.title, row.ranks, row.seconds)
+            tp (4, 5) 0.0
+            pp (1, 3, 5, 7) 0.0
+            pp edge (5, 7) 0.0
+            pp edge (3, 5) 0.0
+        """
+        from hypercomm.grid.connect import connect
+
+        return connect({"": self}, self._owner.steps, pipelines, timeout)
+
+    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Any:
+        """Write a report for `hypercomm blame` when no collective has moved for a while.
+
+        Call it on every rank, between the same collectives, before or after the groups are
+        created. From then on every call that a ProcessGroup of this process gets from Python, of
+        any grid, is recorded (4 to 7 microseconds each); the last 100 of each group are kept. When
+        no call has started or ended for `seconds`, a thread writes them, with the stacks of all
+        threads, to `hypercomm_watch_RANK.json`. The file is removed when calls move again. Leaving
+        the `with` block writes it too, with the exception if there is one.
+
+        Not recorded: calls from C++ (DistributedDataParallel's buckets), functional collectives
+        (DTensor, compiled code). Do not use it while CUDA graphs are captured.
+
+        Args:
+            seconds: Seconds without progress. Choose less than the groups' timeout, such as 60.
+            folder: Created if missing; best on a disk that the hosts share.
+
+        Returns:
+            A `Watch`: a context manager, which `stop()` ends as well.
+
+        Raises:
+            WatchError: The seconds or the folder cannot be used, or this process has a watch.
+            NotInitializedError: torch.distributed is not initialised.
+
+        Example:
+            >>> import json, tempfile
+            >>> import torch.distributed as dist
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     with tempfile.TemporaryDirectory() as folder:
+            ...         with grid.watch(60, folder) as watch:
+            ...             dist.barrier(group=grid.create_pg("dp"))
+            ...         record = json.loads(watch.file.read_text())
+            >>> group = record["groups"][0]
+            >>> record["rank"], group["title"], group["ranks"]
+            (5, 'dp', [1, 3, 5, 7])
+            >>> [(call["op"], call["number"]) for call in group["calls"]]
+            [('barrier', 1)]
+        """
+        views, owner = self._state.views, self._owner
+        layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
+        groups = lambda: {key: one.group for key, one in owner.created.items()}  # noqa: E731
+        return importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
+
+    def survivors(self, timeout: timedelta) -> tuple[int, ...]:
+        """Return the ranks of the grid that are left after a loss: the same on all of them.
+
+        Every rank of the grid that is left calls this after a collective has failed, and then
+        `reshape(target, ranks=...)`. This call changes nothing.
+
+        Args:
+            timeout: How long to wait for ranks that do not arrive. Choose more than the timeout of
+                the collectives, which other ranks may still wait in. The ranks that arrived then
+                confirm the result with each other; each 16 missing ranks, and a rank that dies
+                during the call, extend the wait by `timeout`.
+
+        Returns:
+            The ranks that arrived, in the order of the layout. A rank that is alive and waits
+            elsewhere is not among them.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            CreationError: The others continue without this rank, which arrived too late.
+            OutcomeUnknownError: The job's store is gone; restart the job.
+            GroupOptionsError: `timeout` is not a positive timedelta.
+
+        Example:
+            >>> from datetime import timedelta
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     print(grid.survivors(timedelta(seconds=30)))  # no rank of a fake world is lost
+            (0, 1, 2, 3, 4, 5, 6, 7)
+        """
+        owner = self._owner
+        owner.check_alive()
+        check_duration("timeout", timeout, GroupOptionsError)
+        self.coords()  # raises on a rank outside
+        of, limit_s = owner.successions.of, timeout.total_seconds()
+        return call_the_roll(owner.steps, lambda ranks: of(ranks)[1], limit_s)
+
+    # ---- helpers for training code --------------------------------------------------------------
+
+    def barrier(self, *dims: Dims) -> None:
+        """Wait for the ranks of the calling rank's group over some dims; default: the whole grid.
+
+        Every rank of the group must call this.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+        """
+        self[dims or self.layout.dim_names].barrier()
+
+    def print_once(self, *values: object, **keywords: Any) -> None:
+        """Call `print` on the first rank of the grid only."""
+        if world.rank() == self.layout.ranks[0]:
+            print(*values, **keywords)  # noqa: T201 - printing is its purpose
+
+    def log_filter(self) -> logging.Filter:
+        """Return a filter that prefixes each message with the calling rank's coordinates.
+
+        Add it to a handler: `handler.addFilter(grid.log_filter())`. Ranks outside of the grid
+        show their rank. Formats may use `%(coords)s` as well.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> record = logging.LogRecord("", logging.INFO, "", 0, "loss %.1f", (0.5,), None)
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     _ = grid.log_filter().filter(record)
+            ...     print(record.getMessage())
+            [tp=1 dp=2] loss 0.5
+        """
+        return _Coords(self)
+
+    def seed(self, base: int, *dims: Dims) -> int:
+        """Return a seed that differs along some dims, and is equal along all others.
+
+        Args:
+            base: The seed of the run, at least 0.
+            dims: Along which ranks draw different numbers, such as "tp" for dropout in layers that
+                are split, or "dp" for data; none: all ranks draw the same.
+
+        Returns:
+            63 bits, the same in every run and on every machine.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            LayoutError: `base` is not an int of at least 0.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> def seed_of(rank, *dims):
+            ...     with fake_world(8, rank=rank), HyperCommGrid("tp=2,dp=4") as grid:
+            ...         return grid.seed(1234, *dims)
+            >>> seed_of(0, "tp") == seed_of(2, "tp"), seed_of(0, "tp") == seed_of(1, "tp")
+            (True, False)
+        """
+        if as_int(base, "base") < 0:
+            raise LayoutError(f"base must be at least 0, got {base}")
+        coords = self.coords()
+        ordered = self.layout.order_dims(dims) if dims else ()
+        text = ",".join(f"{dim}={coords[dim]}" for dim in ordered)
+        words = np.frombuffer(text.encode(), np.uint8).tolist()
+        state = np.random.SeedSequence([base, *words]).generate_state(1, np.uint64)
+        return int(state[0]) >> 1
+
+    def sampler(
+        self, dataset: Dataset[Any] | Sequence[Any], *dims: Dims, **keywords: Any
+    ) -> DistributedSampler[Any]:
+        """Return a sampler for a DataLoader that splits a dataset along some dims.
+
+        Ranks that differ in other dims only draw the same items.
+
+        Args:
+            dataset: The dataset.
+            dims: Such as "dp".
+            keywords: As for `torch.utils.data.DistributedSampler`: shuffle, seed, drop_last.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     print(list(grid.sampler(range(8), "dp", shuffle=False)))
+            [2, 6]
+        """
+        from torch.utils.data import DistributedSampler
+
+        for name in ("num_replicas", "rank"):
+            if name in keywords:
+                raise LayoutError(f"{name}={shown(keywords[name])} follows from the dims; omit it")
+        if not hasattr(dataset, "__len__"):
+            raise LayoutError(f"dataset must have a length to be split, got {shown(dataset)}")
+        here = self[dims]
+        return DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, **keywords)  # type: ignore[arg-type]
+
+    # ---- text -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        state = self._state
+        base = state.views.base
+        ranks = "ranks" if isinstance(base.ranks, range) else f"{base.size} of the ranks"
+        name = "" if self.name is None else f", name={self.name!r}"
+        grid = f"HyperCommGrid({base}{name})"
+        if self._view is not None:
+            return f"view {self._view} ({self.layout}) of {grid}"
+        return (
+            f"{grid}: {ranks} {base.rank_offset}..{base.last_rank} of a world of {state.world_size}"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), (), (), self._lines()) + self.layout._repr_html_()
+
+    def _lines(self) -> list[str]:
+        if self.is_destroyed:
+            return ["destroyed"]
+        groups = [
+            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
+            + (f", {planned.options.backend}" if planned.options.backend else "")
+            for key, planned in self._plans.items()
+        ]
+        views = [f"view {name}: {view}" for name, view in self.views.items()]
+        return [self._position(), *views, *(groups or ["no process groups yet"])]
+
+    def _position(self) -> str:
+        try:
+            rank = world.rank()
+        except HyperCommError:
+            return "this rank is not known: torch.distributed is not initialised"
+        if rank not in self.layout:
+            return f"this is rank {rank}, outside the grid"
+        return f"this is rank {rank}, at {format_coords(self.layout.coords(rank))}"
+
+    def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
+        raise NotPicklableError(
+            f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
+            f"grid.layout, which is a value, and build the grid there: "
+            f"HyperCommGrid.from_layout(layout)"
+        )
+
+
+class HyperCommGrid(GridView):
+    """An N-dimensional grid of ranks that creates process groups by dim names.
+
+    The first dim varies fastest, as in Megatron's `order` and opposite to DeviceMesh. The grid
+    owns the groups that it creates: `destroy()`, or the end of its `with` block, destroys exactly
+    these.
+
+    Args:
+        shape: Size of each dim, in ranks: as text, "tp=2,dp=-1"; by name, {"tp": 2, "dp": -1}; as
+            ints, together with `dim_names`; or a `RankLayout`. One may be -1: it fills the world
+            from `rank_offset` on. Default: the environment's HYPERCOMM_LAYOUT.
+        dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
+        rank_offset: The smallest rank, if the grid does not start at rank 0.
+        backend: Backend of the groups; default: that of WORLD.
+        name: Distinguishes this grid from others; every rank must give the same one. Ranks must
+            make overlapping grids of one name in the same order; give different names to grids
+            that ranks make in different orders, in threads for example.
+        cover: "exact" rejects a grid that leaves ranks of the world out.
+        creation: How groups are created. "local": each rank creates only its own; "split": every
+            rank of the world splits WORLD once, where WORLD is bound to a device; "enumerate":
+            every rank creates every group, as torch does; "auto" takes the first of split (if the
+            grid has all ranks of the world), local, split, enumerate that works.
+        share: "identical" lets keys with the same ranks, backend and options have one group.
+        share_with: Another grid whose groups may serve this one's keys too, under
+            `share="identical"`. The last grid that has such a group destroys it.
+        world_size: Number of ranks of the job; default: that of torch.distributed, else that of
+            the launcher's environment, such as WORLD_SIZE.
+        lazy_init: True connects each pair of ranks of gloo and NCCL groups at their first message,
+            so that the creation waits for no rank; False connects them at the creation. Default:
+            gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as torch does.
+        verify: True compares each creation, with its position, with those of the other ranks, for
+            one store operation each; default: as the environment's HYPERCOMM_VERIFY says.
+
+    Raises:
+        LayoutError: As for `RankLayout`.
+        WorldSizeError: The grid does not fit the world, or leaves ranks out with `cover="exact"`.
+        NotInitializedError: The world size is not known.
+        GroupOptionsError: The backend is unknown, or another option is wrong.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,cp=2,dp=-1") as grid:
+        ...     dp_cp = grid.create_pg(["dp", "cp"])
+        ...     print(grid.coords(), grid.group_ranks(["dp", "cp"]), dp_cp.size())
+        {'tp': 1, 'cp': 0, 'dp': 1} (1, 3, 5, 7) 4
+
+    Source: names, signatures and behaviour of `create_pg`, `get_pg`, `get_rank_enum`,
+    `_gen_rank_enum` and `_order_dims` follow `megatron.core.hyper_comm_grid`.
+    """
+
+    def __init__(
+        self,
+        shape: Sizes = None,
+        dim_names: Iterable[str] | None = None,
+        rank_offset: int = 0,
+        backend: str | None = None,
+        *,
+        name: str | None = None,
+        cover: Cover = "any",
+        creation: Creation = "auto",
+        share: Share = "never",
+        share_with: HyperCommGrid | None = None,
+        world_size: int | None = None,
+        lazy_init: bool | None = None,
+        verify: bool | None = None,
+    ) -> None:
+        layout = read_layout(shape, dim_names, rank_offset, world_size)
+        options = GridOptions(
+            backend=backend,
+            name=name,
+            cover=cover,
+            creation=creation,
+            share=share,
+            world_size=world_size,
+            lazy_init=lazy_init,
+            verify=verify,
+        )
+        if share_with is not None and not isinstance(share_with, HyperCommGrid):
+            raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
+        total = world.world_size(world_size)
+        check_world(layout, total, cover)
+        lender = None if share_with is None else share_with._state
+        owner = _owner_of(layout, options, Pool(None if lender is None else lender.owner.pool))
+        job = current_or_none()
+        known = job if job is not None and job.size == total else None
+        super().__init__(
+            GridState(Views(layout), owner, options, total, lender, job=known), view=None
+        )
+        weakref.finalize(self, self._state.warn_of_live).atexit = False
+
+    @classmethod
+    def parse(cls, text: str, rank_offset: int = 0, **keywords: Unpack[GridKeywords]) -> Self:
+        """Make a grid from sizes as text; the arguments are those of the class.
+
+        Example:
+            >>> HyperCommGrid.parse("tp=2,dp=-1", world_size=8).shape
+            [2, 4]
+        """
+        return cls(parse_sizes(text), rank_offset=rank_offset, **keywords)
+
+    @classmethod
+    def from_layout(
+        cls,
+        layout: RankLayout,
+        *,
+        share_with: HyperCommGrid | None = None,
+        **keywords: Unpack[GridKeywords],
+    ) -> Self:
+        """Make a grid from a layout, gaps included; the arguments are those of the class.
+
+        Example:
+            >>> HyperCommGrid.from_layout(RankLayout.parse("tp=2,dp=4"), world_size=8).shape
+            [2, 4]
+        """
+        if not isinstance(layout, RankLayout):
+            raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
+        return cls(layout, share_with=share_with, **keywords)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, name: str | None = None) -> Self:
+        """Make a grid from a torch DeviceMesh, which stays the owner of its process groups.
+
+        The grid has the mesh's dims in reverse, so that the first varies fastest, and has the
+        mesh's groups under their names. `destroy` destroys the groups that the grid created, and
+        neither the mesh's groups nor WORLD. The mesh's groups serve no other keys, whatever
+        `share` is. This call creates no process group and does not communicate.
+
+        Args:
+            mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
+            name: As for the class.
+
+        Raises:
+            LayoutError: The mesh has no dim names, or one that a grid cannot have, or its ranks
+                are permuted and its groups are not: torch sorts them, `grid.device_mesh()` does
+                not.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5):
+            ...     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+            ...     grid = HyperCommGrid.from_device_mesh(mesh)
+            ...     print(grid.layout, grid.group_ranks("dp"), grid.get_pg("dp").size())
+            tp=2,dp=4 (1, 3, 5, 7) 4
+        """
+        from hypercomm.grid.device_mesh import read_mesh
+
+        layout, groups = read_mesh(mesh)
+        grid = cls.from_layout(layout, name=name)
+        grid._state.device_type = mesh.device_type
+        for dim in layout.dim_names:
+            grid._owner.adopt(dim, groups[dim] if groups is not None else None)
+        return grid
+
+    # ---- views ----------------------------------------------------------------------------------
+
+    def register_view(
+        self,
+        name: str,
+        shape: GivenSizes,
+        dim_names: Iterable[str] | None = None,
+        shared_dims: Iterable[str] | None = None,
+    ) -> None:
+        """Add another factorisation of the grid's ranks, such as that of a model's expert layers.
+
+        `create_pg`, `get_pg` and the other calls take its dims with `view=name`; `view(name)`
+        returns an object with all of them. Every rank of the grid must register the same views;
+        they are compared when groups are first created in them.
+
+        Args:
+            name: The name of the view.
+            shape: Size of each dim, in ranks, as for the class; one may be -1.
+            dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
+            shared_dims: Dims that the grid has too, with the same groups: these then have one
+                process group in both.
+
+        Raises:
+            LayoutError: The name is taken, the sizes do not multiply to the ranks of the grid, or
+                a shared dim has other groups in the view; shows both.
+            UnknownDimError: A shared dim is missing in the grid or in the view.
+
+        Example:
+            >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
+            >>> grid.register_view("expert", "ep=4,expt_dp=-1,pp=2", shared_dims=["pp"])
+            >>> grid.get_rank_enum("ep", view="expert")[0], grid.view("expert").coords(5)
+            ([0, 1, 2, 3], {'ep': 1, 'expt_dp': 1, 'pp': 0})
+
+        Source: names and arguments follow newer versions of `megatron.core.hyper_comm_grid`.
+        """
+        self._owner.check_alive()
+        sizes, names = read_factors(shape, dim_names, self.layout.size)
+        self._state.views.register(name, sizes, names, shared_dims)
+
+    def view(self, name: str) -> GridView:
+        """Return a view as an object with the interface of a grid; the grid stays the owner.
+
+        Raises:
+            UnknownViewError: There is no such view; names those that exist.
+        """
+        return GridView(self._state, self._state.views[name].name)
+
+    # ---- another shape --------------------------------------------------------------------------
+
+    def reshape(
+        self,
+        target: str | RankLayout,
+        *,
+        views: Mapping[str, str] | None = None,
+        ranks: Iterable[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> Reshaped:
+        """Give the grid's ranks another layout, in a live job; keys that exist get new groups.
+
+        Every rank of the grid must call this, and with creation "split" or "enumerate" every rank
+        of the world. Process groups whose ranks and options match a key of the new layout are
+        kept; then missing ones are created, and then the others destroyed, so that a failure
+        leaves the grid as it was. Keys over dims that no longer exist are destroyed.
+
+        With `ranks` the grid continues with these ranks of WORLD: those that are left of a job
+        that has lost some, or more than before. Only they call this. A spare rank may, and is then
+        outside of the grid. No group is kept, as a loss may have broken it, and the old ones are
+        aborted. The ranks agree through the job's store: if the process that serves it is lost,
+        usually rank 0, the job must be restarted.
+
+        Args:
+            target: Sizes as text, as in "tp=4,dp=2", one of them may be -1; or a layout of the
+                same ranks.
+            views: New sizes as text, by name, of the views that change.
+            ranks: The ranks to continue with, in the order of the target's numbering.
+            timeout: How long to wait for the others; default: the timeout of WORLD.
+
+        Returns:
+            The keys that were kept, created and destroyed on this rank; `print` shows them.
+
+        Raises:
+            WorldSizeError: The target has other ranks than the grid, or than `ranks`.
+            LayoutError: The target or the ranks cannot be read, or a view does not fit.
+            UnknownViewError: `views` has a name that is not a view.
+            PlanMismatchError: Another rank has a different target, or failed: all raise.
+            GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
+            CreationError: Groups are planned that were not created, one could not be created,
+                another thread reshapes the grid, or the others timed out just before this rank
+                arrived: call it again.
+            GridMismatchError, GridDestroyedError, ForkedError: As for `create_pg`.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            ...     groups = grid.create_pgs(["tp", "dp", ["tp", "cp"]])
+            ...     print(grid.reshape("tp=4,dp=2"))
+            ...     print(grid.get_pg("tp") is groups[2])  # it was tp+cp
+            tp=2,cp=2,dp=2 -> tp=4,dp=2
+              kept: tp (was tp+cp), dp
+              created: none
+              destroyed: tp
+            True
+        """
+        owner, state = self._owner, self._state
+        owner.check_alive()
+        check_timeout(timeout)
+        is_live = ranks is not None and current_or_none() is not None
+        total = world.world_size(None if is_live else state.world_size)
+        left = None if ranks is None else as_ranks(ranks, "ranks", total)
+        with alone(owner), steps_of(owner, left) as steps:
+            with refusing(steps, reshaping.CALL):
+                layout = read_target(target, self.layout, left)
+                if not isinstance(views, Mapping | None):
+                    raise LayoutError(f"views must map names to texts, got {shown(views)}")
+                refactored = state.views.refactored(layout, views or {})
+                check_settled(owner)
+
+            def make(shape: str) -> GroupOwner:
+                pool = owner.pool if left is None else Pool()
+                return _owner_of(layout, state.options, pool, steps, shape)
+
+            limit_s = limit_of(timeout)
+            fresh, result, pending = reshaping.reshape(owner, make, refactored, steps, limit_s)
+            self._forget_meshes()
+            state.views, state.owner, state.world_size = refactored, fresh, total
+            self._dims = {}
+        owner.end(destroy if left is None else abort)
+        if pending is not None:
+            raise pending
+        logger.info("reshaped: %s", result)
+        return result
+
+    # ---- life cycle -----------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Destroy the groups that the grid created, the last one first; may be called twice.
+
+        Groups that the grid did not create stay, WORLD included. Afterwards the grid still
+        answers questions about ranks, but has no groups and creates none.
+        """
+        self._forget_meshes()
+        self._owner.end(destroy)
+        self._owner.leave()
+
+    def abort(self) -> None:
+        """Abort the groups that the grid created: collectives under way fail.
+
+        For a rank whose peers are lost: NCCL communicators are aborted, other groups destroyed
+        without waiting. The grid is destroyed afterwards.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8):
+            ...     grid = HyperCommGrid([2, 4], ["tp", "dp"])
+            ...     tp = grid.create_pg("tp")
+            ...     grid.abort()
+            ...     print(len(grid.pgs))
+            0
+        """
+        self._forget_meshes()
+        self._owner.end(abort)
+
+    def verify(self, timeout: timedelta | None = None) -> None:
+        """Check that all ranks of the grid have planned the same process groups, in one order.
+
+        Every rank of the grid must call this; each waits for the others. It costs a rank three
+        store operations, however many groups there are.
+
+        Args:
+            timeout: How long to wait; default: the timeout of WORLD.
+
+        Raises:
+            PlanMismatchError: Another rank's groups differ; names the first one that does.
+            GroupCreationTimeout: A rank did not call this in time; names it.
+            GridMismatchError: Another rank has a different grid.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     _ = grid.create_pg("tp")
+            ...     grid.verify()
+        """
+        check_timeout(timeout)
+        self._owner.verify(timeout)
+
+    def __enter__(self) -> Self:
+        self._owner.check_alive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+
+def _flatten(dims: Dims, more: tuple[Dims, ...]) -> Dims:
+    return (dims, *more) if more else dims
+
+
+def _owner_of(
+    layout: RankLayout,
+    options: GridOptions,
+    pool: Pool,
+    steps: Steps | None = None,
+    shape: str = "",
+) -> GroupOwner:
+    """Return a new owner of groups: of a new grid, or of the new shape of a reshaped one."""
+    if steps is None:
+        steps = Steps(Agreement(layout, options.name, options.backend), are_all=options.verify)
+    return GroupOwner(
+        layout, options.creation, pool, steps, is_verified=options.verify, shape=shape
+    )
+
+
+class _Coords(logging.Filter):
+    """Prefixes each message with the position of the calling rank."""
+
+    def __init__(self, view: GridView) -> None:
+        super().__init__()
+        self._view = view
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "coords"):  # else another handler has the filter too
+            record.coords = coords = self._text()
+            coords = coords.replace("%", "%%") if record.args else coords
+            record.msg = f"{coords} {record.msg}"
+        return True
+
+    def _text(self) -> str:
+        view = self._view
+        if current_or_none() is None:
+            return "[no job]"
+        if not view.is_current_rank_in_grid():
+            return f"[rank {world.rank()}]"
+        return f"[{' '.join(f'{dim}={index}' for dim, index in view.coords().items())}]"
