@@ -21,7 +21,7 @@ from hypercomm.layout import place
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world, local_ranks, run_ranks, simulate
-from hypercomm.topology import read_topology
+from hypercomm.tools.place import read_topology
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")

@@ -44,7 +44,7 @@ from hypercomm.layout import Card, Placed, Traffic, difference, place
 from hypercomm.layout import pipelines as stages
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups.options import GroupOptions
-from hypercomm.topology import Level, Topology, read_topology
+from hypercomm.tools.place import Level, Topology, read_topology
 
 pytestmark = pytest.mark.slow
 

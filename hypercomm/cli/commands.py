@@ -19,7 +19,9 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "plan": _Command("hypercomm.cli.plan", "plan", "Show a layout and what its groups cost."),
     "draw": _Command("hypercomm.cli.drawing", "draw", "Draw a layout, a change or a mapping."),
-    "place": _Command("hypercomm.cli.placing", "place_command", "Place a layout on a machine."),
+    "place": _Command(
+        "hypercomm.tools.place.command", "place_command", "Place a layout on a machine."
+    ),
     "diff": _Command("hypercomm.cli.diff", "diff", "Compare the groups of two layouts."),
     "check": _Command("hypercomm.cli.check", "check", "Run every group of a layout on real ranks."),
     "doctor": _Command("hypercomm.cli.doctor", "doctor", "Show what is installed and what works."),

@@ -25,7 +25,7 @@ from hypercomm.draw.scenes import ChangeScene, MatrixScene, Scene
 from hypercomm.errors import LayoutError
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.checks import LARGEST_WORLD
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 _STYLES = (
     "colours.css",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 Dims = tuple[str, ...]
 Result = Literal["kept", "partly", "gone", "new"]

@@ -20,7 +20,7 @@ from hypercomm.draw.scenes import ChangeScene, Dims, GridScene, MatrixScene, Sce
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.shown import aligned
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 MOST_RANKS = 256
 """More ranks than this are shown by host, and then by blocks."""

@@ -12,7 +12,7 @@ from hypercomm.layout.numbering.numbering import Dims
 from hypercomm.layout.reading.notation import format_coords
 from hypercomm.layout.reading.tables import as_html
 from hypercomm.process_groups import world
-from hypercomm.topology.reading import On
+from hypercomm.tools.place import On
 
 
 class GridLooks(GridLive):

@@ -19,7 +19,7 @@ from hypercomm.layout.reading.checks import as_rank
 from hypercomm.layout.reading.notation import format_coords, format_ranks
 from hypercomm.layout.reading.shown import aligned
 from hypercomm.process_groups import world
-from hypercomm.topology.reading import On
+from hypercomm.tools.place import On
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:

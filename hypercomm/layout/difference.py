@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, combinations
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.drawing import MOST_DRAWN, Drawing
-from hypercomm.draw.making import drawing_of_change
 from hypercomm.errors import LayoutError
 from hypercomm.layout.groups.rank_groups import RankGroups
 from hypercomm.layout.losses import Lost
@@ -24,7 +22,10 @@ from hypercomm.layout.rank_layout import RankLayout
 from hypercomm.layout.reading.checks import LARGEST_WORLD
 from hypercomm.layout.reading.shown import aligned, shown
 from hypercomm.layout.reading.tables import as_html
-from hypercomm.topology.reading import On
+
+if TYPE_CHECKING:
+    from hypercomm.draw.drawing import Drawing
+    from hypercomm.tools.place import On
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
@@ -221,9 +222,13 @@ class LayoutDifference:
             >>> difference(*layouts).draw(on=8).svg()[:4]
             '<svg'
         """
+        from hypercomm.draw.making import drawing_of_change
+
         return drawing_of_change(self, on, dims)
 
     def _repr_html_(self) -> str:
+        from hypercomm.draw.drawing import MOST_DRAWN
+
         if max(self.before.size, self.after.size) <= MOST_DRAWN:
             return self.draw()._repr_html_()
         return as_html(self.summary, COLUMNS, [change.cells for change in self.changes])

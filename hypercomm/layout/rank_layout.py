@@ -32,7 +32,7 @@ from hypercomm.layout.reading.sizes import close_sizes
 
 if TYPE_CHECKING:  # they read the layouts of this package, and are wanted by few
     from hypercomm.draw.drawing import Drawing
-    from hypercomm.topology.reading import On
+    from hypercomm.tools.place import On
 
 
 @with_own_names

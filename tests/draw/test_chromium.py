@@ -12,7 +12,7 @@ from hypercomm import RankLayout
 from hypercomm.draw.page import page
 from hypercomm.draw.scenes import Change, ChangeScene, GridScene, MatrixScene
 from hypercomm.layout.difference import difference
-from hypercomm.topology import read_topology
+from hypercomm.tools.place import read_topology
 
 pytestmark = [
     pytest.mark.clients,

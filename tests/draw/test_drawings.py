@@ -11,7 +11,7 @@ from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
 from hypercomm.draw import palette
 from hypercomm.draw.parts.cells import cells_of
 from hypercomm.layout.difference import difference
-from hypercomm.topology import read_topology
+from hypercomm.tools.place import read_topology
 
 LISTED = RankLayout([2, 4], ["tp", "dp"], ranks=[7, 6, 5, 4, 3, 2, 1, 0])
 LAYOUTS = [

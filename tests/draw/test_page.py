@@ -18,7 +18,7 @@ import pytest
 from hypercomm import LayoutError, RankLayout
 from hypercomm.draw.page import _SCRIPTS, _STYLES, page
 from hypercomm.draw.scenes import Change, ChangeScene, GridScene, MatrixScene
-from hypercomm.topology import read_topology
+from hypercomm.tools.place import read_topology
 
 pytestmark = pytest.mark.torch_free
 

@@ -6,9 +6,8 @@ import pytest
 
 from hypercomm.errors import LaunchError
 from hypercomm.launch.launchers import LAUNCHERS, VARIABLES, find_job
-from hypercomm.launch.slurm import port_of_step
+from hypercomm.launch.slurm import first_host, port_of_step
 from hypercomm.launch.worlds import told, why_not_told
-from hypercomm.topology.node_lists import first_of
 
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 PLACE = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -276,8 +275,8 @@ def test_told_otherwise():
         ("", ""),
     ],
 )
-def test_first_of(hosts, first):
-    assert first_of(hosts) == first
+def test_first_host(hosts, first):
+    assert first_host(hosts) == first
 
 
 # All ranks of a step work out one port, below those that Linux gives out; other steps another.

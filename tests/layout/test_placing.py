@@ -13,7 +13,7 @@ from hypercomm import RankLayout
 from hypercomm.errors import FileKeptError, LayoutError, TopologyError, WorldSizeError
 from hypercomm.layout import Card, Traffic, place
 from hypercomm.layout.placing.search import Costs, best_order
-from hypercomm.topology import Level, Topology, read_topology
+from hypercomm.tools.place import Level, Topology, read_topology
 
 pytestmark = pytest.mark.torch_free
 

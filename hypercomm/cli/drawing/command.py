@@ -10,7 +10,7 @@ import click
 from hypercomm.cli import options
 from hypercomm.cli.diff import read
 from hypercomm.cli.drawing.showing import show
-from hypercomm.cli.live import machine
+from hypercomm.tools.place import machine
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout, RankMapping

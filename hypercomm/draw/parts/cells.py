@@ -15,7 +15,7 @@ from hypercomm.draw.scenes import distinct, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 MOST_RANKS = 1_000
 """More ranks than this do not have a cell each."""

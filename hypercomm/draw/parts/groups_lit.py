@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hypercomm.draw.scenes import Dims, distinct, group_of_each, ranks_of
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.counting import counted, plural
-from hypercomm.topology import Level, Topology
+from hypercomm.tools.place import Level, Topology
 
 
 @attrs.frozen(eq=False)

@@ -20,7 +20,7 @@ from hypercomm.draw.svg.blocks import (
 )
 from hypercomm.draw.svg.panel import Look, Looks, panel
 from hypercomm.draw.svg.sheet import WIDTH, sheet, table
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 _GAP = 36
 _MOST_ROWS = 24

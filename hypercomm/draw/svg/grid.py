@@ -21,7 +21,7 @@ from hypercomm.draw.svg.blocks import (
 from hypercomm.draw.svg.panel import panel
 from hypercomm.draw.svg.sheet import WIDTH, sheet, table
 from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 _MOST_ROWS = 12
 """Dims that the table below a picture tells of."""

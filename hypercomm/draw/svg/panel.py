@@ -15,7 +15,7 @@ from hypercomm.draw.svg.placed import Size, draw_frames, place
 from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.counting import counted, plural
 from hypercomm.layout.reading.notation import format_coords, format_ranks
-from hypercomm.topology import Topology
+from hypercomm.tools.place import Topology
 
 _RANK, _SMALL_RANK = Size(40, 34, 8), Size(33, 28, 8)
 _UNIT = Size(104, 54, 16)

@@ -26,7 +26,7 @@ from hypercomm.layout.reading.tables import as_frame, as_html
 
 if TYPE_CHECKING:  # they read the layouts of this package, and are wanted by few
     from hypercomm.draw.drawing import Drawing
-    from hypercomm.topology.reading import On
+    from hypercomm.tools.place import On
 
 
 class HasLayout(Protocol):
