@@ -48,18 +48,14 @@ def live_topology() -> Topology:
             "live_topology() gathers from all ranks of torch.distributed, which is not "
             "initialised; call hypercomm.join() first"
         )
+    own = {"host": socket.gethostname(), **slurm_units(os.environ)}
+    domain = _nvlink_domain()
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, _units_of_this_rank())
+    dist.all_gather_object(every, own | ({"domain": domain} if domain else {}))
     names = [name for name in every[0] if all(name in units for units in every)]
     return Topology(
-        Level.of(name, [units[name] for units in every]) for name in sorted(names, key=place_of)
+        [Level.of(name, [units[name] for units in every]) for name in sorted(names, key=place_of)]
     )
-
-
-def _units_of_this_rank() -> dict[str, str]:
-    units = {"host": socket.gethostname(), **slurm_units(os.environ)}
-    domain = _nvlink_domain()
-    return units if domain is None else units | {"domain": domain}
 
 
 def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
@@ -133,17 +129,13 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         return on
     if len(on) > 1:
         raise NotationError("--on live cannot be combined with other --on values")
-    import click
-
     from hypercomm import join
     from hypercomm.cli.printing import quiet
     from hypercomm.launch.launchers import find_job, none_found
 
     if find_job(os.environ) is None:
-        command = click.get_current_context().info_name
         advice = (
-            f"--on live needs a job: start `hypercomm {command} ...` on all of its ranks, with "
-            f"torchrun --no-python, srun or mpirun"
+            "--on live needs a job: start this command with srun, mpirun or torchrun --no-python"
         )
         raise LaunchError(none_found(advice))
     with quiet(), join(backend="gloo") as job:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.notation import parse_sizes
-from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
+from hypercomm.layout.reading.shown import aligned, shown
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
@@ -229,7 +229,7 @@ class Placed:
             "layout": str(self.layout),
             "ranks": self.layout.size,
             "levels": {level.name: level.units for level in self.topology.levels},
-            "groups": [attrs.asdict(one) | {"dims": list(one.dims)} for one in self.spreads],
+            "groups": [attrs.asdict(one) for one in self.spreads],
             "cost": self.cost._asdict(),
             "warnings": self.warnings,
         }
@@ -315,10 +315,12 @@ class Placed:
             return ""
         saving = "groups that matter more lie inside"
         if not self.is_assumed:
-            costs = zip(self.cost, self.better.cost, _SAVINGS, strict=True)
-            before, after, text = next(one for one in costs if one[0] != one[1])
-            share = 100 * (before - after) / before
-            saving = text.format(f"{share:.0f} %" if 1 <= share < 99 else f"{share:.3g} %")
+            before, after = self.cost.waited, self.better.cost.waited
+            share = 100 * (before - after) / max(before, 1)
+            text = f"{share:.0f}" if 1 <= share < 99 else f"{share:.3g}"
+            saving = f"steps wait for {text} % less across units"
+            if before == after:
+                saving = "less crosses units that no step waits for"
         orders = ["-".join(one.layout.dim_names) for one in (self.better, self)]
         return f"order: {' in place of '.join(orders)}; {saving}"
 
@@ -350,14 +352,6 @@ class Placed:
 
     def __repr__(self) -> str:
         return f"<Placed: {self.headline}>"
-
-
-_SAVINGS = (
-    "steps wait for {} less across units",
-    "{} less crosses units during computation",
-    "{} less crosses hosts within domains",
-)
-"""The texts for the three numbers of a `Cost`."""
 
 
 def place(
@@ -423,32 +417,25 @@ def place(
     sent = traffics.usual_traffic(layout)
     if traffic is not None:
         sent = traffics.read_traffic(traffic, layout, overlapped)
-    return Placed(
-        layout,
-        topology,
-        sent,
-        _weights(weights, topology),
-        groups=traffics.read_dims(groups, layout),
-        is_assumed=traffic is None,
-        unitless=traffics.without_unit(traffic),
-    )
+    more = traffics.read_dims(groups, layout)
+    costs = _weights(weights, topology)
+    unitless = traffics.without_unit(traffic)
+    return Placed(layout, topology, sent, costs, more, traffic is None, unitless)
 
 
 def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:
     """Return the cost of a byte that crosses each level, from the innermost."""
     names = topology.names
     weights: dict[str, float] = dict.fromkeys(names, 1)
-    if "domain" in names:
+    if {"host", "domain"} <= {*names}:
         weights["host"] = 0
-    pairs = traffics.parse_amounts(given, "weights") if isinstance(given, str) else given.items()
-    for name, weight in pairs:
-        if name not in names:
+    pairs = traffics.parse_amounts(given, "weights") if isinstance(given, str) else given
+    for name, weight in pairs.items():
+        if name not in names or not 0 <= weight < 10**9:
             raise LayoutError(
-                f"weights (--weights) names level {shown(name)}; this machine has {list(names)}"
-                f"{did_you_mean(name, names)}"
+                f"weights (--weights) gives a level of {names} a number from 0 to 10**9, got "
+                f"{name}={weight}"
             )
-        if not 0 <= weight < 10**9:
-            raise LayoutError(f"the weight of {name!r} must be from 0 to 10**9, got {weight}")
         weights[name] = weight
     return weights
 
@@ -484,7 +471,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     group = np.arange(groups)[:, None] * (units.max() + 1)
     members = np.unique(group + units, return_counts=True)[1]
     pairs = units.size * size - int((members**2).sum())
-    return traffic.bytes * pairs // (size - 1)
+    return int(traffic.bytes * pairs // (size - 1))
 
 
 def _units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -494,6 +481,9 @@ def _units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 # ---- the best order -----------------------------------------------------------------------------
+
+Axes = tuple[tuple[int, int], ...]
+"""The size and the stride of each dim of some groups."""
 
 CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
 """Returns the cost of the traffic of groups, an array of ranks of shape (groups, size)."""
@@ -519,22 +509,11 @@ def best_order(
     given = list(sizes)
     names = [dim for dim in given if sizes[dim] > 1]
     sent = [({*dims} & {*names}, one) for dims, one in traffic.items()]
-    known: dict[tuple[tuple[tuple[int, int], ...], Traffic], Cost] = {}
     best: tuple[Cost, int, Dims] | None = None
 
-    def added(order: Dims) -> Cost:
-        """Return the cost of the groups that the last dim of an order completes."""
-        cost = Cost()
-        for dims, one in sent:
-            if order[-1] in dims and dims <= {*order}:
-                strides = itertools.accumulate((sizes[dim] for dim in order), initial=1, func=mul)
-                pairs = zip(order, strides, strict=False)
-                axes = tuple((sizes[dim], stride) for dim, stride in pairs if dim in dims)
-                if (axes, one) not in known:
-                    groups = groups_at(math.prod(sizes.values()), axes)
-                    known[axes, one] = cost_of(groups, one)
-                cost += known[axes, one]
-        return cost
+    @cache
+    def cost_at(axes: Axes, one: Traffic) -> Cost:
+        return cost_of(groups_at(math.prod(sizes.values()), axes), one)
 
     def extend(order: Dims, cost: Cost, inversions: int) -> None:
         """Search all orders that begin with the given one."""
@@ -545,9 +524,10 @@ def best_order(
             best = cost, inversions, order
         for position, dim in enumerate(names):
             if dim not in order:
-                longer = (*order, dim)
+                completed = _completed((*order, dim), sizes, sent)
+                added = sum((cost_at(axes, one) for axes, one in completed), Cost())
                 turned = sum(names.index(other) > position for other in order)
-                extend(longer, cost + added(longer), inversions + turned)
+                extend((*order, dim), cost + added, inversions + turned)
 
     extend((), Cost(), 0)
     least, _, order = best or (Cost(), 0, ())
@@ -558,7 +538,18 @@ def best_order(
     return (*(dim for dim in given if dim not in whole), *whole), least
 
 
-def groups_at(world_size: int, axes: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _completed(
+    order: Dims, sizes: Mapping[str, int], sent: Iterable[tuple[set[str], Traffic]]
+) -> Iterator[tuple[Axes, Traffic]]:
+    """Yield the axes of the groups whose last dim is the last of an order, and their traffic."""
+    strides = list(itertools.accumulate((sizes[dim] for dim in order[:-1]), mul, initial=1))
+    for dims, one in sent:
+        if order[-1] in dims and dims <= {*order}:
+            pairs = zip(order, strides, strict=True)
+            yield tuple((sizes[dim], stride) for dim, stride in pairs if dim in dims), one
+
+
+def groups_at(world_size: int, axes: Axes) -> NDArray[np.int64]:
     """Return the groups over dims of given sizes and strides, of shape (groups, size).
 
     Example:

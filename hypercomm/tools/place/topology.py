@@ -8,19 +8,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import RankOutsideError, TopologyError
+from hypercomm.errors import TopologyError
 from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
-
-
-def _as_unit_numbers(value: object) -> NDArray[np.int64]:
-    units = np.array(value, dtype=np.int64)
-    units.flags.writeable = False
-    return units
-
-
-def _as_names(value: Iterable[str]) -> tuple[str, ...]:
-    return tuple(value)
 
 
 @attrs.frozen(repr=False)
@@ -34,8 +24,7 @@ class Level:
         names: The name of each unit, in the order of their numbers.
 
     Raises:
-        TopologyError: The units are numbered in another way, a unit has no name, or a name holds
-            characters that cannot be printed.
+        TopologyError: A unit has no name, or a name holds characters that cannot be printed.
 
     Example:
         >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
@@ -45,27 +34,17 @@ class Level:
 
     name: str
     of_rank: NDArray[np.int64] = attrs.field(
-        converter=_as_unit_numbers, eq=lambda array: array.tobytes()
+        converter=lambda units: np.array(units, np.int64), eq=lambda array: array.tobytes()
     )
-    names: tuple[str, ...] = attrs.field(converter=_as_names)
+    names: Sequence[str]
 
     def __attrs_post_init__(self) -> None:
-        units, first = np.unique(self.of_rank, return_index=True)
-        if (units != np.arange(units.size)).any() or (np.diff(first) < 0).any():
-            raise TopologyError(
-                f"the units of level {shown(self.name)} must be numbered 0, 1, ... by their first "
-                f"rank; Level.of({shown(self.name)}, ...) numbers them"
-            )
-        if len(self.names) != units.size:
-            raise TopologyError(
-                f"level {shown(self.name)} has {units.size} units and {len(self.names)} names; "
-                f"give one name for each unit"
-            )
+        object.__setattr__(self, "names", tuple(self.names))
+        if len(self.names) != self.of_rank.max() + 1:
+            raise TopologyError(f"level {self.name!r} needs a name for each of its units")
         for name in (self.name, *self.names):
-            if not isinstance(name, str) or not name or not name.isprintable():
-                raise TopologyError(
-                    f"the name of a level or unit must be printable text, got {shown(name)}"
-                )
+            if not name or not name.isprintable():
+                raise TopologyError(f"the name {shown(name)} is empty or cannot be printed")
 
     @classmethod
     def of(cls, name: str, units: Sequence[Hashable]) -> Level:
@@ -81,7 +60,8 @@ class Level:
             ([0, 0, 1, 0], ('b', 'a'))
         """
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
-        return cls(name, [numbers[unit] for unit in units], [str(unit) for unit in numbers])
+        of_rank = np.array([numbers[unit] for unit in units])
+        return cls(name, of_rank, tuple(map(str, numbers)))
 
     @property
     def units(self) -> int:
@@ -94,24 +74,14 @@ class Level:
         return np.bincount(self.of_rank, minlength=self.units)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of the unit that holds a rank.
-
-        Raises:
-            RankOutsideError: The machine has no such rank.
-        """
-        if not 0 <= rank < self.of_rank.size:
-            raise RankOutsideError(f"rank {rank} is outside 0..{self.of_rank.size - 1}")
+        """Return the name of the unit that holds a rank."""
         return self.names[int(self.of_rank[rank])]
 
     def __repr__(self) -> str:
         return f"<Level {self.name!r}: {self.units} units, {self.of_rank.size} ranks>"
 
 
-def _as_levels(value: Iterable[Level]) -> tuple[Level, ...]:
-    return tuple(value)
-
-
-@attrs.frozen(repr=False)
+@attrs.frozen
 class Topology:
     """The levels of a machine, innermost first; `str()` returns a table.
 
@@ -134,16 +104,13 @@ class Topology:
         16 ranks
     """
 
-    levels: tuple[Level, ...] = attrs.field(converter=_as_levels)
+    levels: Sequence[Level]
 
     def __attrs_post_init__(self) -> None:
-        if not self.levels:
-            raise TopologyError("a topology needs at least one Level")
-        if len({*self.names}) < len(self.names):
-            raise TopologyError(f"two levels of a topology have the same name: {self.names}")
+        object.__setattr__(self, "levels", tuple(self.levels))
         sizes = {level.name: level.of_rank.size for level in self.levels}
-        if len({*sizes.values()}) > 1:
-            raise TopologyError(f"the levels have different numbers of ranks: {sizes}")
+        if len(sizes) < max(len(self.levels), 1) or len({*sizes.values()}) > 1:
+            raise TopologyError(f"levels need distinct names and the same ranks, got {sizes}")
 
     @property
     def world_size(self) -> int:
@@ -207,7 +174,3 @@ class Topology:
             cells = "..".join(f"{size:,}" for size in sizes)
             rows.append((level.name, f"{level.units:,}", cells))
         return "\n".join([*aligned(rows), f"{self.world_size:,} ranks"])
-
-    def __repr__(self) -> str:
-        levels = ", ".join(f"{level.units} x {level.name}" for level in self.levels)
-        return f"<Topology of {self.world_size} ranks: {levels}>"

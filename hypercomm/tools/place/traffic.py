@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Literal
 
 import attrs
@@ -17,16 +16,15 @@ from hypercomm.layout.reading.shown import shown
 Dims = tuple[str, ...]
 Pattern = Literal["ring", "chain", "all-to-all"]
 
-_MOST_BYTES = 2**60
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kMGT]?)B?")
 _USUAL = {"tp": 10**12, "ep": 10**9, "cp": 10**9, "pp": 10**6, "dp": 1}
-_SYNONYMS = {
-    **dict.fromkeys(("fsdp", "ddp", "hsdp", "data", "edp"), "dp"),
-    **dict.fromkeys(("tensor", "model", "etp"), "tp"),
-    **dict.fromkeys(("pipe", "pipeline"), "pp"),
-    **dict.fromkeys(("sp", "context"), "cp"),
-    "expert": "ep",
+_KINDS = {
+    "dp": ("dp", "fsdp", "ddp", "hsdp", "data", "edp"),
+    "tp": ("tp", "tensor", "model", "etp"),
+    "cp": ("cp", "sp", "context"),
+    "ep": ("ep", "expert"),
+    "pp": ("pp", "pipe", "pipeline"),
 }
 
 
@@ -38,8 +36,8 @@ def kind_of(dim: str) -> str:
         ('dp', 'dp', 'dp', '')
     """
     words = re.split(r"[^a-z]+", dim.lower())
-    known = [word for word in words if word in _USUAL]
-    return known[-1] if known else next((_SYNONYMS[one] for one in words if one in _SYNONYMS), "")
+    exact = [word for word in words if word in _KINDS][-1:]
+    return next((kind for one in exact or words for kind in _KINDS if one in _KINDS[kind]), "")
 
 
 def pattern_of(dims: Iterable[str]) -> Pattern:
@@ -51,6 +49,12 @@ def pattern_of(dims: Iterable[str]) -> Pattern:
     """
     kinds = {kind_of(dim) for dim in dims}
     return "chain" if kinds == {"pp"} else "all-to-all" if kinds == {"ep"} else "ring"
+
+
+def _as_bytes(value: float) -> int:
+    if not 0 <= value <= 2**60:
+        raise LayoutError(f"traffic must be from 0 to 2**60 bytes, got {shown(value)}")
+    return round(value)
 
 
 @attrs.frozen
@@ -71,19 +75,12 @@ class Traffic:
         (4000000000, 'chain')
     """
 
-    bytes: int
+    bytes: int = attrs.field(converter=_as_bytes)
     pattern: Pattern = "ring"
     overlapped: bool = False
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "bytes", _as_bytes(self.bytes, "bytes"))
         check_choice("pattern", self.pattern, ("ring", "chain", "all-to-all"), LayoutError)
-
-
-def _as_bytes(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= _MOST_BYTES:
-        raise LayoutError(f"{what} must be a number of bytes from 0 to 2**60, got {shown(value)}")
-    return round(float(value)) if isinstance(value, float) else int(value)
 
 
 def read_traffic(
@@ -108,24 +105,19 @@ def read_traffic(
         >>> found.bytes, found.pattern
         (500000, 'chain')
     """
-    pairs = parse_amounts(given, "traffic") if isinstance(given, str) else list(given.items())
+    pairs = parse_amounts(given, "traffic") if isinstance(given, str) else given
     hidden = read_dims(overlapped, layout)
     found: dict[Dims, Traffic] = {}
-    for name, value in pairs:
+    for name, value in pairs.items():
         dims = layout.order_dims(name)
         if dims in found:
             raise LayoutError(f"the traffic of {'+'.join(dims)} is given twice")
-        if isinstance(value, Traffic):
-            found[dims] = value
-        else:
-            count = _as_bytes(value, f"the traffic of {name!r}")
-            found[dims] = Traffic(count, pattern_of(dims), dims in hidden)
+        if not isinstance(value, Traffic):
+            value = Traffic(value, pattern_of(dims), dims in hidden)  # noqa: PLW2901
+        found[dims] = value
     for dims in hidden:
         if dims not in found:
-            raise LayoutError(
-                f"overlapped (--overlap) names {'+'.join(dims)}, whose traffic is not given; "
-                f"traffic is given for {', '.join('+'.join(dims) for dims in found)}"
-            )
+            raise LayoutError(f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic")
     return found
 
 
@@ -141,7 +133,7 @@ def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
     return [layout.order_dims(part) for part in parts if part]
 
 
-def parse_amounts(text: str, what: str) -> list[tuple[str, float]]:
+def parse_amounts(text: str, what: str) -> dict[str, float]:
     """Return the names and numbers of a text such as "tp=40G,dp+cp=6.5G"; "" has none.
 
     Raises:
@@ -157,7 +149,7 @@ def parse_amounts(text: str, what: str) -> list[tuple[str, float]]:
                 f"number, as in 'tp=40G,dp=6.5G'"
             )
         found[name] = float(amount[1]) * _UNITS[amount[2]]
-    return list(found.items())
+    return found
 
 
 def without_unit(given: object) -> list[str]:
