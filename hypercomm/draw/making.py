@@ -18,8 +18,7 @@ from hypercomm.layout.numbering.numbering import Numbering
 from hypercomm.layout.reading.checks import LARGEST_WORLD, as_dims, as_tuple
 from hypercomm.layout.reading.notation import parse_groups
 from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.tools.place import Topology, read_topology
-from hypercomm.tools.place import On
+from hypercomm.tools.place import On, Topology, read_topology
 
 MOST_PANELS = 6
 """The most dims of which each has a picture, where none are asked for."""

@@ -10,12 +10,12 @@ import click
 from hypercomm.cli import options
 from hypercomm.cli.diff import read
 from hypercomm.cli.drawing.showing import show
-from hypercomm.tools.place import machine
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.difference import difference
 from hypercomm.layout.reading.notation import parse_groups
+from hypercomm.tools.place import machine
 
 
 def _read_shape(_: object, __: object, text: str | None) -> list[int] | None:

@@ -432,10 +432,8 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     pairs = traffics.parse_amounts(given, "weights") if isinstance(given, str) else given
     for name, weight in pairs.items():
         if name not in names or not 0 <= weight < 10**9:
-            raise LayoutError(
-                f"weights (--weights) gives a level of {names} a number from 0 to 10**9, got "
-                f"{name}={weight}"
-            )
+            text = f"weights (--weights) has {shown(name)}={weight}"
+            raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
         weights[name] = weight
     return weights
 

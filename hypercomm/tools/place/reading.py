@@ -126,7 +126,8 @@ def _read_all(on: Any, world_size: int | None, gpus_per_host: int | None) -> Top
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size) // size
-            levels[name] = Level(name, units, [f"{name}{unit}" for unit in range(units[-1] + 1)])
+            names = tuple(f"{name}{unit}" for unit in range(units[-1] + 1))
+            levels[name] = Level(name, units, names)
     return Topology([levels[name] for name in sorted(levels, key=place_of)])
 
 
@@ -155,10 +156,8 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         left = (world_size or 0) - sum(known.get(host, 0) for host in named[0].slots)
         per_host, rest = divmod(left, len(unknown))
         if per_host < 1 or rest:
-            raise TopologyError(
-                f"{named[0].source} gives no number of GPUs for {unknown[0]!r}; give gpus_per_host "
-                f"(--gpus-per-node), or write 'name slots=8' in a hostfile"
-            )
+            text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
+            raise TopologyError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
     _check_gpus(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
     return slots
@@ -195,10 +194,6 @@ def _check_gpus(count: object, what: str) -> None:
 # ---- one source ---------------------------------------------------------------------------------
 
 
-_SIZES = r"[^,=\[]*=[^,]*(,.*)?|\s*-?[0-9]+\s*(,\s*-?[0-9]+\s*)*"
-"""The form of the sizes of a machine: names and numbers, or numbers."""
-
-
 def _read(on: object) -> _Found:
     if isinstance(on, int):
         _check_gpus(on, "the number of GPUs per host")
@@ -210,7 +205,7 @@ def _read(on: object) -> _Found:
     text = os.fspath(on)
     if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
         found = _read_file(text)
-    elif re.fullmatch(_SIZES, text):
+    elif all("=" in part or part.strip(" -").isdecimal() for part in text.split(",")):
         return _read_sizes(text)
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
         found = _Found(f"the node list {shown(text)}", dict.fromkeys(_expand_hosts(text)))
@@ -273,12 +268,10 @@ def _read_hostfile(text: str, source: str) -> _Found:
         options = [word.partition("=") for word in words[1:]]
         counts += [value for option, _, value in options if option == "slots"]
         known = all(option in _HOST_OPTIONS and equals for option, equals, _ in options)
-        is_count = re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", "".join(counts) or "1")
+        is_count = all(re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", one) for one in counts)
         if host in slots or not known or not is_count or len(counts) > 1:
-            raise TopologyError(
-                f"{source}, line {number} has {shown(line.strip())}; write each host once, as "
-                f"'node01 slots=8' or 'node01:8'"
-            )
+            text = f"{source}, line {number} has {shown(line.strip())}"
+            raise TopologyError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
         slots[host] = int(counts[0]) if counts else None
     return _Found(source, slots)
 
@@ -326,10 +319,7 @@ def _read_conf(text: str, source: str) -> _Found:
         where = f"{source}, line {number}"
         given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
         if _FIELD.sub("", line).strip() or not {*given} <= {*_FIELDS}:
-            raise TopologyError(
-                f"{where} has {shown(line)}; write 'SwitchName=s1 Nodes=node[01-08]' or "
-                f"'BlockName=b1 Nodes=node[01-18]', as topology.conf(5) describes"
-            )
+            raise TopologyError(f"{where} has {shown(line)}; see topology.conf(5) for the fields")
         if "level" in given and "switches" in given:  # scontrol repeats the hosts of the children
             given.pop("nodes", None)
         if {"switchname", "blockname"} & {*given}:
@@ -404,7 +394,7 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or parent.setdefault(child, name) != name:
                 raise TopologyError(f"{where} has {child!r}: not defined, or below two switches")
-    levels = {"domain": block_of} if block_of else {}
+    levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     levels |= _switch_levels(leaf_of, parent, source)
     return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)
 

@@ -13,6 +13,10 @@ from hypercomm.layout.reading.checks import as_ranks
 from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
 
 
+def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(value, np.int64)
+
+
 @attrs.frozen(repr=False)
 class Level:
     """One level of a machine: its units, and the unit that holds each rank.
@@ -33,10 +37,8 @@ class Level:
     """
 
     name: str
-    of_rank: NDArray[np.int64] = attrs.field(
-        converter=lambda units: np.array(units, np.int64), eq=lambda array: array.tobytes()
-    )
-    names: Sequence[str]
+    of_rank: NDArray[np.int64] = attrs.field(converter=_as_units, eq=np.ndarray.tobytes)
+    names: tuple[str, ...]
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
@@ -163,7 +165,7 @@ class Topology:
             )
             order = np.argsort(first)
             number_of = np.argsort(order)
-            names = [level.names[unit] for unit in units[order].tolist()]
+            names = tuple(level.names[unit] for unit in units[order].tolist())
             levels.append(Level(level.name, number_of[inverse.reshape(-1)], names))
         return Topology(levels)
 

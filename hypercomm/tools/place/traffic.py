@@ -144,10 +144,7 @@ def parse_amounts(text: str, what: str) -> dict[str, float]:
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
-            raise NotationError(
-                f"{shown(part)} in {what} (--{what}) cannot be read; write each name once, with a "
-                f"number, as in 'tp=40G,dp=6.5G'"
-            )
+            raise NotationError(f"{shown(part)} in --{what} cannot be read; write 'tp=40G,dp=6.5G'")
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
 

@@ -1,6 +1,8 @@
-"""Where the ranks of a job that runs are, as gloo ranks find it together."""
+"""The topology of a running job, as gloo ranks gather it."""
 
 import ctypes
+import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -8,22 +10,24 @@ from ranks import live_ranks
 
 from hypercomm import live_topology, run_ranks
 from hypercomm.errors import NotInitializedError
-from hypercomm.joining.live import ask_nvml, domain_of, slurm_units
+from hypercomm.launch.launchers import VARIABLES
+from hypercomm.tools.place import Level, Topology
+from hypercomm.tools.place.live import nvml_domain, slurm_units
 
 
-# All ranks find the same: hosts by name, switches as SLURM tells each of its own; what one rank
-# does not know of is left out on all.
+# All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
+# level that one rank does not know is left out on all.
 @pytest.mark.long
 def test_hosts_and_switches():
     hosts, addresses = ["b", "a", "b"], ["top.s1.b", "top.s2.a", "top.s1.b"]
     levels = [
-        {"name": "host", "of_rank": [0, 1, 0], "names": ["b", "a"]},
-        {"name": "leaf", "of_rank": [0, 1, 0], "names": ["s1", "s2"]},
-        {"name": "spine", "of_rank": [0, 0, 0], "names": ["top"]},
+        Level("host", [0, 1, 0], ["b", "a"]),
+        Level("leaf", [0, 1, 0], ["s1", "s2"]),
+        Level("spine", [0, 0, 0], ["top"]),
     ]
     arguments = (hosts, addresses, [*addresses[:2], None])
     found = run_ranks(live_ranks.topologies, 3, args=arguments)
-    assert found == [[levels, levels[:1]]] * 3
+    assert found == [[Topology(levels), Topology(levels[:1])]] * 3
 
 
 def test_alone():
@@ -31,7 +35,7 @@ def test_alone():
         live_topology()
 
 
-# SLURM's addresses, of trees and of blocks; host names may have periods.
+# The addresses of SLURM's trees and blocks; host names may have periods.
 @pytest.mark.parametrize(
     ("address", "pattern", "units"),
     [
@@ -49,16 +53,8 @@ def test_slurm_units(address, pattern, units):
     assert slurm_units({}) == {}
 
 
-# NVML's fabric: a cluster of zeros is none, and one that is not completed does not count.
-def test_domains():
-    cluster = bytes(range(16))
-    assert domain_of(cluster, 32766, 3) == "000102030405060708090a0b0c0d0e0f.32766"
-    assert domain_of(cluster, 32766, 2) is None
-    assert domain_of(bytes(16), 32766, 3) is None
-
-
 class FabricInfo(ctypes.Structure):
-    """As pynvml has it, but for the version that it begins with."""
+    """The structure of pynvml, without its leading version."""
 
     _fields_ = (
         ("clusterUuid", ctypes.c_uint8 * 16),
@@ -68,14 +64,15 @@ class FabricInfo(ctypes.Structure):
     )
 
 
-# NVML is asked as pynvml's functions take it, and closed again, also where it knows no fabric.
+# NVML is called as pynvml's functions expect, and shut down in each case. A cluster of zeros is not
+# an NVLink domain, and neither is a fabric whose state is not completed.
 def test_nvml():
     log = []
+    fabric = [7, 5, 3]
 
     def fill(device, info):
         log.append(device)
-        info._obj.clusterUuid[15] = 7
-        info._obj.cliqueId, info._obj.state = 5, 3
+        info._obj.clusterUuid[15], info._obj.cliqueId, info._obj.state = fabric
 
     def fail(*_):
         raise RuntimeError("not supported")
@@ -87,9 +84,26 @@ def test_nvml():
         c_nvmlGpuFabricInfoV_t=FabricInfo,
         nvmlDeviceGetGpuFabricInfoV=fill,
     )
-    assert ask_nvml(nvml, "GPU-1") == f"{bytes(15).hex()}07.5"
+    assert nvml_domain(nvml, "GPU-1") == f"{bytes(15).hex()}07.5"
     assert log == ["init", "handle of GPU-1", "shutdown"]
+    fabric[:] = [7, 5, 2]
+    assert nvml_domain(nvml, "GPU-1") is None
+    fabric[:] = [0, 5, 3]
+    assert nvml_domain(nvml, "GPU-1") is None
     nvml.nvmlDeviceGetGpuFabricInfoV = fail
     with pytest.raises(RuntimeError, match="not supported"):
-        ask_nvml(nvml, "GPU-1")
+        nvml_domain(nvml, "GPU-1")
     assert log[-1] == "shutdown"
+
+
+# With --on live one rank prints the report of the job.
+@pytest.mark.clients
+def test_command():
+    call = "torchrun --nproc-per-node 4 --no-python hypercomm place tp=2,dp=2 --on live"
+    launched = VARIABLES & os.environ.keys()
+    environment = {name: os.environ[name] for name in os.environ.keys() - launched}
+    done = subprocess.run(
+        call.split(), capture_output=True, check=False, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tp=2,dp=2: 4 ranks on 1 host") == 1
