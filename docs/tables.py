@@ -28,7 +28,7 @@ PUBLIC = (
     "hypercomm.layout",
     "hypercomm.testing",
     "hypercomm.testing.simulated_job",
-    "hypercomm.topology",
+    "hypercomm.tools.place",
     "hypercomm.training",
     "hypercomm.watch",
 )
@@ -111,7 +111,11 @@ def command_table() -> str:
     from hypercomm.cli.commands import cli
 
     parts = []
-    for name, command in cli.commands.items():
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        if command is None:
+            continue
         arguments = [p for p in command.params if isinstance(p, click.Argument)]
         usage = " ".join(["hypercomm", name, *(p.name.upper() for p in arguments if p.name)])
         says = (command.help or "").split("\n\n")

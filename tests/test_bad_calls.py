@@ -17,11 +17,9 @@ from hypercomm import (
     renew_world,
 )
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
-from hypercomm.layout import place
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world, local_ranks, run_ranks, simulate
-from hypercomm.tools.place import read_topology
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")
@@ -338,42 +336,6 @@ LAYOUT_CALLS = [
         ValueError,
         errors.LayoutError,
         "dim_names may have at most 64 items, got 2000",
-    ),
-    (
-        lambda: read_topology("8,36", 72),
-        ValueError,
-        errors.TopologyError,
-        ("in '8,36' a domain of 36 GPUs does not hold several whole hosts of 8; 32 or 40 would do"),
-    ),
-    (
-        lambda: read_topology("n[1-3],n2", 6),
-        ValueError,
-        errors.TopologyError,
-        "the node list 'n[1-3],n2' names 'n2' twice; name each host once",
-    ),
-    (
-        lambda: read_topology({"a": "s1", "b": "s1"}, 3),
-        ValueError,
-        errors.TopologyError,
-        (
-            "on does not say how many GPUs a, b have; 3 ranks do not spread evenly; give "
-            "gpus_per_host, or write 'name slots=8' for each host"
-        ),
-    ),
-    (
-        lambda: place("tp=8,dp=5", on={"a": "s1", "b": "s1"}, gpus_per_host=16),
-        RuntimeError,
-        errors.WorldSizeError,
-        (
-            "tp=8,dp=5 needs 40 GPUs, but the machine has 32; dp=4 (32 ranks) or tp=6 (30 ranks) "
-            "would fit, and so would all with 8 more GPUs"
-        ),
-    ),
-    (
-        lambda: place("tp=2", on=8).write("order", __file__),
-        FileExistsError,
-        errors.FileKeptError,
-        f"{__file__} exists, and is kept; force=True (--force) replaces it",
     ),
 ]
 

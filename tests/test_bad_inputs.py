@@ -40,11 +40,10 @@ from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError
 from hypercomm.launch import run as launch
 from hypercomm.launch.launchers import VARIABLES
-from hypercomm.layout import Card, Placed, Traffic, difference, place
+from hypercomm.layout import difference
 from hypercomm.layout import pipelines as stages
 from hypercomm.layout.reading import notation
 from hypercomm.process_groups.options import GroupOptions
-from hypercomm.tools.place import Level, Topology, read_topology
 
 pytestmark = pytest.mark.slow
 
@@ -72,10 +71,6 @@ MAPPINGS = [
 ]
 DIFFERENCE = difference.difference(LAYOUT, RankLayout([4, 2], ["tp", "dp"]))
 
-TRAFFIC = Traffic(5, "ring")
-CARD = Card(hidden=8, layers=4, sequence=16, micro_batches=2, parameters=1000)
-MACHINE = read_topology("2,4", 8)
-PLACED = place(LAYOUT, on=MACHINE)
 
 # Arguments that work, by the name of the parameter; "function.parameter" where it matters.
 GOOD = {
@@ -154,43 +149,11 @@ GOOD = {
     "GridSet.arguments": dict,
     "create_megatron_pgs.grids": lambda: STAGE.grids,
     "megatron_requests.grid": lambda: STAGE.grid,
-    "place.sizes": lambda: "tp=2,cp=2,dp=2",
-    "place.traffic": lambda: {"tp": TRAFFIC, "dp": 3},
-    "place.model": lambda: None,
-    "place.overlapped": lambda: ["dp"],
-    "place.weights": lambda: {"host": 2},
-    "place.groups": lambda: ["tp+dp"],
-    "place.proposals": lambda: True,
     "on": lambda: "4",
-    "Card.traffic.layout": lambda: LAYOUT,
     "gpus_per_host": lambda: None,
     "Traffic.bytes": lambda: 4.5,
     "Traffic.pattern": lambda: "chain",
     "Traffic.overlapped": lambda: False,
-    "Traffic.more": lambda: (Traffic(3),),
-    "Card.hidden": lambda: 8,
-    "Card.layers": lambda: 4,
-    "Card.sequence": lambda: 16,
-    "Card.micro_batches": lambda: 2,
-    "Card.parameters": lambda: 1000,
-    "Card.micro_batch_size": lambda: 2,
-    "Card.experts": lambda: 4,
-    "Card.topk": lambda: 2,
-    "Card.expert_parameters": lambda: 100,
-    "Card.key_value_hidden": lambda: 4,
-    "Card.dtype": lambda: "bf16",
-    "Card.gradient_dtype": lambda: "fp32",
-    "Card.overlap": lambda: True,
-    "Card.read.fields": lambda: attrs.asdict(CARD),
-    "Level.name": lambda: "host",
-    "Level.of_rank": lambda: [0, 0, 1, 1],
-    "Level.names": lambda: ["a", "b"],
-    "Level.of.units": lambda: ["a", "a", "b"],
-    "Topology.levels": lambda: MACHINE.levels,
-    "Topology.level.name": lambda: "host",
-    "Placed.level": lambda: "domain",
-    "Placed.kind": lambda: "given",
-    "Placed.text_for.kind": lambda: "order",
     "along": lambda: "dp",
     "batch_axis": lambda: 0,
     "shards": lambda: {"cp": 1},
@@ -308,7 +271,6 @@ LEFT_OUT = {
     "RankGroups.count": "collections.abc.Sequence's: it compares",
     "notation.format_sizes": "writes what was checked",
     "notation.format_coords": "writes what was checked",
-    "Placed.write": "makes files; layout/test_placing.py has its bad calls",
     "Drawing.save": "writes files; draw/test_drawing_files.py has its bad calls",
     "HyperCommGrid.watch": "makes folders and a thread; blame/test_watch.py has its bad calls",
     "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
@@ -504,15 +466,6 @@ def own_targets():
     for target in functions_of(stages, EMPTY):
         if target.find(None).__module__ == stages.__name__:
             yield target
-    for function in (place, read_topology):
-        finder = lambda _, f=function: f  # noqa: E731
-        yield Target(function.__name__, EMPTY, finder, inspect.signature(function))
-    for kind, one in ((Traffic, TRAFFIC), (Card, CARD), (Topology, MACHINE)):
-        yield constructor(kind, EMPTY)
-        yield from methods_of(kind, kind.__name__, EMPTY, (one,))
-    yield constructor(Level, EMPTY)
-    yield from methods_of(Level, "Level", EMPTY, MACHINE.levels)
-    yield from methods_of(Placed, "Placed", EMPTY, (PLACED,))
     compare = difference.difference
     yield Target("difference", EMPTY, lambda _: compare, inspect.signature(compare))
     yield from methods_of(type(DIFFERENCE), "LayoutDifference", EMPTY, (DIFFERENCE,))

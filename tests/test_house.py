@@ -35,7 +35,7 @@ FLOORS = [
     ("hypercomm.layout.reading",),
     ("hypercomm.layout.numbering",),
     ("hypercomm.layout.groups",),
-    ("hypercomm.topology",),
+    ("hypercomm.tools.place",),
     ("hypercomm.draw",),
     ("hypercomm.layout.rank_layout",),
     ("hypercomm.layout",),
@@ -63,7 +63,7 @@ FLOORS = [
     ("hypercomm.testing",),
     ("hypercomm.cli",),
 ]
-ROOMS_WITHOUT_TORCH = tuple(f"hypercomm.{room}" for room in ("layout", "topology", "draw", "blame"))
+ROOMS_WITHOUT_TORCH = tuple(f"hypercomm.{room}" for room in ("layout", "draw", "blame"))
 TORCH_FREE = [
     "hypercomm",
     *(name for name in MODULES if name.startswith(ROOMS_WITHOUT_TORCH)),

@@ -261,6 +261,12 @@ def test_told_otherwise():
     assert why_not_told({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}) is None
 
 
+# A step id that is no number of a step is an error of the launch, however long it is.
+def test_long_step_id():
+    with pytest.raises(LaunchError, match="SLURM_STEP_ID"):
+        find_job(step(0, 1, 0, SLURM_STEP_ID="9" * 5000))
+
+
 # The first host of a list in each form that srun writes.
 @pytest.mark.torch_free
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from hypercomm.tools.place.live import live_topology as live_topology
 from hypercomm.tools.place.live import machine as machine
-from hypercomm.tools.place.place import Placed as Placed
-from hypercomm.tools.place.place import Spread as Spread
-from hypercomm.tools.place.place import place as place
+from hypercomm.tools.place.placing import Placed as Placed
+from hypercomm.tools.place.placing import Spread as Spread
+from hypercomm.tools.place.placing import place as place
 from hypercomm.tools.place.reading import On as On
 from hypercomm.tools.place.reading import read_topology as read_topology
 from hypercomm.tools.place.topology import Level as Level

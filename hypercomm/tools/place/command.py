@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, table
 from hypercomm.errors import FileKeptError, NotationError
 from hypercomm.tools.place.live import machine
-from hypercomm.tools.place.place import Placed, place
+from hypercomm.tools.place.placing import Placed, place
 
 _WRITTEN = (click.Choice(["rankfile"]), click.Path(dir_okay=False))
 
@@ -103,9 +103,8 @@ def _show(found: Placed) -> None:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    found = table()
-    for number, title in enumerate(titles):
-        found.add_column(title, justify="left" if number < 2 else "right")
+    names, numbers = titles[:2], [Column(title, justify="right") for title in titles[2:]]
+    found = table(*names, *numbers)
     for row in rows:
         found.add_row(*row[: len(titles)])
     return found

@@ -62,8 +62,7 @@ class Level:
             ([0, 0, 1, 0], ('b', 'a'))
         """
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
-        of_rank = np.array([numbers[unit] for unit in units])
-        return cls(name, of_rank, tuple(map(str, numbers)))
+        return cls(name, np.array([numbers[unit] for unit in units]), tuple(map(str, numbers)))
 
     @property
     def units(self) -> int:

@@ -218,25 +218,23 @@ class Placed:
             TopologyError: There is no such level.
         """
         wanted = self.layout.order_dims(dims)
-        for spread in self.on(level):
-            if spread.dims == wanted:
-                return spread
-        raise LayoutError(f"{'+'.join(wanted)} is not in the report; add it with groups=")
+        found = [spread for spread in self.on(level) if spread.dims == wanted]
+        if not found:
+            raise LayoutError(f"{'+'.join(wanted)} is not in the report; add it with groups=")
+        return found[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict of text, lists and numbers, for JSON."""
-        found = {
+        traffic = {"+".join(dims): attrs.asdict(one) for dims, one in self.traffic.items()}
+        return {
             "layout": str(self.layout),
             "ranks": self.layout.size,
             "levels": {level.name: level.units for level in self.topology.levels},
+            "traffic": None if self.is_assumed else traffic,
             "groups": [attrs.asdict(one) for one in self.spreads],
             "cost": self.cost._asdict(),
             "warnings": self.warnings,
         }
-        if not self.is_assumed:
-            pairs = self.traffic.items()
-            found["traffic"] = {"+".join(dims): attrs.asdict(one) for dims, one in pairs}
-        return found
 
     def rankfile(self) -> str:
         r"""Return Open MPI's rankfile, which gives the host of each rank.
@@ -315,12 +313,10 @@ class Placed:
             return ""
         saving = "groups that matter more lie inside"
         if not self.is_assumed:
-            before, after = self.cost.waited, self.better.cost.waited
-            share = 100 * (before - after) / max(before, 1)
-            text = f"{share:.0f}" if 1 <= share < 99 else f"{share:.3g}"
-            saving = f"steps wait for {text} % less across units"
-            if before == after:
-                saving = "less crosses units that no step waits for"
+            costs = zip(self.cost, self.better.cost, _SAVINGS, strict=True)
+            before, after, saving = next(one for one in costs if one[0] != one[1])
+            share = 100 * (before - after) / before
+            saving = saving.format(f"{share:.0f} %" if 1 <= share < 99 else f"{share:.3g} %")
         orders = ["-".join(one.layout.dim_names) for one in (self.better, self)]
         return f"order: {' in place of '.join(orders)}; {saving}"
 
@@ -352,6 +348,14 @@ class Placed:
 
     def __repr__(self) -> str:
         return f"<Placed: {self.headline}>"
+
+
+_SAVINGS = (
+    "steps wait for {} less across units",
+    "{} less crosses units during computation",
+    "{} less crosses hosts within domains",
+)
+"""The texts for the three numbers of a `Cost`."""
 
 
 def place(
