@@ -126,8 +126,8 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         return on
     if len(on) > 1:
         raise NotationError("--on live cannot be combined with other --on values")
-    from hypercomm import join
     from hypercomm.cli.printing import quiet
+    from hypercomm.joining import join
     from hypercomm.launch.launchers import find_job, none_found
 
     if find_job(os.environ) is None:
