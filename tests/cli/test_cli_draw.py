@@ -80,7 +80,7 @@ def test_files(in_process, tmp_path, arguments, drawing):
         (["tp=2,dp=4", "--groups", "tp,tp"], "groups 'tp' come twice in 'tp,tp'"),
         (["tp=2,dp=0"], "the size in 'dp=0' must be a positive integer"),
         (["tp=2,dp=-1"], "the size of dim 'dp' is open; give it, or --world-size"),
-        (["tp=2,dp=4", "--on", "0"], "'0' has no number of GPUs, 1 at least"),
+        (["tp=2,dp=4", "--on", "0"], "must be from 1 to"),
         (
             ["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"],
             "a second layout draws a change, --to a mapping",
@@ -110,8 +110,7 @@ def test_live_outside_a_job(in_process):
     pytest.importorskip("torch")
     done = in_process("draw", "tp=2", "--on", "live")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "as in `torchrun --nproc-per-node 8 --no-python hypercomm draw ...`" in done.stderr
-    assert "or give --on a file, a node list or GPUs for each host" in done.stderr
+    assert "torchrun --no-python" in done.stderr
     assert "rank=" not in done.stderr
 
 
