@@ -22,12 +22,12 @@ PUBLIC = (
     "hypercomm.compat.ezpz",
     "hypercomm.compat.megatron",
     "hypercomm.compat.torchtitan",
-    "hypercomm.tools.draw",
     "hypercomm.joining",
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
-    "hypercomm.topology",
+    "hypercomm.tools.draw",
+    "hypercomm.tools.place",
     "hypercomm.training",
     "hypercomm.watch",
 )
@@ -109,7 +109,8 @@ def command_table() -> str:
 
     from hypercomm.cli.commands import cli
 
-    parts, context = [], click.Context(cli)
+    parts = []
+    context = click.Context(cli)
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         if command is None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hypercomm.grid.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
     from hypercomm.joining import Renewed as Renewed
-    from hypercomm.joining import live_topology as live_topology
     from hypercomm.joining import renew_world as renew_world
     from hypercomm.joining.join import join as join
     from hypercomm.launch import run_ranks as run_ranks
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
     from hypercomm.tools.draw import draw as draw
+    from hypercomm.tools.place import live_topology as live_topology
+    from hypercomm.tools.place import place as place
+    from hypercomm.tools.place import read_topology as read_topology
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
@@ -56,10 +58,12 @@ _HOMES = {
     "draw": "hypercomm.tools.draw",
     "join": "hypercomm.joining",
     "launch": "hypercomm.launch",
-    "live_topology": "hypercomm.joining",
+    "live_topology": "hypercomm.tools.place",
     "layout": "hypercomm.layout",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "megatron_requests": "hypercomm.compat.megatron.groups.requests",
+    "place": "hypercomm.tools.place",
+    "read_topology": "hypercomm.tools.place",
     "renew_world": "hypercomm.joining",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
@@ -84,6 +88,8 @@ __all__ = [
     "live_topology",
     "megatron_grids",
     "megatron_requests",
+    "place",
+    "read_topology",
     "renew_world",
     "run_ranks",
     "torchtitan_grids",

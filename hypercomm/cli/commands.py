@@ -21,7 +21,9 @@ _COMMANDS = {
     "draw": _Command(
         "hypercomm.tools.draw.command", "draw", "Draw a layout, a change or a mapping."
     ),
-    "place": _Command("hypercomm.cli.placing", "place_command", "Place a layout on a machine."),
+    "place": _Command(
+        "hypercomm.tools.place.command", "place_command", "Place a layout on a machine."
+    ),
     "diff": _Command("hypercomm.cli.diff", "diff", "Compare the groups of two layouts."),
     "check": _Command("hypercomm.cli.check", "check", "Run every group of a layout on real ranks."),
     "doctor": _Command("hypercomm.cli.doctor", "doctor", "Show what is installed and what works."),

@@ -2,8 +2,7 @@
 
 from hypercomm.joining.join import join as join
 from hypercomm.joining.joined import Joined as Joined
-from hypercomm.joining.live import live_topology as live_topology
 from hypercomm.joining.renewing import Renewed as Renewed
 from hypercomm.joining.renewing import renew_world as renew_world
 
-__all__ = ["Joined", "Renewed", "join", "live_topology", "renew_world"]
+__all__ = ["Joined", "Renewed", "join", "renew_world"]

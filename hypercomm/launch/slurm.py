@@ -1,35 +1,38 @@
-"""What SLURM says of a step: where its rank 0 runs, and how many ranks each host has.
+"""The variables of a SLURM step: the host of its rank 0, and the number of ranks on each host.
 
 Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", https://slurm.schedmd.com/srun.html.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from hypercomm.launch.variables import number, port_of
-from hypercomm.topology.node_lists import first_of, tasks_of
 
 NAMES = (
     *("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_NODEID", "SLURM_DISTRIBUTION"),
     *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 )
-"""The variables that are read here."""
+"""The variables that this module reads."""
 
 _LAST_STEP = 2**32 - 16
-"""SLURM's steps from here on are not the user's: interactive, batch, extern, pending."""
+"""Step ids from here on are SLURM's own: interactive, batch, extern, pending."""
 
 
 def is_step(held: Mapping[str, str]) -> bool:
-    """Tell whether srun has started this process, and not salloc or sbatch.
+    """Return whether srun started this process, and not salloc or sbatch.
+
+    Raises:
+        LaunchError: SLURM_STEP_ID is a number that no step has.
 
     Example:
         >>> is_step({"SLURM_STEP_ID": "0"}), is_step({"SLURM_STEP_ID": "4294967291"}), is_step({})
         (True, False, False)
     """
     step = held.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _LAST_STEP
+    return step.isdecimal() and number("SLURM_STEP_ID", held, largest=2**32 - 1) < _LAST_STEP
 
 
 def port_of_step(job: int, step: int) -> int:
@@ -44,21 +47,35 @@ def port_of_step(job: int, step: int) -> int:
 
 
 def tasks_on(node: int, tasks: str) -> int | None:
-    """Return how many ranks a host of a step has; None where the text does not tell.
+    """Return the number of ranks on a host of a step; None if the text cannot be read.
 
     Args:
         node: The number of the host in the step.
-        tasks: As SLURM_STEP_TASKS_PER_NODE writes them.
+        tasks: The value of SLURM_STEP_TASKS_PER_NODE.
 
     Example:
         >>> tasks_on(0, "4(x2),3"), tasks_on(1, "4(x2),3"), tasks_on(2, "4(x2),3")
         (4, 4, 3)
     """
-    for count, hosts in tasks_of(tasks) or ():
-        node -= hosts
+    for part in tasks.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
+        if found is None:
+            return None
+        node -= int(found[2] or 1)
         if node < 0:
-            return count or None
+            return int(found[1]) or None
     return None
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a node list; "" if there is none.
+
+    Example:
+        >>> first_host("gpu[03-04,9],login"), first_host("a[1-2]b[5,7]"), first_host("")
+        ('gpu03', 'a1b5', '')
+    """
+    found = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found.group() if found else "")
 
 
 def local_size(held: Mapping[str, str]) -> int | None:
@@ -80,7 +97,7 @@ def address(held: Mapping[str, str]) -> str | None:
         return None
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = next((held[name] for name in lists if name in held), None)
-    return None if hosts is None else first_of(hosts) or None
+    return None if hosts is None else first_host(hosts) or None
 
 
 def port(held: Mapping[str, str]) -> int | None:

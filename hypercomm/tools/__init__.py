@@ -1,1 +1,1 @@
-"""Tools built on the library: place, draw and blame. Nothing below this package imports them."""
+"""Tools on top of the library: machines and placement, pictures, and hang reports."""

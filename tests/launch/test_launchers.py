@@ -6,9 +6,8 @@ import pytest
 
 from hypercomm.errors import LaunchError
 from hypercomm.launch.launchers import LAUNCHERS, VARIABLES, find_job
-from hypercomm.launch.slurm import port_of_step
+from hypercomm.launch.slurm import first_host, port_of_step
 from hypercomm.launch.worlds import told, why_not_told
-from hypercomm.topology.node_lists import first_of
 
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 PLACE = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -262,6 +261,12 @@ def test_told_otherwise():
     assert why_not_told({"MASTER_ADDR": "a", "WORLD_SIZE": "8"}) is None
 
 
+# A step id that is no number of a step is an error of the launch, however long it is.
+def test_long_step_id():
+    with pytest.raises(LaunchError, match="SLURM_STEP_ID"):
+        find_job(step(0, 1, 0, SLURM_STEP_ID="9" * 5000))
+
+
 # The first host of a list in each form that srun writes.
 @pytest.mark.torch_free
 @pytest.mark.parametrize(
@@ -276,8 +281,8 @@ def test_told_otherwise():
         ("", ""),
     ],
 )
-def test_first_of(hosts, first):
-    assert first_of(hosts) == first
+def test_first_host(hosts, first):
+    assert first_host(hosts) == first
 
 
 # All ranks of a step work out one port, below those that Linux gives out; other steps another.

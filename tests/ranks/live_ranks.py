@@ -1,4 +1,4 @@
-"""What ranks of a job find of where they are."""
+"""Functions that ranks of a job call to find their topology."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from hypercomm import live_topology
 
 
 def topologies(hosts, *jobs):
-    """The topologies that each rank finds, on a host and at addresses that stand in for its own."""
+    """Return the topology for each set of addresses, with a host name in place of the real one."""
     rank = dist.get_rank()
     socket.gethostname = lambda: hosts[rank]
     found = []
@@ -18,5 +18,5 @@ def topologies(hosts, *jobs):
         os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
         if addresses[rank] is not None:
             os.environ["SLURM_TOPOLOGY_ADDR"] = addresses[rank]
-        found.append(live_topology().to_dict()["levels"])
+        found.append(live_topology())
     return found

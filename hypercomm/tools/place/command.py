@@ -1,0 +1,110 @@
+"""`hypercomm place`: show which groups cross hosts, domains and switches, and the best order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Column, Table
+
+from hypercomm.cli import options
+from hypercomm.cli.printing import console, table
+from hypercomm.errors import FileKeptError, NotationError
+from hypercomm.tools.place.live import machine
+from hypercomm.tools.place.placing import Placed, place
+
+_WRITTEN = (click.Choice(["rankfile"]), click.Path(dir_okay=False))
+
+
+@click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
+@options.sizes
+@click.option(
+    *("--on", "on"),
+    required=True,
+    multiple=True,
+    help="The machine: GPUs per host and domain (4,72), a hostfile, a node list, topology.conf, "
+    "topology.yaml, or 'live' in a job. May be repeated: the first names the hosts in order.",
+)
+@click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
+@click.option(
+    "--overlap", "overlapped", default="", help="Dims whose traffic overlaps with computation: dp."
+)
+@click.option("--weights", default="", help="Cost of a byte that crosses a level: host=1,leaf=7.")
+@click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
+@click.option(
+    "--gpus-per-node",
+    "gpus_per_host",
+    type=int,
+    help="GPUs of hosts that are listed without a number.",
+)
+@click.option("--write", type=_WRITTEN, multiple=True, help="Write an Open MPI rankfile.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@options.as_json
+def place_command(
+    sizes: str,
+    on: tuple[str, ...],
+    write: tuple[tuple[str, str], ...],
+    force: bool,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
+
+    The table shows how many groups of each dim leave their host, domain or switch, and the bytes
+    that cross. It is followed by the best order of the dims. No process is started, and torch is
+    loaded for --on live only.
+    """
+    where = machine(on)
+    if where is None:
+        return 0
+    found = place(sizes, where, **given)
+    for _, path in write:
+        _save(found.rankfile(), path, force)
+    if as_json:
+        better = found.better and {"advice": found.advice, **found.better.to_dict()}
+        print(json.dumps({**found.to_dict(), "notes": found.notes, "better": better}))
+    else:
+        _show(found)
+    return 0
+
+
+def _save(text: str, path: str, force: bool) -> None:
+    if Path(path).exists() and not force:
+        raise FileKeptError(f"{path} exists, and is kept; --force replaces it")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NotationError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _show(found: Placed) -> None:
+    out = console()
+    out.print(found.headline, markup=False, soft_wrap=True)
+    rows = []
+    for spread in found.spreads:
+        cells = [escape(cell) for cell in spread.cells]
+        if spread.across < spread.groups:
+            cells[2] = f"[{'yellow' if spread.across else 'green'}]{cells[2]}[/]"
+        rows.append(cells)
+    out.print(_table(found.columns, rows))
+    for note in found.notes:
+        out.print(note, markup=False)
+    for warning in found.warnings:
+        out.print(f"[bold red]warning:[/] {escape(warning)}")
+    if found.better:
+        out.print(f"\n[bold cyan]order:[/] {escape(found.advice.removeprefix('order: '))}")
+        out.print(_table(found.columns, found.changes))
+    elif found.is_searched:
+        out.print("no order of the dims is better on this machine", markup=False)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    names, numbers = titles[:2], [Column(title, justify="right") for title in titles[2:]]
+    found = table(*names, *numbers)
+    for row in rows:
+        found.add_row(*row[: len(titles)])
+    return found

@@ -1,0 +1,140 @@
+"""Find where the ranks of the running job are: host names, NVLink domains and SLURM's switches.
+
+Sources: nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api: GPUs with the same clusterUuid
+and cliqueId share an NVLink domain. srun(1): SLURM_TOPOLOGY_ADDR lists the switches from the top to
+the leaf, and the node, separated by periods; SLURM_TOPOLOGY_ADDR_PATTERN lists the kind of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypercomm.errors import LaunchError, NotationError, NotInitializedError
+from hypercomm.tools.place.reading import place_of, tier
+from hypercomm.tools.place.topology import Level, Topology
+
+_FABRIC_COMPLETED = 3
+"""NVML_GPU_FABRIC_STATE_COMPLETED."""
+
+
+def live_topology() -> Topology:
+    """Return where the ranks of the running job are; every rank of WORLD must call this.
+
+    Ranks with the same host name are on one host. Ranks with the same NVML cluster and clique are
+    in one NVLink domain; this needs nvidia-ml-py. Switches come from SLURM. A level that some ranks
+    do not know is left out.
+
+    Returns:
+        The levels of all ranks, the same on every rank.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+
+    Example:
+        >>> from hypercomm import join, live_topology
+        >>> with join(environment={}):
+        ...     live_topology().names[0]
+        'host'
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise NotInitializedError("torch.distributed is needed: call hypercomm.join() first")
+    own = {"host": socket.gethostname(), **slurm_units(os.environ)}
+    domain = _nvlink_domain()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own | ({"domain": domain} if domain else {}))
+    names = [name for name in every[0] if all(name in units for units in every)]
+    return Topology(
+        [Level.of(name, [units[name] for units in every]) for name in sorted(names, key=place_of)]
+    )
+
+
+def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the switches and the block of this node, by level.
+
+    Example:
+        >>> address = {"SLURM_TOPOLOGY_ADDR": "top.s2.node07"}
+        >>> slurm_units(address | {"SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"})
+        {'leaf': 's2', 'spine': 'top'}
+    """
+    pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    # The name of the node comes last and may contain periods.
+    parts = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".", len(pattern) - 1)
+    if len(parts) != len(pattern):
+        return {}
+    pairs = list(zip(pattern, parts, strict=True))
+    switches = [part for kind, part in pairs if kind == "switch"]
+    units = {tier(number): switch for number, switch in enumerate(reversed(switches))}
+    blocks = [part for kind, part in pairs if kind == "block"]
+    return units | ({"domain": blocks[-1]} if blocks else {})
+
+
+def _nvlink_domain() -> str | None:
+    """Return the NVLink domain of this rank's GPU; None if NVML does not know one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    try:
+        return nvml_domain(importlib.import_module("pynvml"), f"GPU-{uuid}")
+    except Exception:  # noqa: BLE001 - hosts are known without NVML, whatever it lacks
+        return None
+
+
+def nvml_domain(nvml: Any, uuid: str) -> str | None:
+    """Return the NVLink domain of a GPU; None if it is in none beyond its host.
+
+    Args:
+        nvml: The module pynvml.
+        uuid: The UUID of the GPU, as in "GPU-...".
+    """
+    nvml.nvmlInit()
+    try:
+        device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        info = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
+    finally:
+        nvml.nvmlShutdown()
+    cluster = bytes(info.clusterUuid)
+    if info.state != _FABRIC_COMPLETED or not any(cluster):
+        return None
+    return f"{cluster.hex()}.{info.cliqueId}"
+
+
+def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
+    """Return the machine that the values of `--on` describe.
+
+    Args:
+        on: The values, in the order given.
+
+    Returns:
+        The values themselves, for `read_topology`; or for "live" the topology of the job on rank 0,
+        and None on the other ranks, which print nothing.
+
+    Raises:
+        NotationError: "live" is combined with other values.
+        LaunchError: This process is not a rank of a job, or its environment is inconsistent.
+    """
+    if "live" not in on:
+        return on
+    if len(on) > 1:
+        raise NotationError("--on live cannot be combined with other --on values")
+    from hypercomm.cli.printing import quiet
+    from hypercomm.joining import join
+    from hypercomm.launch.launchers import find_job, none_found
+
+    if find_job(os.environ) is None:
+        advice = (
+            "--on live needs a job: start this command with srun, mpirun or torchrun --no-python"
+        )
+        raise LaunchError(none_found(advice))
+    with quiet(), join(backend="gloo") as job:
+        found = live_topology()
+    return None if job.rank else found

@@ -1,0 +1,567 @@
+"""Place a layout on a machine: which groups cross which units, and the best order of dims.
+
+The groups over some dims depend only on the sizes and strides of these dims, and the stride of a
+dim is the product of the sizes before it. The search therefore looks at far fewer groups than
+there are orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from operator import mul
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from hypercomm.errors import LayoutError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.reading.counting import counted
+from hypercomm.layout.reading.notation import parse_sizes
+from hypercomm.layout.reading.shown import aligned, shown
+from hypercomm.tools.place import traffic as traffics
+from hypercomm.tools.place.reading import On, read_topology
+from hypercomm.tools.place.topology import Level, Topology
+from hypercomm.tools.place.traffic import Dims, Traffic
+
+MOST_DIMS = 8
+"""The most dims larger than 1 for which all orders are compared: 40,320 orders."""
+
+COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
+"""The titles of `Spread.cells`."""
+
+
+class Cost(NamedTuple):
+    """The cost of an order of dims; costs compare by the first number, then the next.
+
+    Attributes:
+        waited: The bytes that steps wait for, times the weights of the levels that they cross.
+        overlapped: The same for traffic that overlaps with computation.
+        minor: The bytes that cross levels of weight 0, such as hosts within an NVLink domain.
+    """
+
+    waited: int = 0
+    overlapped: int = 0
+    minor: int = 0
+
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return Cost(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+@attrs.frozen
+class Spread:
+    """How the groups over some dims are spread over the units of one level.
+
+    Attributes:
+        dims: The dims, in the layout's order.
+        level: The name of the level.
+        groups: The number of groups.
+        size: The number of ranks in each group.
+        across: The number of groups with ranks in more than one unit.
+        least: The smallest number of units that hold a group.
+        most: The largest number of units that hold a group.
+        bytes: The bytes that all groups send from unit to unit in a step; None if no traffic is
+            given.
+        first: The first group with ranks in more than one unit, or ().
+    """
+
+    dims: Dims
+    level: str
+    groups: int
+    size: int
+    across: int
+    least: int
+    most: int
+    bytes: int | None = None
+    first: tuple[int, ...] = ()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The spread as text: dims, level, groups across, units of a group, bytes across.
+
+        Example:
+            >>> Spread(("dp",), "domain", 16, 16, 12, 1, 2, 5000).cells
+            ('dp', 'domain', '12 of 16', '1..2', '5 kB')
+        """
+        return (
+            "+".join(self.dims),
+            self.level,
+            f"{self.across:,} of {self.groups:,}",
+            "..".join(f"{count:,}" for count in dict.fromkeys((self.least, self.most))),
+            "" if self.bytes is None else traffics.format_bytes(self.bytes),
+        )
+
+
+@attrs.frozen(slots=False, repr=False)
+class Placed:
+    """A layout on a machine, as `place` returns it; `str()` returns a table.
+
+    Attributes:
+        layout: The layout.
+        topology: The machine. Rank r of the layout is rank r of the machine.
+        traffic: The traffic of the groups, by dims.
+        weights: The cost of a byte that crosses a level, by level.
+        groups: More dims whose groups are reported.
+        is_assumed: Whether no traffic was given. No bytes are shown in this case.
+        unitless: The parts of the traffic that were given without a unit.
+
+    Example:
+        >>> from hypercomm import place
+        >>> placed = place("tp=4,dp=16,pp=4", "host=4,domain=72", traffic="tp=40G,dp=6G,pp=0.1G")
+        >>> [(one.dims, one.across, one.groups) for one in placed.on("domain")]
+        [(('tp',), 0, 64), (('dp',), 12, 16), (('pp',), 64, 64)]
+        >>> place("dp=4,tp=2", on=2).best.layout.dim_names
+        ('tp', 'dp')
+    """
+
+    layout: RankLayout
+    topology: Topology
+    traffic: Mapping[Dims, Traffic]
+    weights: Mapping[str, float]
+    groups: Sequence[Dims]
+    is_assumed: bool
+    unitless: Sequence[str] = ()
+
+    @cached_property
+    def spreads(self) -> tuple[Spread, ...]:
+        """How all reported groups are spread over each level."""
+        names = self.layout.dim_names
+        each: list[Dims] = [(dim,) for dim in names if self.layout.size_of(dim) > 1] or [names[:1]]
+        return tuple(
+            self._spread(dims, self.layout.groups(*dims).to_array(), level)
+            for dims in dict.fromkeys([*each, *self.traffic, *self.groups])
+            for level in self.topology.levels
+        )
+
+    def _spread(self, dims: Dims, ranks: NDArray[np.int64], level: Level) -> Spread:
+        units = level.of_rank[ranks]
+        counts = _units_of_groups(units)
+        leaving = ranks[counts > 1]
+        sent = None if self.is_assumed else self.traffic.get(dims)
+        return Spread(
+            dims,
+            level.name,
+            groups=len(ranks),
+            size=ranks.shape[1],
+            across=len(leaving),
+            least=int(counts.min()),
+            most=int(counts.max()),
+            bytes=None if sent is None else bytes_across(units, sent),
+            first=tuple(leaving[0].tolist()) if len(leaving) else (),
+        )
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The cost of all traffic."""
+        cost = Cost()
+        for dims, sent in self.traffic.items():
+            cost += self._cost_of(self.layout.groups(*dims).to_array(), sent)
+        return cost
+
+    def _cost_of(self, groups: NDArray[np.int64], sent: Traffic) -> Cost:
+        weighted = minor = 0
+        for level in self.topology.levels:
+            count = bytes_across(level.of_rank[groups], sent)
+            weighted += round(self.weights[level.name] * count)
+            minor += 0 if self.weights[level.name] else count
+        return Cost(0, weighted, minor) if sent.overlapped else Cost(weighted, 0, minor)
+
+    @cached_property
+    def better(self) -> Placed | None:
+        """The same dims in the best order; None if no order costs less."""
+        layout = self.layout
+        if not self.is_searched:
+            return None
+        ranks = np.asarray(layout.ranks)
+        order, least = best_order(
+            layout.sizes, self.traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
+        )
+        if least >= self.cost:
+            return None
+        other = RankLayout([layout.size_of(dim) for dim in order], order, ranks=layout.ranks)
+        return attrs.evolve(
+            self,
+            layout=other,
+            traffic={other.order_dims(dims): one for dims, one in self.traffic.items()},
+            groups=[other.order_dims(dims) for dims in self.groups],
+        )
+
+    @property
+    def best(self) -> Placed:
+        """The same dims in the best order; this object if no order costs less."""
+        return self.better or self
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether all orders of the dims are compared: at most 8 dims are larger than 1."""
+        return sum(size > 1 for size in self.layout.shape) <= MOST_DIMS
+
+    def on(self, level: str) -> tuple[Spread, ...]:
+        """Return how the groups are spread over one level.
+
+        Raises:
+            TopologyError: There is no such level.
+        """
+        self.topology.level(level)
+        return tuple(spread for spread in self.spreads if spread.level == level)
+
+    def find(self, dims: str | Iterable[str], level: str) -> Spread:
+        """Return how the groups over some dims are spread over one level.
+
+        Raises:
+            LayoutError: These groups are not in the report; pass them as `groups` to `place`.
+            TopologyError: There is no such level.
+        """
+        wanted = self.layout.order_dims(dims)
+        found = [spread for spread in self.on(level) if spread.dims == wanted]
+        if not found:
+            raise LayoutError(f"{'+'.join(wanted)} is not in the report; add it with groups=")
+        return found[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dict of text, lists and numbers, for JSON."""
+        traffic = {"+".join(dims): attrs.asdict(one) for dims, one in self.traffic.items()}
+        return {
+            "layout": str(self.layout),
+            "ranks": self.layout.size,
+            "levels": {level.name: level.units for level in self.topology.levels},
+            "traffic": None if self.is_assumed else traffic,
+            "groups": [attrs.asdict(one) for one in self.spreads],
+            "cost": self.cost._asdict(),
+            "warnings": self.warnings,
+        }
+
+    def rankfile(self) -> str:
+        r"""Return Open MPI's rankfile, which gives the host of each rank.
+
+        A slot is a processor core, not a GPU; a rank takes the GPU of its number on its host.
+
+        Raises:
+            TopologyError: The machine has no hosts.
+
+        Example:
+            >>> from hypercomm import place
+            >>> place("dp=2", {"a": "s1", "b": "s1"}).rankfile()
+            'rank 0=a slot=0\nrank 1=b slot=0\n'
+        """
+        level = self.topology.level("host")
+        used: Counter[str] = Counter()
+        text = ""
+        for rank, gpu in enumerate(sorted(self.layout.ranks)):
+            host = level.name_of(gpu)
+            text += f"rank {rank}={host} slot={used[host]}\n"
+            used[host] += 1
+        return text
+
+    @property
+    def headline(self) -> str:
+        """The layout and its machine in one sentence."""
+        used = self.topology.select(self.layout.ranks)
+        units = ", ".join(counted(level.units, level.name) for level in used.levels)
+        return f"{self.layout}: {self.layout.size:,} ranks on {units}"
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that explain the table."""
+        order = "the first dim varies fastest"
+        if self.is_assumed:
+            notes = [f"no traffic is given: tp matters most, then cp and ep, pp, and dp; {order}"]
+        else:
+            hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
+            waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
+            notes = [f"bytes across: of all groups in a step; {waits}{order}"]
+        if self.unitless:
+            notes.append(f"{', '.join(self.unitless)}: bytes, as no unit (k, M, G, T) is given")
+        if not self.is_searched:
+            notes.append(f"orders are not compared: more than {MOST_DIMS} dims are larger than 1")
+        return notes
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each kind of tp and ep groups that leave their NVLink domain, or host."""
+        level = "domain" if "domain" in self.topology.names else "host"
+        found = []
+        for spread in self.spreads:
+            kinds = {traffics.kind_of(dim) for dim in spread.dims}
+            # Groups over dp and others exchange gradients, which are expected to leave a domain.
+            is_tight = kinds & {"tp", "ep"} and "dp" not in kinds
+            if spread.level == level and spread.across and is_tight:
+                first = ", ".join(map(str, spread.first[:8])) + ", ..." * (spread.size > 8)
+                largest = int(self.topology.level(level).sizes.max())
+                why = f"; a {level} has {largest} GPUs" if spread.size > largest else ""
+                found.append(
+                    f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
+                    f"their {level}, the first is ({first}){why}"
+                )
+        return found
+
+    @property
+    def advice(self) -> str:
+        """The better order and what it saves; "" if no order costs less.
+
+        Example:
+            >>> from hypercomm import place
+            >>> place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G").advice
+            'order: tp-dp in place of dp-tp; steps wait for 71 % less across units'
+        """
+        if self.better is None:
+            return ""
+        saving = "groups that matter more lie inside"
+        if not self.is_assumed:
+            costs = zip(self.cost, self.better.cost, _SAVINGS, strict=True)
+            before, after, saving = next(one for one in costs if one[0] != one[1])
+            share = 100 * (before - after) / before
+            saving = saving.format(f"{share:.0f} %" if 1 <= share < 99 else f"{share:.3g} %")
+        orders = ["-".join(one.layout.dim_names) for one in (self.better, self)]
+        return f"order: {' in place of '.join(orders)}; {saving}"
+
+    @property
+    def changes(self) -> list[tuple[str, ...]]:
+        """The cells of the spreads that differ in the better order, as "before -> after"."""
+        before = {(frozenset(one.dims), one.level): one.cells for one in self.spreads}
+        rows = []
+        for spread in self.best.spreads:
+            cells, was = spread.cells, before[frozenset(spread.dims), spread.level]
+            if was[2:] != cells[2:]:
+                pairs = zip(was[2:], cells[2:], strict=True)
+                moved = [one if one == two else f"{one} -> {two}" for one, two in pairs]
+                rows.append((*cells[:2], *moved)[: len(self.columns)])
+        return rows
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The titles of the columns, without bytes if no traffic was given."""
+        return COLUMNS[:4] if self.is_assumed else COLUMNS
+
+    def __str__(self) -> str:
+        rows = [self.columns, *(spread.cells[: len(self.columns)] for spread in self.spreads)]
+        lines = [self.headline, *aligned(rows), *self.notes]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        if self.better:
+            lines += [self.advice, *(f"  {line}" for line in aligned(self.changes))]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Placed: {self.headline}>"
+
+
+_SAVINGS = (
+    "steps wait for {} less across units",
+    "{} less crosses units during computation",
+    "{} less crosses hosts within domains",
+)
+"""The texts for the three numbers of a `Cost`."""
+
+
+def place(
+    layout: str | RankLayout,
+    on: On,
+    *,
+    traffic: str | Mapping[str, float | Traffic] | None = None,
+    overlapped: str | Iterable[str] = (),
+    weights: str | Mapping[str, float] = "",
+    groups: str | Iterable[str] = (),
+    gpus_per_host: int | None = None,
+) -> Placed:
+    """Return which groups of a layout cross hosts, domains and switches, and the best order.
+
+    The best order is exact: of all orders of up to 8 dims, no other costs less. Traffic that steps
+    wait for counts first, then traffic that overlaps with computation.
+
+    Args:
+        layout: A layout, or its sizes, as in "tp=8,pp=16,dp=128"; the first dim varies fastest.
+            One size may be omitted if the machine names its hosts.
+        on: The machine, as for `read_topology`.
+        traffic: The bytes that each rank sends in a step over each dim, as "tp=40G,dp=6.5G" or by
+            dims. Default: tp matters most, then cp and ep, pp, and dp.
+        overlapped: Dims whose traffic overlaps with computation, as "dp" or a list.
+        weights: The cost of a byte that crosses a level, as "domain=1,leaf=7" or by level.
+            Default: 1, and 0 for hosts within an NVLink domain.
+        groups: More groups to report, as "tp+dp" or a list.
+        gpus_per_host: The GPUs of hosts for which `on` does not give a number.
+
+    Returns:
+        The report; `print` shows it.
+
+    Raises:
+        LayoutError: An argument cannot be read or names an unknown dim or level.
+        TopologyError: The machine cannot be read, or has fewer GPUs than the layout has ranks.
+        WorldSizeError: The omitted size does not fit the machine.
+
+    Example:
+        >>> from hypercomm import place
+        >>> print(place("pp=4,tp=2,cp=2", on="host=4", traffic="tp=9M,pp=1M,cp=3M"))
+        pp=4,tp=2,cp=2: 16 ranks on 4 hosts
+        dims  level  across  units of each  bytes across
+        pp    host   0 of 4  1              0
+        tp    host   8 of 8  2              144 MB
+        cp    host   8 of 8  2              48 MB
+        bytes across: of all groups in a step; the first dim varies fastest
+        warning: 8 of 8 tp groups leave their host, the first is (0, 4)
+        order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % less across units
+          tp  host  8 of 8 -> 0 of 8  2 -> 1  144 MB -> 0
+          cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
+          pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
+    """
+    if isinstance(layout, str):
+        gpus = None
+        if -1 in parse_sizes(layout).values():
+            gpus = read_topology(on, gpus_per_host=gpus_per_host).world_size
+        layout = RankLayout.parse(layout, world_size=gpus)
+    if not isinstance(layout, RankLayout):
+        raise LayoutError(f"layout must be text like 'tp=4' or a RankLayout, got {shown(layout)}")
+    topology = read_topology(on, layout.last_rank + 1, gpus_per_host=gpus_per_host)
+    if overlapped and traffic is None:
+        raise LayoutError("overlapped (--overlap) needs traffic (--traffic)")
+    sent = traffics.usual_traffic(layout)
+    if traffic is not None:
+        sent = traffics.read_traffic(traffic, layout, overlapped)
+    more = traffics.read_dims(groups, layout)
+    costs = _weights(weights, topology)
+    unitless = traffics.without_unit(traffic)
+    return Placed(layout, topology, sent, costs, more, traffic is None, unitless)
+
+
+def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:
+    """Return the cost of a byte that crosses each level, from the innermost."""
+    names = topology.names
+    weights: dict[str, float] = dict.fromkeys(names, 1)
+    if {"host", "domain"} <= {*names}:
+        weights["host"] = 0
+    pairs = traffics.parse_amounts(given, "weights") if isinstance(given, str) else given
+    for name, weight in pairs.items():
+        if name not in names or not 0 <= weight < 10**9:
+            text = f"weights (--weights) has {shown(name)}={weight}"
+            raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
+        weights[name] = weight
+    return weights
+
+
+# ---- the cost of groups -------------------------------------------------------------------------
+
+
+def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
+    """Return the bytes that groups send from unit to unit in a step.
+
+    NCCL builds a ring that visits each unit once, so a ring in k units has k edges between units. A
+    chain has an edge for each pair of neighbours in different units. With all-to-all, each rank
+    sends the same amount to every other rank.
+
+    Args:
+        units: The unit of each member, of shape (groups, size), in the order of the groups.
+        traffic: The traffic of each rank.
+
+    Example:
+        >>> units = np.array([[0, 1, 0, 1]])
+        >>> patterns = ("ring", "chain", "all-to-all")
+        >>> [bytes_across(units, Traffic(30, pattern)) for pattern in patterns]
+        [60, 90, 80]
+    """
+    groups, size = units.shape
+    if size == 1 or not traffic.bytes:
+        return 0
+    if traffic.pattern == "chain":
+        return traffic.bytes * int(np.count_nonzero(np.diff(units, axis=1)))
+    if traffic.pattern == "ring":
+        counts = _units_of_groups(units)
+        return traffic.bytes * int(counts[counts > 1].sum())
+    group = np.arange(groups)[:, None] * (units.max() + 1)
+    members = np.unique(group + units, return_counts=True)[1]
+    pairs = units.size * size - int((members**2).sum())
+    return int(traffic.bytes * pairs // (size - 1))
+
+
+def _units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of units of each group, given the units of its members."""
+    steps = np.diff(np.sort(units, axis=1), axis=1)
+    return np.asarray(1 + np.count_nonzero(steps, axis=1))
+
+
+# ---- the best order -----------------------------------------------------------------------------
+
+Axes = tuple[tuple[int, int], ...]
+"""The size and the stride of each dim of some groups."""
+
+CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
+"""Returns the cost of the traffic of groups, an array of ranks of shape (groups, size)."""
+
+
+def best_order(
+    sizes: Mapping[str, int], traffic: Mapping[Dims, Traffic], cost_of: CostOf
+) -> tuple[Dims, Cost]:
+    """Return the order of dims that costs least; of equal orders, the most similar to the given.
+
+    Branch and bound: an order is built dim by dim, and dropped when it costs as much as the best
+    one. The groups over some dims are known once the last of these dims is placed.
+
+    Args:
+        sizes: The size of each dim, in the order given. At most `MOST_DIMS` are larger than 1.
+        traffic: The traffic, by dims.
+        cost_of: The cost of groups.
+
+    Returns:
+        The order, the first dim varying fastest, and its cost. A dim of size 1 stays after the dim
+        that it followed.
+    """
+    given = list(sizes)
+    names = [dim for dim in given if sizes[dim] > 1]
+    sent = [({*dims} & {*names}, one) for dims, one in traffic.items()]
+    best: tuple[Cost, int, Dims] | None = None
+
+    @cache
+    def cost_at(axes: Axes, one: Traffic) -> Cost:
+        return cost_of(groups_at(math.prod(sizes.values()), axes), one)
+
+    def extend(order: Dims, cost: Cost, inversions: int) -> None:
+        """Search all orders that begin with the given one."""
+        nonlocal best
+        if best is not None and (cost, inversions) >= best[:2]:
+            return
+        if len(order) == len(names):
+            best = cost, inversions, order
+        for position, dim in enumerate(names):
+            if dim not in order:
+                completed = _completed((*order, dim), sizes, sent)
+                added = sum((cost_at(axes, one) for axes, one in completed), Cost())
+                turned = sum(names.index(other) > position for other in order)
+                extend((*order, dim), cost + added, inversions + turned)
+
+    extend((), Cost(), 0)
+    least, _, order = best or (Cost(), 0, ())
+    whole: list[str] = []
+    for dim in order:
+        following = given[given.index(dim) + 1 :]
+        whole += [dim, *itertools.takewhile(lambda other: sizes[other] == 1, following)]
+    return (*(dim for dim in given if dim not in whole), *whole), least
+
+
+def _completed(
+    order: Dims, sizes: Mapping[str, int], sent: Iterable[tuple[set[str], Traffic]]
+) -> Iterator[tuple[Axes, Traffic]]:
+    """Yield the axes of the groups whose last dim is the last of an order, and their traffic."""
+    strides = list(itertools.accumulate((sizes[dim] for dim in order[:-1]), mul, initial=1))
+    for dims, one in sent:
+        if order[-1] in dims and dims <= {*order}:
+            pairs = zip(order, strides, strict=True)
+            yield tuple((sizes[dim], stride) for dim, stride in pairs if dim in dims), one
+
+
+def groups_at(world_size: int, axes: Axes) -> NDArray[np.int64]:
+    """Return the groups over dims of given sizes and strides, of shape (groups, size).
+
+    Example:
+        >>> groups_at(8, [(2, 2)]).tolist()
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    ranks = np.arange(world_size)
+    is_first = np.ones(world_size, dtype=bool)
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in axes:
+        is_first &= ranks // stride % size == 0
+        offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
+    return ranks[is_first][:, None] + offsets

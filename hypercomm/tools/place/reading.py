@@ -1,0 +1,417 @@
+"""Read where the ranks of a world are: sizes, hostfiles, node lists and SLURM's topology files.
+
+Sources of the formats:
+
+- Open MPI hostfile, https://docs.open-mpi.org/en/v5.0.x/launching-apps/scheduling.html
+- DeepSpeed hostfile, https://www.deepspeed.ai/getting-started/
+- Hydra (MPICH) hostfile, https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to
+- topology.conf(5), topology.yaml(5) and node lists, https://slurm.schedmd.com
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.layout.reading.shown import shown
+from hypercomm.tools.place.topology import Level, Topology
+
+Source = int | str | os.PathLike[str] | Mapping[str, str]
+On = Source | Topology | Sequence[Source]
+"""What `read_topology` reads."""
+
+MOST_GPUS = 2**24
+"""The most GPUs that are read."""
+
+_MOST_HOSTS = 2**18
+
+_SWITCHES = ("leaf", "spine", "core")
+_LEVELS = ("host", "domain", *_SWITCHES)
+_Names = Mapping[str, str]
+_INSTALL = "pip install 'hypercomm[place]'"
+_KINDS = (
+    "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
+    "'node[01-09]', SLURM's topology.conf or topology.yaml, or a mapping of hosts to switches"
+)
+
+
+@attrs.frozen
+class _Found:
+    """The content of one source.
+
+    Attributes:
+        source: The name of the source in error messages.
+        slots: The GPUs of each host, in the order of ranks; None where the source does not say.
+        levels: The unit of each host, by level.
+        sizes: The GPUs of each unit, by level, for a source that names no hosts.
+    """
+
+    source: str
+    slots: Mapping[str, int | None] = attrs.field(factory=dict)
+    levels: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
+    sizes: Mapping[str, int] = attrs.field(factory=dict)
+
+
+def read_topology(
+    on: On, world_size: int | None = None, *, gpus_per_host: int | None = None
+) -> Topology:
+    """Return the host, NVLink domain and switches of each rank of a world.
+
+    Ranks fill the hosts in the order in which the source names them, as launchers do.
+
+    Args:
+        on: The GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72"; the path
+            of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
+            it; a mapping of hosts to leaf switches, or a JSON file of one; or a list of several of
+            these. The first of several sources that names hosts sets their order, and an earlier
+            source wins over a later one. A `Topology` is cut to `world_size`.
+        world_size: The number of ranks. Default: one for each GPU of the machine.
+        gpus_per_host: The GPUs of hosts for which no source gives a number. Default: ranks are
+            spread evenly.
+
+    Returns:
+        The known levels, innermost first.
+
+    Raises:
+        TopologyError: A source cannot be read or lacks a host, or the machine has fewer GPUs than
+            ranks. The message names the file and line.
+        MissingPackageError: A node list needs python-hostlist, or a YAML file needs pyyaml.
+
+    Example:
+        >>> topology = read_topology({"a": "s1", "b": "s2", "c": "s1"}, 6)
+        >>> topology.level("leaf").of_rank.tolist(), topology.level("leaf").names
+        ([0, 0, 1, 1, 0, 0], ('s1', 's2'))
+        >>> read_topology(["node[1-4]", "8,16"]).names
+        ('host', 'domain')
+    """
+    if world_size is not None:
+        _check_gpus(world_size, "world_size")
+    topology = on if isinstance(on, Topology) else _read_all(on, world_size, gpus_per_host)
+    if world_size is None or world_size == topology.world_size:
+        return topology
+    if world_size > topology.world_size:
+        raise TopologyError(f"{world_size:,} ranks need more than {topology.world_size:,} GPUs")
+    return topology.select(range(world_size))
+
+
+def _read_all(on: Any, world_size: int | None, gpus_per_host: int | None) -> Topology:
+    sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
+    if gpus_per_host is not None:
+        _check_gpus(gpus_per_host, "gpus_per_host (--gpus-per-node)")
+        sources.append(_Found("gpus_per_host", sizes={"host": gpus_per_host}))
+    sizes = _merged_sizes(sources)
+    named = [source for source in sources if source.slots]
+    levels: dict[str, Level] = {}
+    if named:
+        slots = _slots(named, sizes.get("host"), world_size)
+        hosts = [host for host, count in slots.items() for _ in range(count)]
+        levels["host"] = Level.of("host", hosts)
+        for source in named:
+            for name, unit_of in source.levels.items():
+                missing = [host for host in slots if host not in unit_of]
+                if missing:
+                    raise TopologyError(f"{source.source} has no {name} for {missing[0]!r}")
+                levels.setdefault(name, Level.of(name, [unit_of[host] for host in hosts]))
+        world_size = len(hosts)
+    elif world_size is None:
+        raise TopologyError(f"on={shown(on)} does not give the number of GPUs: give world_size")
+    for name, size in sizes.items():
+        if name not in levels:
+            units = np.arange(world_size) // size
+            names = tuple(f"{name}{unit}" for unit in range(units[-1] + 1))
+            levels[name] = Level(name, units, names)
+    return Topology([levels[name] for name in sorted(levels, key=place_of)])
+
+
+def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
+    """Return the GPUs of each unit, by level from the innermost."""
+    found: dict[str, int] = {}
+    for source in reversed(sources):
+        found |= source.sizes
+    sizes = {name: found[name] for name in sorted(found, key=place_of)}
+    for (inner, small), (outer, large) in pairwise(sizes.items()):
+        if large % small or large == small:
+            raise TopologyError(
+                f"a {outer} of {large} GPUs does not hold whole {inner}s of {small}; "
+                f"{max(large // small, 2) * small} GPUs would work"
+            )
+    return sizes
+
+
+def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None) -> dict[str, int]:
+    """Return the GPUs of each host, in the order of ranks."""
+    known: dict[str, int] = {}
+    for source in reversed(named):
+        known |= {host: count for host, count in source.slots.items() if count is not None}
+    unknown = [host for host in named[0].slots if host not in known]
+    if unknown and per_host is None:
+        left = (world_size or 0) - sum(known.get(host, 0) for host in named[0].slots)
+        per_host, rest = divmod(left, len(unknown))
+        if per_host < 1 or rest:
+            text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
+            raise TopologyError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
+    slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
+    _check_gpus(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
+    return slots
+
+
+def tier(number: int) -> str:
+    """Return the name of a level of switches; level 0 is connected to the hosts.
+
+    Example:
+        >>> tier(0), tier(1), tier(5)
+        ('leaf', 'spine', 'tier-5')
+    """
+    return _SWITCHES[number] if number < len(_SWITCHES) else f"tier-{number}"
+
+
+def place_of(level: str) -> int:
+    """Return the sort key of a level, innermost first; unknown levels follow the domain.
+
+    Example:
+        >>> sorted(["spine", "tier-3", "host", "rack", "domain"], key=place_of)
+        ['host', 'domain', 'rack', 'spine', 'tier-3']
+    """
+    if re.fullmatch(r"tier-[0-9]{1,9}", level):
+        return len(_LEVELS) + 1 + int(level[5:])
+    order = ("host", "domain", "", *_SWITCHES)
+    return order.index(level if level in order else "")
+
+
+def _check_gpus(count: object, what: str) -> None:
+    if not isinstance(count, (int, np.integer)) or not 1 <= count <= MOST_GPUS:
+        raise TopologyError(f"{what} must be from 1 to {MOST_GPUS:,}, got {shown(count)}")
+
+
+# ---- one source ---------------------------------------------------------------------------------
+
+
+def _read(on: object) -> _Found:
+    if isinstance(on, int):
+        _check_gpus(on, "the number of GPUs per host")
+        return _Found(f"on={on}", sizes={"host": on})
+    if isinstance(on, Mapping):
+        return _of_mapping(on, "on")
+    if not isinstance(on, (str, os.PathLike)):
+        raise TopologyError(f"on (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
+    text = os.fspath(on)
+    if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
+        found = _read_file(text)
+    elif all("=" in part or part.strip(" -").isdecimal() for part in text.split(",")):
+        return _read_sizes(text)
+    elif re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
+        found = _Found(f"the node list {shown(text)}", dict.fromkeys(_expand_hosts(text)))
+    else:
+        raise TopologyError(f"{shown(text)} is not a file; on (--on) must be {_KINDS}")
+    if not found.slots:
+        raise TopologyError(f"{found.source} names no host")
+    return found
+
+
+def _read_sizes(text: str) -> _Found:
+    """Read "8", "8,72" or "host=8,domain=72"."""
+    sizes: dict[str, int] = {}
+    for position, part in enumerate(text.split(",")):
+        name, equals, number = (piece.strip() for piece in part.rpartition("="))
+        if not equals and position < len(_LEVELS):
+            name = _LEVELS[position]
+        if not name or name in sizes or not re.fullmatch(r"[0-9]{1,9}", number):
+            raise TopologyError(f"{shown(part)} cannot be read; write '8,72' or 'host=8,domain=72'")
+        sizes[name] = int(number)
+        _check_gpus(sizes[name], f"the size in {shown(part)}")
+    return _Found(f"on={shown(text)}", sizes=sizes)
+
+
+def _read_file(path: str) -> _Found:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{path} cannot be read: {error}") from error
+    if Path(path).suffix.lower() in {".yaml", ".yml", ".json"}:  # JSON is YAML, too
+        return _read_yaml(text, path)
+    if re.search(
+        r"^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text, re.IGNORECASE | re.MULTILINE
+    ):
+        return _read_conf(text, path)
+    return _read_hostfile(text, path)
+
+
+def _of_mapping(content: Any, source: str) -> _Found:
+    pairs = content.items() if isinstance(content, Mapping) else []
+    if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
+        raise TopologyError(f"{source} must map the name of each host to the name of its switch")
+    return _Found(source, dict.fromkeys(content), {"leaf": content})
+
+
+_HOST_OPTIONS = ("slots", "max_slots", "max-slots", "user", "binding", "ifname")
+"""The options that Open MPI and Hydra accept after a host; `slots` is the number of ranks."""
+
+
+def _read_hostfile(text: str, source: str) -> _Found:
+    """Read "name slots=N" (Open MPI, DeepSpeed) or "name:N" (Hydra) in each line."""
+    slots: dict[str, int | None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host, _, count = words[0].rpartition(":")
+        has_count = bool(host) and ":" not in host  # an IPv6 address has several colons
+        host, counts = (host, [count]) if has_count else (words[0], [])
+        options = [word.partition("=") for word in words[1:]]
+        counts += [value for option, _, value in options if option == "slots"]
+        known = all(option in _HOST_OPTIONS and equals for option, equals, _ in options)
+        is_count = all(re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", one) for one in counts)
+        if host in slots or not known or not is_count or len(counts) > 1:
+            text = f"{source}, line {number} has {shown(line.strip())}"
+            raise TopologyError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
+        slots[host] = int(counts[0]) if counts else None
+    return _Found(source, slots)
+
+
+def _expand_hosts(text: str, where: str = "") -> list[str]:
+    """Return the hosts of a node list such as "node[01-09,12]-ib,login"."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
+        hosts += _expand_brackets(part.strip(), where)
+        if len(hosts) > _MOST_HOSTS:
+            raise TopologyError(f"{where}{shown(text)} names more than {_MOST_HOSTS:,} hosts")
+    if len({*hosts}) < len(hosts):
+        raise TopologyError(f"{where}{shown(text)} names a host twice")
+    return hosts
+
+
+def _expand_brackets(part: str, where: str) -> list[str]:
+    """Return the hosts of one name with brackets."""
+    if re.search(r"\s|\[[^\[\]]*[0-9]{10}", part):
+        raise TopologyError(f"{where}{shown(part)} has a space, or a number of more than 9 digits")
+    if not re.search(r"[\[\]]", part):
+        return [part]
+    try:
+        import hostlist
+    except ImportError as error:
+        raise MissingPackageError(f"{shown(part)} needs python-hostlist: {_INSTALL}") from error
+    try:
+        return list(hostlist.expand_hostlist(part, allow_duplicates=True))
+    except (hostlist.BadHostlist, RecursionError) as error:
+        raise TopologyError(f"{where}{shown(part)} is no node list: {error}") from error
+
+
+# ---- SLURM's topology files ---------------------------------------------------------------------
+
+_FIELD = re.compile(r'\b(\w+)\s*=\s*(?:"([^"]*)"|([^\s"=]+))')
+_FIELDS = (
+    *("switchname", "blockname", "nodes", "switches", "blocksizes", "linkspeed"),
+    *("level", "blockindex", "blocksize", "aggregatedblock"),  # of `scontrol show topology`
+)
+
+
+def _read_conf(text: str, source: str) -> _Found:
+    units = []
+    for number, line in _logical_lines(text):
+        where = f"{source}, line {number}"
+        given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
+        if _FIELD.sub("", line).strip() or not {*given} <= {*_FIELDS}:
+            raise TopologyError(f"{where} has {shown(line)}; see topology.conf(5) for the fields")
+        if "level" in given and "switches" in given:  # scontrol repeats the hosts of the children
+            given.pop("nodes", None)
+        if {"switchname", "blockname"} & {*given}:
+            units.append((where, given))
+    return _of_units(units, source)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines with content and their numbers; a backslash joins a line with the next."""
+    parts: list[str] = []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        part = line.partition("#")[0].strip()
+        parts.append(part.removesuffix("\\"))
+        if not part.endswith("\\"):
+            joined = " ".join(parts).strip()
+            if joined:
+                yield number - len(parts) + 1, joined
+            parts = []
+
+
+def _read_yaml(text: str, source: str) -> _Found:
+    """Read the default topology of a topology.yaml, else the first with a tree or blocks."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingPackageError(f"{source} needs pyyaml: {_INSTALL}") from error
+
+    try:
+        # Nested aliases make a value of gigabytes from a kilobyte of text.
+        has_alias = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        # A BaseLoader makes texts, lists and dicts only.
+        content = None if has_alias else yaml.load(text, yaml.BaseLoader)  # noqa: S506
+    except (yaml.YAMLError, RecursionError) as error:
+        raise TopologyError(
+            f"{source} is not valid YAML: {' '.join(str(error).split())}"
+        ) from error
+    if has_alias:
+        raise TopologyError(f"{source} has a YAML alias; write the value out")
+    if not isinstance(content, list):
+        return _of_mapping(content, source)
+    try:
+        known = [one for one in content if one.get("tree") or one.get("block")]
+        default = [one for one in known if one.get("cluster_default", "").lower() == "true"]
+        return _of_units(_units_of_yaml((default or known)[0], source), source)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise TopologyError(f"{source} has no tree or blocks as topology.yaml(5) has") from error
+
+
+def _units_of_yaml(topology: Mapping[str, Any], source: str) -> list[tuple[str, dict[str, str]]]:
+    """Return the units as a topology.conf has them."""
+    units = []
+    for section, plural, kind in (("tree", "switches", "switch"), ("block", "blocks", "block")):
+        if topology.get(section):
+            for number, unit in enumerate(topology[section][plural], 1):
+                given = {f"{kind}name": unit[kind], "nodes": unit.get("nodes", "")}
+                given["switches"] = unit.get("children", "")
+                units.append((f"{source}, {kind} {number}", given))
+    return units
+
+
+def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
+    leaf_of: dict[str, str] = {}
+    block_of: dict[str, str] = {}
+    parent: dict[str, str] = {}
+    switches = {given["switchname"] for _, given in units if "switchname" in given}
+    for where, given in units:
+        unit_of = leaf_of if "switchname" in given else block_of
+        name = given.get("switchname", given.get("blockname", ""))
+        for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
+            if unit_of.setdefault(host, name) != name:
+                raise TopologyError(f"{where} has host {host!r}, which another unit has already")
+        for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
+            if child not in switches or parent.setdefault(child, name) != name:
+                raise TopologyError(f"{where} has {child!r}: not defined, or below two switches")
+    levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
+    levels |= _switch_levels(leaf_of, parent, source)
+    return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)
+
+
+def _switch_levels(leaf_of: _Names, parent: _Names, source: str) -> dict[str, _Names]:
+    """Return the switch of each host on each level of a tree, from the leaf up."""
+    chains: dict[str, list[str]] = {}
+    for leaf in dict.fromkeys(leaf_of.values()):
+        chain = chains[leaf] = [leaf]
+        while chain[-1] in parent:
+            chain.append(parent[chain[-1]])
+            if len(chain) > len(parent) + 1:
+                raise TopologyError(f"{source}: the switches above {shown(leaf)} form a cycle")
+    height = max(map(len, chains.values()), default=0)
+    return {
+        tier(level): {
+            host: chains[leaf][min(level, len(chains[leaf]) - 1)] for host, leaf in leaf_of.items()
+        }
+        for level in range(height)
+    }

@@ -1,0 +1,177 @@
+"""A machine as levels: the host, the NVLink domain and the switches of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from hypercomm.errors import TopologyError
+from hypercomm.layout.reading.checks import as_ranks
+from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
+
+
+def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(value, np.int64)
+
+
+@attrs.frozen(repr=False)
+class Level:
+    """One level of a machine: its units, and the unit that holds each rank.
+
+    Args:
+        name: The kind of unit: "host", "domain" (NVLink), "leaf", "spine", or another name.
+        of_rank: The number of the unit that holds each rank, of shape (world size,). Units are
+            numbered in the order of their first rank.
+        names: The name of each unit, in the order of their numbers.
+
+    Raises:
+        TopologyError: A unit has no name, or a name holds characters that cannot be printed.
+
+    Example:
+        >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
+        >>> level.units, level.sizes.tolist(), level.name_of(3)
+        (2, [2, 2], 'b')
+    """
+
+    name: str
+    of_rank: NDArray[np.int64] = attrs.field(converter=_as_units, eq=np.ndarray.tobytes)
+    names: tuple[str, ...]
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        if len(self.names) != self.of_rank.max() + 1:
+            raise TopologyError(f"level {self.name!r} needs a name for each of its units")
+        for name in (self.name, *self.names):
+            if not name or not name.isprintable():
+                raise TopologyError(f"the name {shown(name)} is empty or cannot be printed")
+
+    @classmethod
+    def of(cls, name: str, units: Sequence[Hashable]) -> Level:
+        """Return a level, given the name of each rank's unit.
+
+        Args:
+            name: The kind of unit.
+            units: The name or number of the unit of each rank.
+
+        Example:
+            >>> level = Level.of("host", ["b", "b", "a", "b"])
+            >>> level.of_rank.tolist(), level.names
+            ([0, 0, 1, 0], ('b', 'a'))
+        """
+        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
+        return cls(name, np.array([numbers[unit] for unit in units]), tuple(map(str, numbers)))
+
+    @property
+    def units(self) -> int:
+        """The number of units."""
+        return len(self.names)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """The number of ranks in each unit."""
+        return np.bincount(self.of_rank, minlength=self.units)
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of the unit that holds a rank."""
+        return self.names[int(self.of_rank[rank])]
+
+    def __repr__(self) -> str:
+        return f"<Level {self.name!r}: {self.units} units, {self.of_rank.size} ranks>"
+
+
+@attrs.frozen
+class Topology:
+    """The levels of a machine, innermost first; `str()` returns a table.
+
+    Args:
+        levels: For example host, domain, leaf, spine. Each covers the same ranks.
+
+    Raises:
+        TopologyError: There are no levels, two have the same name, or they cover different numbers
+            of ranks.
+
+    Example:
+        >>> from hypercomm.tools.place import read_topology
+        >>> topology = read_topology("host=4,domain=8", 16)
+        >>> topology.world_size, topology.level("domain").of_rank.tolist()[6:10]
+        (16, [0, 0, 1, 1])
+        >>> print(topology)
+        level   units  ranks of each
+        host    4      4
+        domain  2      8
+        16 ranks
+    """
+
+    levels: Sequence[Level]
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        sizes = {level.name: level.of_rank.size for level in self.levels}
+        if len(sizes) < max(len(self.levels), 1) or len({*sizes.values()}) > 1:
+            raise TopologyError(f"levels need distinct names and the same ranks, got {sizes}")
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return int(self.levels[0].of_rank.size)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the levels, innermost first."""
+        return tuple(level.name for level in self.levels)
+
+    def level(self, name: str) -> Level:
+        """Return the level with the given name.
+
+        Raises:
+            TopologyError: There is no such level; the message lists the levels.
+
+        Example:
+            >>> from hypercomm.tools.place import read_topology
+            >>> read_topology(4, 8).level("host")
+            <Level 'host': 2 units, 8 ranks>
+        """
+        for level in self.levels:
+            if level.name == name:
+                return level
+        raise TopologyError(
+            f"unknown level {shown(name)}; this topology has {list(self.names)}"
+            f"{did_you_mean(name, self.names)}"
+        )
+
+    def select(self, ranks: Iterable[int]) -> Topology:
+        """Return the topology of some ranks, renumbered 0, 1, ... in the order given.
+
+        Args:
+            ranks: Distinct ranks of this topology.
+
+        Raises:
+            LayoutError: A rank is outside the topology or listed twice.
+
+        Example:
+            >>> from hypercomm.tools.place import read_topology
+            >>> read_topology(2, 6).select([4, 5, 0]).level("host").names
+            ('host2', 'host0')
+        """
+        wanted = np.array(as_ranks(ranks, "ranks", self.world_size))
+        levels = []
+        for level in self.levels:
+            units, first, inverse = np.unique(
+                level.of_rank[wanted], return_index=True, return_inverse=True
+            )
+            order = np.argsort(first)
+            number_of = np.argsort(order)
+            names = tuple(level.names[unit] for unit in units[order].tolist())
+            levels.append(Level(level.name, number_of[inverse.reshape(-1)], names))
+        return Topology(levels)
+
+    def __str__(self) -> str:
+        rows = [("level", "units", "ranks of each")]
+        for level in self.levels:
+            sizes = dict.fromkeys((int(level.sizes.min()), int(level.sizes.max())))
+            cells = "..".join(f"{size:,}" for size in sizes)
+            rows.append((level.name, f"{level.units:,}", cells))
+        return "\n".join([*aligned(rows), f"{self.world_size:,} ranks"])

@@ -1,0 +1,109 @@
+"""The topology of a running job, as gloo ranks gather it."""
+
+import ctypes
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from ranks import live_ranks
+
+from hypercomm import live_topology, run_ranks
+from hypercomm.errors import NotInitializedError
+from hypercomm.launch.launchers import VARIABLES
+from hypercomm.tools.place import Level, Topology
+from hypercomm.tools.place.live import nvml_domain, slurm_units
+
+
+# All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
+# level that one rank does not know is left out on all.
+@pytest.mark.long
+def test_hosts_and_switches():
+    hosts, addresses = ["b", "a", "b"], ["top.s1.b", "top.s2.a", "top.s1.b"]
+    levels = [
+        Level("host", [0, 1, 0], ["b", "a"]),
+        Level("leaf", [0, 1, 0], ["s1", "s2"]),
+        Level("spine", [0, 0, 0], ["top"]),
+    ]
+    arguments = (hosts, addresses, [*addresses[:2], None])
+    found = run_ranks(live_ranks.topologies, 3, args=arguments)
+    assert found == [[Topology(levels), Topology(levels[:1])]] * 3
+
+
+def test_alone():
+    with pytest.raises(NotInitializedError, match=r"call hypercomm.join\(\) first"):
+        live_topology()
+
+
+# The addresses of SLURM's trees and blocks; host names may have periods.
+@pytest.mark.parametrize(
+    ("address", "pattern", "units"),
+    [
+        ("top.s2.n7", "switch.switch.node", {"leaf": "s2", "spine": "top"}),
+        ("s2.n7.example.org", "switch.node", {"leaf": "s2"}),
+        ("b4.n7", "block.node", {"domain": "b4"}),
+        ("n7", "node", {}),
+        ("n7", "switch.node", {}),
+        ("", "", {}),
+    ],
+)
+def test_slurm_units(address, pattern, units):
+    held = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert slurm_units(held) == units
+    assert slurm_units({}) == {}
+
+
+class FabricInfo(ctypes.Structure):
+    """The structure of pynvml, without its leading version."""
+
+    _fields_ = (
+        ("clusterUuid", ctypes.c_uint8 * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+    )
+
+
+# NVML is called as pynvml's functions expect, and shut down in each case. A cluster of zeros is not
+# an NVLink domain, and neither is a fabric whose state is not completed.
+def test_nvml():
+    log = []
+    fabric = [7, 5, 3]
+
+    def fill(device, info):
+        log.append(device)
+        info._obj.clusterUuid[15], info._obj.cliqueId, info._obj.state = fabric
+
+    def fail(*_):
+        raise RuntimeError("not supported")
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: log.append("init"),
+        nvmlShutdown=lambda: log.append("shutdown"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
+        c_nvmlGpuFabricInfoV_t=FabricInfo,
+        nvmlDeviceGetGpuFabricInfoV=fill,
+    )
+    assert nvml_domain(nvml, "GPU-1") == f"{bytes(15).hex()}07.5"
+    assert log == ["init", "handle of GPU-1", "shutdown"]
+    fabric[:] = [7, 5, 2]
+    assert nvml_domain(nvml, "GPU-1") is None
+    fabric[:] = [0, 5, 3]
+    assert nvml_domain(nvml, "GPU-1") is None
+    nvml.nvmlDeviceGetGpuFabricInfoV = fail
+    with pytest.raises(RuntimeError, match="not supported"):
+        nvml_domain(nvml, "GPU-1")
+    assert log[-1] == "shutdown"
+
+
+# With --on live one rank prints the report of the job.
+@pytest.mark.clients
+def test_command():
+    call = "torchrun --nproc-per-node 4 --no-python hypercomm place tp=2,dp=2 --on live"
+    launched = VARIABLES & os.environ.keys()
+    environment = {name: os.environ[name] for name in os.environ.keys() - launched}
+    done = subprocess.run(
+        call.split(), capture_output=True, check=False, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tp=2,dp=2: 4 ranks on 1 host") == 1

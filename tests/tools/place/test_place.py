@@ -1,0 +1,363 @@
+"""Layouts on machines, compared with plain Python and with published figures."""
+
+import itertools
+import json
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+
+from hypercomm import RankLayout, place, read_topology
+from hypercomm.errors import LayoutError, TopologyError, WorldSizeError
+from hypercomm.tools.place import Level, Topology, Traffic
+
+pytestmark = pytest.mark.torch_free
+
+PODS = "host=8,leaf=16,spine=3072"
+"""Llama 3, https://arxiv.org/abs/2407.21783, 3.3.1: racks of two hosts, pods of 3,072 GPUs."""
+
+
+# ---- by hand: nothing below uses hypercomm ------------------------------------------------------
+
+
+def groups_by_hand(order, sizes, dims):
+    """The groups over some dims, by coordinates; the first dim of the order varies fastest.
+
+    Members are by rank: a chain over two dims goes along them in the order of the layout.
+    """
+    found = {}
+    for rank in range(math.prod(sizes.values())):
+        rest, coords = rank, {}
+        for dim in order:
+            rest, coords[dim] = divmod(rest, sizes[dim])
+        key = tuple(coords[dim] for dim in order if dim not in dims)
+        found.setdefault(key, []).append(rank)
+    return list(found.values())
+
+
+def sent_by_hand(group, unit_of, bytes_, pattern):
+    """What one group sends from unit to unit."""
+    units = [unit_of[rank] for rank in group]
+    if pattern == "chain":
+        return sum(bytes_ for one, two in itertools.pairwise(units) if one != two)
+    if pattern == "ring":
+        return bytes_ * len(set(units)) if len(set(units)) > 1 else 0
+    pairs = sum(one != two for one in units for two in units)
+    return bytes_ * pairs // (len(group) - 1)
+
+
+def cost_by_hand(order, sizes, traffic, levels):
+    waited = 0
+    for dims, (bytes_, pattern) in traffic.items():
+        for unit_of in levels:
+            for group in groups_by_hand(order, sizes, dims):
+                if len(group) > 1:
+                    waited += sent_by_hand(group, unit_of, bytes_, pattern)
+    return waited
+
+
+def shapes(ranks):
+    """All ways to write a number as a product of factors larger than 1, in every order."""
+    yield (ranks,)
+    for first in range(2, ranks):
+        if ranks % first == 0:
+            yield from ((first, *rest) for rest in shapes(ranks // first))
+
+
+def check_against_hand(sizes, seed):
+    """Compare the best order with every order, on a machine and with traffic that are drawn."""
+    random.seed(seed)
+    ranks = math.prod(sizes.values())
+    host = random.choice([2, 3, 4, 8])
+    if random.random() < 0.5:  # whole units, as on a real machine
+        levels = [[rank // host for rank in range(ranks)], [rank // 12 for rank in range(ranks)]]
+    else:  # hosts in any order
+        hosts = [rank // host for rank in range(ranks)]
+        random.shuffle(hosts)
+        levels = [hosts, [unit % 2 for unit in hosts]]
+    patterns = ["ring", "chain", "ring", "all-to-all"]
+    wanted = [(dim,) for dim in sizes]
+    if len(sizes) > 1:
+        wanted.append(tuple(sorted(random.sample(sorted(sizes), 2))))
+    traffic = {dims: (random.randrange(1, 99), random.choice(patterns)) for dims in wanted}
+    machine = Topology([Level.of(f"level{at}", units) for at, units in enumerate(levels)])
+    # What all send to all is divided by size - 1: without remainders, nothing is rounded.
+    scale = math.lcm(*(math.prod(sizes[dim] for dim in dims) - 1 for dims in traffic))
+    traffic = {dims: (bytes_ * scale, pattern) for dims, (bytes_, pattern) in traffic.items()}
+    sent = {"+".join(dims): Traffic(bytes_, pattern) for dims, (bytes_, pattern) in traffic.items()}
+    layout = RankLayout([*sizes.values()], [*sizes])
+    best = place(layout, machine, traffic=sent).best
+    every = {
+        one: cost_by_hand(one, sizes, traffic, levels) for one in itertools.permutations(sizes)
+    }
+    assert best.cost.waited == min(every.values()) == every[best.layout.dim_names]
+
+
+def cases(most):
+    for ranks in range(2, most + 1):
+        for number, shape in enumerate(shapes(ranks)):
+            yield dict(zip("abcdef", shape, strict=False)), 1000 * ranks + number
+
+
+# The order that is found costs as little as the best of all, in plain Python: a sample ...
+@pytest.mark.parametrize("part", range(4))
+def test_best_order_against_all_orders(part):
+    for sizes, seed in list(cases(36))[part * 5 :: 20]:
+        check_against_hand(sizes, seed)
+
+
+# ... and all layouts of up to 64 ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))
+def test_best_order_against_all_orders_of_all_layouts(part):
+    for sizes, seed in list(cases(64))[part::16]:
+        check_against_hand(sizes, seed)
+
+
+def draw_call():
+    """A layout, a machine with hosts of several sizes in any order, and traffic."""
+    sizes = dict(zip("abc", random.choice(list(shapes(random.randrange(2, 25)))), strict=False))
+    ranks = math.prod(sizes.values())
+    hosts = {}
+    while sum(count for count, _ in hosts.values()) < ranks:
+        hosts[f"n{len(hosts)}"] = (random.choice([1, 2, 4, 4, 4]), random.choice("xyz"))
+    if random.random() < 0.4:
+        hosts["spare"] = (4, "x")
+    offset = random.choice([0, 0, sum(count for count, _ in hosts.values()) - ranks])
+    layout = RankLayout([*sizes.values()], [*sizes], offset)
+    patterns = ["ring", "chain", "all-to-all"]
+    traffic = {dim: Traffic(2520 * random.randrange(9), random.choice(patterns)) for dim in sizes}
+    return layout, hosts, traffic
+
+
+def check_report(layout, hosts, traffic, path):
+    """Compare a report, and that of the best order, with plain Python."""
+    host_of = [host for host, (count, _) in hosts.items() for _ in range(count)]
+    units = {"host": host_of, "leaf": [hosts[host][1] for host in host_of]}
+    path.write_text("".join(f"{host} slots={count}\n" for host, (count, _) in hosts.items()))
+    leaves = {host: leaf for host, (_, leaf) in hosts.items()}
+    found = place(layout, on=[path, leaves], traffic=traffic)
+    first = layout.rank_offset
+    for placed in (found, found.best):
+        order, own, waited = placed.layout.dim_names, placed.layout.sizes, 0
+        assert placed.layout.ranks == layout.ranks
+        for dim in order:
+            groups = groups_by_hand(order, own, [dim])
+            for level, unit_of in units.items():
+                here = [[unit_of[first + rank] for rank in group] for group in groups]
+                counts = [len(set(group)) for group in here]
+                spread = placed.find(dim, level)
+                assert (spread.groups, spread.size) == (len(groups), own[dim])
+                assert spread.across == sum(count > 1 for count in counts)
+                assert (spread.least, spread.most) == (min(counts), max(counts))
+                kind = traffic[dim]
+                sent = sum(
+                    sent_by_hand(range(len(group)), group, kind.bytes, kind.pattern)
+                    for group in here
+                )
+                assert spread.bytes == sent
+                waited += sent
+        assert placed.cost.waited == waited
+    assert found.better is None or found.better.cost < found.cost
+    assert found.best.better is None
+
+
+# A report has the counts of plain Python, and so has that of the best order, which costs less.
+@pytest.mark.parametrize("seed", range(3))
+def test_reports_by_hand(seed, tmp_path):
+    random.seed(seed)
+    for _ in range(25):
+        check_report(*draw_call(), tmp_path / "hosts")
+
+
+# ---- published figures --------------------------------------------------------------------------
+
+
+def across(placed, level):
+    """For each dim: the groups in more than one unit, and all groups."""
+    return {spread.dims[0]: (spread.across, spread.groups) for spread in placed.on(level)}
+
+
+# TP=4, DP=16, PP=4 on NVL72, 18 hosts of 4 GPUs in a domain: dp and pp leave the domain, tp does
+# not. With 64 GPUs in each domain only pp leaves. By arithmetic: tp is 4k..4k+3, and 4 divides 72;
+# a dp group spans a block of 64 ranks, and only 0..63 and three more blocks lie in one domain; pp
+# spans all 256 ranks.
+def test_nvl72():
+    traffic = {"tp": 40e9, "dp": 6e9, "pp": 1e8}
+    placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)
+    assert across(placed, "domain") == {"tp": (0, 64), "dp": (12, 16), "pp": (64, 64)}
+    spare = place("tp=4,dp=16,pp=4", on="host=4,domain=64", traffic=traffic)
+    assert across(spare, "domain") == {"tp": (0, 64), "dp": (0, 16), "pp": (64, 64)}
+    used = read_topology("host=4,domain=72", 288).select(
+        [gpu for gpu in range(288) if gpu % 72 < 64]
+    )
+    assert across(place("tp=4,dp=16,pp=4", on=used), "domain") == across(spare, "domain")
+
+
+# The order of Llama 3 on 16,384 GPUs, section 3.3.2 of https://arxiv.org/abs/2407.21783, is the
+# best one wherever the dims start: "[TP, CP, PP, DP] is optimized for network communication".
+@pytest.mark.parametrize(
+    ("sizes", "traffic", "overlapped"),
+    [
+        ({"tp": 8, "pp": 16, "dp": 128}, "tp=461G,pp=1G,dp=19G", "dp"),
+        ({"tp": 8, "cp": 16, "pp": 16, "dp": 8}, "tp=461G,cp=23G,pp=1G,dp=17G", "dp"),
+    ],
+)
+def test_llama_3(sizes, traffic, overlapped):
+    for order in [tuple(sizes), tuple(sizes)[::-1], ("dp", "tp", *tuple(sizes)[1:-1])]:
+        layout = RankLayout([sizes[dim] for dim in order], order)
+        placed = place(layout, on=PODS, traffic=traffic, overlapped=overlapped)
+        assert placed.best.layout.dim_names == tuple(sizes), order
+        assert (placed.best is placed) == (order == tuple(sizes))
+
+
+# With cp of size 1 the groups of dp and of dp+cp are the same, and both send.
+def test_dims_of_size_1():
+    placed = place("dp=4,cp=1,tp=2", on=2, traffic={"dp": 3, "dp+cp": 5, "tp": 9})
+    assert placed.cost.waited == 2 * 2 * (3 + 5) + 4 * 2 * 9
+    assert placed.best.cost.waited == 2 * 4 * (3 + 5)
+    assert str(placed.best.layout) == "tp=2,dp=4,cp=1"
+
+
+# The orders of more than 8 dims are not compared, and the report says so.
+def test_more_than_8_dims():
+    placed = place(",".join(f"{dim}=2" for dim in "abcdefghi"), on=2)
+    assert not placed.is_searched
+    assert placed.best is placed
+    assert "orders are not compared" in str(placed)
+    assert "orders are not compared" not in str(place("a=2,b=2", on=2))
+
+
+# Numbers of numpy are numbers.
+def test_numbers_of_numpy():
+    sent = {"tp": np.int64(3), "dp": np.float32(2)}
+    placed = place("tp=2,dp=2", on=2, traffic=sent, weights={"host": np.int32(2)})
+    assert placed.traffic == {("tp",): Traffic(3), ("dp",): Traffic(2)}
+    assert json.loads(json.dumps(placed.to_dict()))["cost"]["waited"] == 2 * 2 * 2 * 2
+
+
+# Layouts with ranks in an order of their own keep their ranks.
+def test_listed_ranks():
+    ranks = [15, 14, 13, 12, 3, 2, 1, 0]
+    layout = RankLayout([4, 2], ["dp", "tp"], ranks=ranks)
+    placed = place(layout, on=2, traffic="tp=9,dp=1")
+    assert placed.find("tp", "host").across == 4
+    assert placed.best.layout == RankLayout([2, 4], ["tp", "dp"], ranks=ranks)
+    assert placed.best.find("tp", "host").across == 0
+    dense = place("dp=4,tp=2", on=2).best.layout
+    assert dense == RankLayout.parse("tp=2,dp=4")
+
+
+# An omitted size follows from hosts that are named; one host needs no better order.
+def test_omitted_size_and_small_worlds():
+    assert str(place("tp=2,dp", on={"a": "s", "b": "s"}, gpus_per_host=4).layout) == "tp=2,dp=4"
+    assert place("dp=1", on=8).better is None
+    assert place("dp=8", on=8).warnings == []
+
+
+# tp and ep groups that leave their domain are counted in a warning, with the first group.
+def test_warnings():
+    placed = place("dp=8,tp=2,ep=4", on="host=4,domain=8")
+    assert placed.warnings == [
+        "32 of 32 tp groups leave their domain, the first is (0, 8)",
+        "16 of 16 ep groups leave their domain, the first is (0, 16, 32, 48)",
+    ]
+    (large,) = place("tp=16", on="8").warnings
+    assert "a host has 8 GPUs" in large
+    assert place("ep=4,dp=4", on=4, groups="ep+dp").warnings == []
+
+
+# Traffic that overlaps with computation counts after traffic that steps wait for.
+def test_overlapped():
+    together = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G")
+    assert together.best.layout.dim_names == ("tp", "dp", "pp")
+    hidden = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G", overlapped="dp")
+    assert hidden.best.layout.dim_names == ("tp", "pp", "dp")
+    assert "no step waits for dp" in str(hidden)
+
+
+# Weights say what matters: a byte across leaves, or across hosts.
+def test_weights():
+    call = {"on": "2,leaf=4", "traffic": "a=2G,b=3G"}
+    leaf, host = (place("a=2,b=2,c=2", weights=text, **call) for text in ("host=0", "leaf=0"))
+    assert (leaf.weights, host.weights) == ({"host": 0, "leaf": 1}, {"host": 1, "leaf": 0})
+    assert leaf.best.cost.waited == leaf.cost.waited  # hosts are compared last
+    assert host.best.layout.dim_names[0] == "b"
+
+
+# Units are decimal; traffic without a unit is noted as bytes.
+def test_units():
+    placed = place("tp=2,dp=2,pp=2", on=2, traffic="tp=40,dp=6.5k,pp=2e3B")
+    assert [one.bytes for one in placed.traffic.values()] == [40, 6500, 2000]
+    assert any("tp=40: bytes" in note for note in placed.notes)
+    assert not any("dp" in note or "pp" in note for note in placed.notes)
+
+
+# The report is JSON; it has no bytes if no traffic is given.
+def test_report():
+    placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72")
+    found = json.loads(json.dumps(placed.to_dict()))
+    assert found["levels"] == {"host": 64, "domain": 4}
+    rows = [(row["dims"], row["level"], row["across"]) for row in found["groups"]]
+    assert (["dp"], "domain", 12) in rows
+    assert {row["bytes"] for row in found["groups"]} == {None}
+    assert "bytes" not in str(placed)
+    assert placed.headline == "tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains"
+
+
+# A rankfile gives each rank its host, and a slot of its own there.
+def test_rankfile(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=3\n")
+    assert place("tp=4", on=tmp_path / "hosts").rankfile().splitlines() == [
+        *("rank 0=a slot=0", "rank 1=a slot=1"),
+        *("rank 2=b slot=0", "rank 3=b slot=1"),
+    ]
+
+
+# Bad calls.
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: place("tp=8,dp=5", on={"a": "s"}, gpus_per_host=16), TopologyError),
+        (lambda: place(RankLayout([2], ["tp"], 3), {"a": "s"}, gpus_per_host=4), TopologyError),
+        (lambda: place("tp=4,dp", on="n1,n2,n3", gpus_per_host=2), WorldSizeError),
+        (lambda: place("tp=8,dp=-1", on=8), TopologyError),
+        (lambda: place({"tp": 2}, on=8), LayoutError),
+        (lambda: place("tp=2", on=8, traffic="tp=" + "9" * 5000), LayoutError),
+        (lambda: place("tp=2", on=8, traffic={"tp": 10**5000}), LayoutError),
+        (lambda: place("tp=2", on=8, traffic={"tp": math.nan}), LayoutError),
+        (lambda: place("tp=2", on=8, traffic={"tp": -1}), LayoutError),
+        (lambda: place("tp=2", on=8, traffic="tp=x"), LayoutError),
+        (lambda: place("tp=2", on=8, traffic="tp=1,tp=2"), LayoutError),
+        (lambda: place("tp=2,dp=2", on=8, traffic="tp+dp=1,dp+tp=2"), LayoutError),
+        (lambda: place("tp=2", on=8, traffic="cp=2"), LayoutError),
+        (lambda: place("tp=2,dp=2", on=8, traffic="tp=1", overlapped="dp"), LayoutError),
+        (lambda: place("tp=2", on=8, overlapped="tp"), LayoutError),
+        (lambda: place("tp=2", on=8, weights={"leaf": 1}), LayoutError),
+        (lambda: place("tp=2", on=8, weights={"host": 10**9}), LayoutError),
+        (lambda: place("tp=2", on=8, weights="host"), LayoutError),
+        (lambda: place("tp=2", on=8).find("tp", "leaf"), TopologyError),
+        (lambda: place("tp=2,dp=2", on=8).find("tp+dp", "host"), LayoutError),
+        (lambda: place("tp=2", on="domain=8").rankfile(), TopologyError),
+        (lambda: Traffic(1, "star"), LayoutError),
+    ],
+)
+def test_bad_calls(call, error):
+    with pytest.raises(error) as caught:
+        call()
+    assert len(str(caught.value)) < 1000
+
+
+# The best order of six dims on 16,384 GPUs takes about a second of the processor.
+@pytest.mark.slow
+@pytest.mark.alone
+def test_speed():
+    traffic = "tp=40G,cp=3G,ep=10G,dp=6G,pp=0.1G,x=1G"
+    start = time.process_time()
+    placed = place("tp=4,cp=2,ep=8,dp=8,pp=16,x=2", on="4,72,576", traffic=traffic)
+    assert placed.better is not None
+    assert str(placed)
+    assert time.process_time() - start < 2
+    assert placed.layout.size == 16384

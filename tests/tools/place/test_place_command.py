@@ -1,0 +1,145 @@
+"""`hypercomm place`: its arguments, output, files and exit code."""
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.torch_free
+
+NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "this needs torch"
+NVL72 = ["place", "tp=4,dp=16,pp=4", "--on", "4,72", "--traffic", "tp=40G,dp=6G,pp=100M"]
+SWAPPED = ["place", "dp=4,tp=2", "--on", "2"]
+
+
+def lines_of(done):
+    """The lines with words, with one space between words."""
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    return [line for line in lines if line.strip("─ ")]
+
+
+# The table, and that no order is better.
+def test_table(in_process):
+    done = in_process(*NVL72)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = lines_of(done)
+    assert lines[:2] == [
+        "tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains",
+        "dims level across units of each bytes across",
+    ]
+    assert "dp domain 12 of 16 1..2 144 GB" in lines
+    assert lines[-1].startswith("no order")
+
+
+# A better order, and what changes; traffic without a unit is noted as bytes.
+def test_better_order(in_process):
+    lines = lines_of(in_process(*SWAPPED, "--traffic", "tp=40,dp=1"))
+    advice = next(number for number, line in enumerate(lines) if line.startswith("order:"))
+    assert "tp-dp in place of dp-tp" in lines[advice]
+    assert "tp host 4 of 4 -> 0 of 4 2 -> 1 320 B -> 0" in lines[advice:]
+    assert any("tp=40, dp=1: bytes" in line for line in lines[:advice])
+
+
+# --json prints one JSON object and nothing else.
+def test_json(in_process):
+    found = json.loads(in_process(*NVL72, "--json", "--overlap", "dp").stdout)
+    assert found["traffic"]["pp"]["pattern"] == "chain"
+    assert found["traffic"]["dp"]["overlapped"] is True
+    assert json.loads(in_process(*SWAPPED, "--json").stdout)["better"]["layout"] == "tp=2,dp=4"
+    more = json.loads(in_process(*SWAPPED, "--json", "--groups", "dp+tp").stdout)
+    assert ["dp", "tp"] in [row["dims"] for row in more["groups"]]
+
+
+# Files that exist are kept, and then nothing is printed.
+def test_write(in_process, tmp_path):
+    path = tmp_path / "ranks"
+    call = [*SWAPPED, "--write", "rankfile", str(path)]
+    assert in_process(*call).returncode == 0
+    assert path.read_text().startswith("rank 0=host0 slot=0\nrank 1=host0 slot=1\n")
+    again = in_process(*call)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "exists, and is kept" in again.stderr
+    path.write_text("")
+    assert in_process(*call, "--force").returncode == 0
+    assert path.read_text().count("\n") == 8
+
+
+# A hostfile gives the order of hosts, topology.conf their switches.
+def test_files(in_process, tmp_path):
+    (tmp_path / "hosts").write_text("".join(f"n{number} slots=2\n" for number in (1, 3, 2, 4)))
+    (tmp_path / "topology.conf").write_text(
+        "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=t Switches=a,b\n"
+    )
+    files = ["--on", str(tmp_path / "hosts"), "--on", str(tmp_path / "topology.conf")]
+    call = ["place", "tp=2,dp=2,pp=2", *files, "--traffic", "tp=9G,dp=5G,pp=1M", "--json"]
+    found = json.loads(in_process(*call).stdout)
+    assert [row["across"] for row in found["groups"] if row["dims"] == ["dp"]] == [4, 4, 0]
+    rows = found["better"]["groups"]
+    assert [row["across"] for row in rows if row["dims"] == ["dp"]] == [4, 0, 0]
+
+
+# Bad calls end with 2 and one message, without a table.
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["tp=2", "--on", "nope"], "--on"),
+        (["tp=2", "--on", ""], "--on"),
+        (["tp", "--on", "n1,n2"], "--gpus-per-node"),
+        (["tp=2", "--on", "8", "--gpus-per-node", "0"], "--gpus-per-node"),
+        (["tp=2,dp=2", "--on", "8", "--traffic", "tp=1", "--overlap", "dp"], "--overlap"),
+        (["tp=2", "--on", "8", "--overlap", "tp"], "--overlap"),
+        (["tp=2", "--on", "8", "--traffic", "tp"], "--traffic"),
+        (["tp=2", "--on", "8", "--traffic", "tp=" + "9" * 5000], "2**60"),
+        (["tp=2", "--on", "8", "--weights", "host=x"], "--weights"),
+        (["tp=2", "--on", "8", "--weights", "leaf=1"], "--weights"),
+        (["tp=2", "--on", "8", "--on", "live"], "--on live"),
+        (["tp=2", "--on", "live"], NO_JOB),
+        (["tp=2", "--on", "n1,\x1b[31m"], "node list"),
+        (["tp", "--on", "8"], "number of GPUs"),
+        (["tp=4,dp", "--on", "n[1-3]", "--gpus-per-node", "2"], "6"),
+        (["tp=2", "--on", "8", "--write", "order", "x"], "rankfile"),
+        (["tp=2", "--on", "8", "--write", "rankfile", "/no/x"], "/no/x"),
+        (["tp=2"], "--on"),
+    ],
+)
+def test_bad_calls(in_process, arguments, part):
+    done = in_process("place", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert part in done.stderr
+
+
+# The orders of more than 8 dims are not compared, so none is called best.
+def test_more_than_8_dims(in_process):
+    done = in_process("place", ",".join(f"{dim}=2" for dim in "abcdefghi"), "--on", "2")
+    assert "orders are not compared" in done.stdout
+    assert "no order" not in done.stdout
+
+
+# In a terminal of 40 columns no line is wider, and without colour nothing is lost.
+@pytest.mark.parametrize("colour", [False, True])
+def test_narrow_terminal(colour):
+    ours, theirs = pty.openpty()
+    setting = {"COLUMNS": "40", "TERM": "xterm"} | ({} if colour else {"NO_COLOR": "1"})
+    with subprocess.Popen(
+        [sys.executable, "-m", "hypercomm", *NVL72], stdout=theirs, env=os.environ | setting
+    ) as process:
+        os.close(theirs)
+        parts = []
+        try:
+            while part := os.read(ours, 65536):
+                parts.append(part)
+        except OSError:  # the end of a terminal, on Linux
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    text = b"".join(parts).decode()
+    assert ("\x1b[32m" in text) == colour
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = plain.replace("\r", "").split("\n")
+    assert max(map(len, lines[1:])) <= 40  # the headline wraps where the terminal does
+    assert "GB" in plain

@@ -1,0 +1,314 @@
+"""Machines, as each kind of source describes them."""
+
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hypercomm import read_topology
+from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.tools.place import Level, Topology
+
+pytestmark = pytest.mark.torch_free
+
+RACKS = """
+# the example of topology.conf(5), with other nodes
+SwitchName=s0 Nodes=node[0-1] LinkSpeed=900
+switchname=s1 nodes="node[2-3]"
+SwitchName = s2 \\
+    Switches=s[0-1]
+"""
+NVL72 = "BlockName=b1 Nodes=n[01-18]\nBlockName=b2 Nodes=n[19-36]\nBlockSizes=18,36\n"
+SLURM_YAML = """
+- topology: flat
+  flat: true
+- topology: nvl
+  block:
+    block_sizes: [2]
+    blocks:
+      - {block: b1, nodes: "node[01-04]"}
+- topology: racks
+  cluster_default: true
+  tree:
+    switches:
+      - {switch: top, children: "s[1-2]"}
+      - {switch: s1, nodes: "node[01-02]"}
+      - {switch: s2, nodes: "node[03-04]"}
+"""
+
+
+def units(topology):
+    """The names of the units of each rank, by level."""
+    return {level.name: [level.names[unit] for unit in level.of_rank] for level in topology.levels}
+
+
+# Sizes: rank r is on host r // 4 and in domain r // 8.
+@pytest.mark.parametrize("on", ["4,8", "host=4,domain=8", " host=4 , domain=8 ", "domain=8,host=4"])
+def test_sizes(on):
+    topology = read_topology(on, 12)
+    assert topology.names == ("host", "domain")
+    for level, size in zip(topology.levels, (4, 8), strict=True):
+        assert level.of_rank.tolist() == [rank // size for rank in range(12)]
+    assert read_topology(4, 12) == read_topology("4", 12) == Topology(topology.levels[:1])
+
+
+# Hostfiles of Open MPI, DeepSpeed and MPICH; ranks fill hosts in the order of the file.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b slots=2\na slots=1\n",
+        "# ours\n\nb   slots=2 max_slots=4\na slots=1 # last",
+        "b:2\na:1\n",
+        "\ufeffb:2\r\na:1\r\n",
+    ],
+)
+def test_hostfiles(file, text):
+    assert units(read_topology(file("hosts", text))) == {"host": ["b", "b", "a"]}
+
+
+# IPv6 addresses have colons and no count; the count is given for all hosts.
+def test_hostfile_of_addresses(file):
+    topology = read_topology(file("hosts", "fe80::1\nfe80::2\n"), gpus_per_host=1)
+    assert units(topology) == {"host": ["fe80::1", "fe80::2"]}
+
+
+# Node lists as slurm.conf(5) describes them: ranges keep their zeros, brackets are multiplied.
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1,n2", ["n1", "n2"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[7,9-10]-ib, m1", ["n7-ib", "n9-ib", "n10-ib", "m1"]),
+        ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
+    ],
+)
+def test_node_lists(text, hosts):
+    assert units(read_topology(text, 2 * len(hosts)))["host"] == list(np.repeat(hosts, 2))
+
+
+# SLURM's trees: the leaf is the switch of a node, the spine the switch above it.
+def test_topology_conf(file):
+    topology = read_topology(file("topology.conf", RACKS), 8)
+    assert units(topology) == {
+        "host": list(np.repeat([f"node{number}" for number in range(4)], 2)),
+        "leaf": ["s0"] * 4 + ["s1"] * 4,
+        "spine": ["s2"] * 8,
+    }
+
+
+# `scontrol show topology` repeats the hosts of lower switches at each switch.
+def test_topology_of_scontrol(file):
+    text = (
+        "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-1]\n"
+        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n2\n"
+        "SwitchName=top Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=s[0-1]\n"
+    )
+    topology = read_topology(file("topology", text), 3)
+    assert units(topology)["leaf"] == ["s0", "s0", "s1"]
+    assert units(topology)["spine"] == ["top"] * 3
+
+
+# In a tree of uneven height, a short branch repeats its highest switch.
+def test_uneven_tree(file):
+    text = "SwitchName=a Nodes=x\nSwitchName=b Nodes=y\nSwitchName=t Switches=a\n"
+    topology = read_topology(file("topology.conf", text), 2)
+    assert units(topology)["spine"] == ["t", "b"]
+
+
+# SLURM's blocks are NVLink domains.
+def test_blocks(file):
+    topology = read_topology(file("topology.conf", NVL72), gpus_per_host=4)
+    assert topology.names == ("host", "domain")
+    assert topology.level("domain").of_rank.tolist() == [rank // 72 for rank in range(144)]
+
+
+# The default topology of a topology.yaml is read, else the first with a tree or blocks.
+def test_topology_yaml(file):
+    topology = read_topology(file("topology.yaml", SLURM_YAML), 4)
+    assert topology.names == ("host", "leaf", "spine")
+    assert units(topology)["leaf"] == ["s1", "s1", "s2", "s2"]
+    other = SLURM_YAML.replace("cluster_default", "other")
+    assert read_topology(file("topology.yml", other), 4).names == ("host", "domain")
+
+
+# {host: switch}, as JSON, YAML or a mapping.
+def test_switches_of_hosts(file):
+    leaves = {"a": "s1", "b": "s2"}
+    wanted = {"host": ["a", "b"], "leaf": ["s1", "s2"]}
+    assert units(read_topology(leaves, 2)) == wanted
+    assert units(read_topology(file("x.json", json.dumps(leaves)), 2)) == wanted
+    assert units(read_topology(file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
+
+
+# The first source that names hosts sets their order, and an earlier source wins.
+def test_several(file):
+    hosts = file("hosts", "node3 slots=1\nnode0 slots=2\n")
+    topology = read_topology([hosts, file("topology.conf", RACKS), "domain=3", "domain=1"])
+    assert units(topology) == {
+        "host": ["node3", "node0", "node0"],
+        "domain": ["domain0"] * 3,
+        "leaf": ["s1", "s0", "s0"],
+        "spine": ["s2"] * 3,
+    }
+
+
+# A world smaller than the machine has its first GPUs; selected ranks are renumbered.
+def test_fewer_ranks():
+    topology = read_topology({"a": "s1", "b": "s2", "c": "s1"}, 6, gpus_per_host=2)
+    assert read_topology(topology, 3) == topology.select([0, 1, 2])
+    last = topology.select([5, 2, 4])
+    assert units(last) == {"host": [*"cbc"], "leaf": ["s1", "s2", "s1"]}
+    assert last.level("host").of_rank.tolist() == [0, 1, 0]
+
+
+# Topologies and levels are values.
+def test_values():
+    one, other = read_topology("2,4", 8), read_topology("2,4", 8)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != read_topology("2,8", 8)
+    assert one.levels[0] != "host"
+
+
+# What cannot be read raises TopologyError with the file and the line.
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("hosts", "a slots=8\nb slots=8x\n", "line 2"),
+        ("hosts", "a slots=0\n", "line 1"),
+        ("hosts", "a slots=\n", "line 1"),
+        ("hosts", f"a slots={'9' * 5000}\n", "line 1"),
+        ("hosts", "a:-3\n", "line 1"),
+        ("hosts", "a:3 slots=3\n", "line 1"),
+        ("hosts", "a slots=4\nb slot=4\n", "line 2"),
+        ("hosts", "rank 0=a slot=0\n", "line 1"),
+        ("hosts", "a slots=8\n\na slots=8\n", "line 3"),
+        ("hosts", "# nothing\n", "names no host"),
+        ("t.conf", "SwitchName=a Nodes=x\nSwitchName=b Nodes=x\n", "line 2"),
+        ("t.conf", "SwitchName=a Switches=b\n", "line 1"),
+        ("t.conf", "SwitchName=a Nodes=x[1-\n", "line 1"),
+        ("t.conf", "SwitchName=a Knots=x\n", "line 1"),
+        ("t.conf", "SwitchName=a \\\n\\\n Knots=x\n", "line 1"),
+        ("t.conf", "SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=x", "cycle"),
+        ("t.conf", "BlockName=b\n", "names no host"),
+        ("t.json", '{"a": ', "YAML"),
+        ("t.json", '{"a": 3, "b": ["s"]}', "must map"),
+        ("t.yaml", f"a: {'9' * 5000}\nb: [s]\n", "must map"),
+        ("t.yaml", "- topology: x\n", "has no tree or blocks"),
+        ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),
+        ("t.yaml", "- {topology: x, tree: {switches: {a: b}}}\n", "has no tree"),
+        ("t.yaml", "a: [", "YAML"),
+        ("t.yaml", "[" * 5000, "YAML"),
+        ("t.yaml", "a: &x s1\nb: *x\n", "alias"),
+    ],
+)
+def test_bad_files(file, name, text, where):
+    path = file(name, text)
+    with pytest.raises(TopologyError) as caught:
+        read_topology(path, 4)
+    assert where in str(caught.value)
+    assert path in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+# Bad arguments.
+@pytest.mark.parametrize(
+    ("on", "world_size"),
+    [
+        ("nope.txt", 4),
+        ("n" * 5000, 4),
+        ("a\0b", 4),
+        ("8,36", 72),
+        ("8,8", 8),
+        ("host=8,host=16", 8),
+        ("a=b", 8),
+        ("1,2,4,8,16,32", 64),
+        (8, None),
+        (0, 8),
+        pytest.param(10**5000, 8, id="5,000 digits"),
+        ("9" * 5000, 8),
+        (f"host={'9' * 5000}", 8),
+        ("8,800000000", 8),
+        (8, 10**9),
+        ("n[1-3],n2", 6),
+        ("n[1-2]", 3),
+        ("n[1-99999999]", 4),
+        (",".join(f"{letter}[1-99999]" for letter in "abcdefgh"), 4),
+        ("n[1-" + "9" * 5000 + "]", 4),
+        ("n[" + "0" * 5000 + "1-9]", 4),
+        ("n[2-1]", 4),
+        ("n[1-2,4", 4),
+        ("[1]" * 2000, 4),
+        ("n 1,n 2", 4),
+        ("n1,\x1b[31m", 4),
+        ({"a": "s"}, None),
+        ({"a": "s\x1b[31m"}, 4),
+        ({"a\x1b[31m": "s"}, 4),
+        ({"a": 3}, 4),
+        ({}, 4),
+        ([], 4),
+        (" ", 4),
+        (1.5, 4),
+        ("live", 4),
+    ],
+)
+def test_bad_arguments(on, world_size):
+    start = time.process_time()
+    with pytest.raises(TopologyError) as caught:
+        read_topology(on, world_size)
+    assert time.process_time() - start < 1
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+# Nested aliases in a kilobyte of YAML are rejected before they are expanded.
+def test_yaml_bomb(file):
+    lines = ["- &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]" for at in range(1, 12)]
+    path = file("bomb.yaml", "\n".join(lines))
+    start = time.process_time()
+    with pytest.raises(TopologyError, match="alias"):
+        read_topology(path, 4)
+    assert time.process_time() - start < 1
+
+
+# A topology must hold all hosts, and enough of them.
+def test_too_small(file):
+    hosts = file("hosts", "node0:4\nother:4\n")
+    with pytest.raises(TopologyError, match="has no leaf for 'other'"):
+        read_topology([hosts, file("topology.conf", RACKS)])
+    with pytest.raises(TopologyError, match="9 ranks need more than 8 GPUs"):
+        read_topology(hosts, 9)
+    with pytest.raises(TopologyError, match="gpus_per_host"):
+        read_topology(8, 8, gpus_per_host=0)
+    with pytest.raises(TopologyError, match="from 1 to 16,777,216"):
+        read_topology("n[1-17]", gpus_per_host=999_999)
+
+
+# Levels that are built by hand are checked.
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Level("host", [0, 1], "a"),
+        lambda: Level("host", [0], ["\n"]),
+        lambda: Topology([]),
+        lambda: Topology([Level.of("a", "xy"), Level.of("a", "xy")]),
+        lambda: Topology([Level.of("a", "xy"), Level.of("b", "x")]),
+        lambda: read_topology(2, 4).level("hots"),
+    ],
+)
+def test_bad_levels(make):
+    with pytest.raises(TopologyError):
+        make()
+
+
+# Without the packages of the extra, errors name what to install; plain lists need none.
+def test_without_packages(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "hostlist", None)
+    for on in (file("t.yaml", "a: s"), "n[1-2]"):
+        with pytest.raises(MissingPackageError, match=r"pip install 'hypercomm\[place\]'"):
+            read_topology(on, 4)
+    assert read_topology("n1,n2", 4).level("host").names == ("n1", "n2")

@@ -1,0 +1,143 @@
+"""The plan of a state: every element arrives once, in bounded buckets, balanced; against numpy."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hypercomm import RankLayout, RankMapping
+from hypercomm.testing import layouts
+from hypercomm.transfers.buckets import Parameter, segments, split
+
+ZIGZAG = ("zigzag", 1)
+some = settings(max_examples=examples(200), deadline=None)
+
+
+@st.composite
+def plans(draw):
+    """Draw two layouts anywhere, and parameters that some of their dims cut."""
+    source, target = (
+        draw(layouts(max_ranks=12, max_offset=8, dim_names=("tp", "cp", "dp"))) for _ in range(2)
+    )
+    dims = sorted({*source.dim_names, *target.dim_names})
+    parameters = []
+    for number in range(draw(st.integers(1, 3))):
+        cuts = draw(st.dictionaries(st.sampled_from(dims), st.sampled_from([0, -1, ZIGZAG])))
+        mapping = RankMapping(source, target, along=None, shards=cuts)
+        shape = [draw(st.integers(0, 4)), draw(st.integers(1, 40)), draw(st.integers(1, 3))]
+        for axis in range(3):
+            for side in (source, target):
+                for dim, at in cuts.items():
+                    if at == ZIGZAG and axis == 1:
+                        shape[axis] *= 2 * side.size_of(dim, default=1)
+                    elif at != ZIGZAG and at % 3 == axis:
+                        shape[axis] *= side.size_of(dim, default=1)
+        size = draw(st.sampled_from([1, 2, 8]))
+        parameters.append(Parameter(str(number), tuple(shape), "", size, mapping))
+    return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
+
+
+def held(parameter, layout, rank):
+    """What a rank has of a whole parameter, by numpy's splits."""
+    whole = np.arange(math.prod(parameter.shape)).reshape(parameter.shape)
+    coords = layout.coords(rank)
+    for dim, axis in parameter.mapping.shards:  # in order, outermost first
+        size, at = layout.size_of(dim, default=1), coords.get(dim, 0)
+        if axis == ZIGZAG:
+            chunks = np.split(whole, 2 * size, 1)
+            whole = np.concatenate([chunks[at], chunks[2 * size - 1 - at]], 1)
+        else:
+            whole = np.split(whole, size, axis)[at]
+    return whole
+
+
+# Every element that a target rank wants arrives there once, from a rank that has it; what a rank
+# has it copies; no rank sends and receives more in a bucket than was said.
+@some
+@given(plans())
+def test_every_element_arrives_once(plan):
+    parameters, limit = plan
+    mapping = parameters[0].mapping
+    wanted = {
+        (number, rank): held(parameter, mapping.target, rank)
+        for number, parameter in enumerate(parameters)
+        for rank in mapping.target_ranks
+    }
+    arrived = {key: np.full(data.shape, -1) for key, data in wanted.items()}
+    room = Counter()
+    for one in segments(parameters, limit):
+        parameter = parameters[one.parameter]
+        piece = held(parameter, mapping.source, one.source)[one.source_slices]
+        there = arrived[one.parameter, one.target][one.target_slices]
+        assert (there == -1).all()
+        there[...] = piece
+        assert one.nbytes == piece.size * parameter.itemsize
+        assert (one.bucket == -1) == (one.source == one.target)
+        if one.bucket >= 0:
+            assert one.room >= one.nbytes + 8
+            for rank in (one.source, one.target):
+                room[rank, one.bucket] += one.room
+    assert max(room.values(), default=0) <= limit
+    for key, data in wanted.items():
+        np.testing.assert_array_equal(arrived[key], data)
+
+
+MODEL = {"embedding": (4096, 64), "qkv": (192, 64), "proj": (64, 64), "norm": (64,)}
+CUTS = {"embedding": {"tp": 0}, "qkv": {"tp": 0}, "proj": {"tp": 1}, "norm": {}}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("tp=4,dp=2", "tp=2,dp=2"),
+        ("tp=2,dp=4", "tp=8"),
+        ("tp=2,dp=3", "tp=4,dp=4"),
+        ("dp=5", "tp=2"),
+    ],
+)
+def test_balance(source, target):
+    here = RankLayout.parse(source)
+    there = RankLayout.parse(target, rank_offset=here.size)
+    parameters = [
+        Parameter(
+            f"{layer} {name}", shape, "", 2, RankMapping(here, there, None, shards=CUTS[name])
+        )
+        for layer in range(12)
+        for name, shape in MODEL.items()
+        if layer == 0 or name != "embedding"
+    ]
+    sent, rooms = Counter(), Counter()
+    for one in segments(parameters, 1 << 16):
+        sent[one.source] += one.nbytes
+        rooms[one.bucket, one.source] += one.room
+        rooms[one.bucket, one.target] += one.room
+    assert set(sent) == set(here.ranks)
+    even = sum(sent.values()) / here.size
+    assert all(abs(amount - even) < 0.03 * even for amount in sent.values())
+    buckets = max(bucket for bucket, _ in rooms) + 1
+    busiest = max(sum(rooms[bucket, rank] for bucket in range(buckets)) for rank in range(12))
+    assert buckets <= 1.3 * busiest / (1 << 16) + 1  # so buckets are full
+
+
+# The parts of a box are the box, in order, none larger than asked for.
+@some
+@given(st.lists(st.integers(1, 6), max_size=4), st.integers(1, 40))
+def test_split(lengths, most):
+    whole = np.arange(math.prod(lengths)).reshape(lengths)
+    parts = [
+        whole[tuple(slice(at, at + n) for at, n in zip(offsets, extents, strict=True))].ravel()
+        for offsets, extents in split(tuple(lengths), most)
+    ]
+    assert max(part.size for part in parts) <= most
+    np.testing.assert_array_equal(np.concatenate(parts), whole.ravel())
+
+
+# Two ranks that work the plan out have the same one.
+def test_the_same_everywhere():
+    mapping = RankMapping("tp=2,dp=2", RankLayout([2], ["tp"], 4), None, shards={"tp": 0})
+    parameters = [Parameter("a", (64, 64), "", 4, mapping), Parameter("b", (2, 9), "", 1, mapping)]
+    assert list(segments(parameters, 2048)) == list(segments(tuple(parameters), 2048))
