@@ -6,34 +6,29 @@ Groups are the same when they have the same ranks in the same order, whatever th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, combinations
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.draw.drawing import MOST_DRAWN, Drawing
-from hypercomm.draw.making import drawing_of_change
 from hypercomm.errors import LayoutError
-from hypercomm.layout.groups.rank_groups import RankGroups
-from hypercomm.layout.losses import Lost
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import LARGEST_WORLD
-from hypercomm.layout.reading.shown import aligned, shown
-from hypercomm.layout.reading.tables import as_html
-from hypercomm.topology.reading import On
+from hypercomm.layout.checks import LARGEST_WORLD
+from hypercomm.layout.groups import RankGroups
+from hypercomm.layout.layout import RankLayout
+from hypercomm.layout.text import aligned, format_ranks, shown
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
 
 COLUMNS = ("before", "after", "groups x size", "result")
-"""What the cells of a `GroupsChange` are."""
+"""The columns of the cells of a `GroupsChange`."""
 
 _Dims = tuple[str, ...]
-_TwoArrays = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @attrs.frozen
@@ -104,7 +99,7 @@ class LayoutDifference:
     Example:
         >>> layouts = RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")
         >>> changes = difference(*layouts)
-        >>> [change.before for change in changes.kept]
+        >>> [change.before for change in changes.changes if change.result == "kept"]
         [('dp',), ('tp', 'cp'), ('tp', 'cp', 'dp')]
         >>> changes.groups_kept, changes.groups_gone, changes.ranks_moved
         (7, 12, 4)
@@ -118,26 +113,6 @@ class LayoutDifference:
     groups_kept: int
     ranks_shared: int
     ranks_moved: int
-
-    @property
-    def kept(self) -> tuple[GroupsChange, ...]:
-        """The changes of groups that are all kept."""
-        return self._where("kept")
-
-    @property
-    def partly(self) -> tuple[GroupsChange, ...]:
-        """The changes of groups of which some are kept."""
-        return self._where("partly")
-
-    @property
-    def gone(self) -> tuple[GroupsChange, ...]:
-        """The changes of groups that only the layout before has."""
-        return self._where("gone")
-
-    @property
-    def new(self) -> tuple[GroupsChange, ...]:
-        """The changes of groups that only the layout after has."""
-        return self._where("new")
 
     @property
     def groups_gone(self) -> int:
@@ -189,45 +164,6 @@ class LayoutDifference:
             f"{self.groups_gone:,} gone, {self.groups_new:,} new; {ranks}"
         )
 
-    def _where(self, result: str) -> tuple[GroupsChange, ...]:
-        return tuple(change for change in self.changes if change.result == result)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the difference as a dict which JSON can hold.
-
-        Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=2")
-            >>> difference(*layouts).to_dict()["changes"][0]["result"]
-            'partly'
-        """
-        counts = ("groups_before", "groups_after", "groups_kept", "ranks_shared", "ranks_moved")
-        changes = [{**attrs.asdict(one), "result": one.result} for one in self.changes]
-        for one in changes:
-            one["before"], one["after"] = list(one["before"]), list(one["after"])
-        return {
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "changes": changes,
-            **{name: getattr(self, name) for name in counts},
-        }
-
-    def draw(self, on: On | None = None, dims: Dims | None = None) -> Drawing:
-        """Return a picture of both layouts, and of which groups are kept, gone and new.
-
-        Args, errors: As for `RankLayout.draw`; without `dims`, each by itself, up to 64 ranks.
-
-        Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout.parse("tp=4")
-            >>> difference(*layouts).draw(on=8).svg()[:4]
-            '<svg'
-        """
-        return drawing_of_change(self, on, dims)
-
-    def _repr_html_(self) -> str:
-        if max(self.before.size, self.after.size) <= MOST_DRAWN:
-            return self.draw()._repr_html_()
-        return as_html(self.summary, COLUMNS, [change.cells for change in self.changes])
-
     def __repr__(self) -> str:
         return f"<LayoutDifference: {self.summary}>"
 
@@ -262,19 +198,14 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         tp=2,cp=2 to cp=4: 1 of 5 groups are kept, 4 gone, 0 new; 3 of 4 ranks change coordinates
     """
     ours, theirs = _every_groups(before, "before"), _every_groups(after, "after")
-    ranks = _ranks(before), _ranks(after)
-    kept = {
-        (here, there): count
-        for here, there in _candidates((before, after), (list(ours), list(theirs)), ranks)
-        if (count := _common(ours[here], theirs[there]))
-    }
+    kept = _count_kept(ours, theirs)
     partners: dict[_Dims, list[_Dims]] = {}
     for here, there in kept:
         partners.setdefault(here, []).append(there)
     pairs = [(here, there) for here in ours for there in partners.get(here, [()])]
     found = {there for _, there in kept}
     pairs += [((), there) for there in theirs if there not in found]
-    shared, moved = _count_moved(before, after, ranks)
+    shared, moved = _count_moved(before, after)
     return LayoutDifference(
         before=before,
         after=after,
@@ -311,70 +242,44 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
             f"{what} has {len(long)} dims larger than 1, {long}; up to {MOST_DIMS} are compared: "
             f"merge() those that are always used together"
         )
-    counts = range(1, len(long) + 1)
-    every = chain.from_iterable(combinations(long, count) for count in counts)
-    return {dims: layout.groups(*dims) for dims in every}
+    return {dims: layout.groups(*dims) for dims in _combinations(long, len(long))}
 
 
 def _long_dims(layout: RankLayout) -> _Dims:
     return tuple(dim for dim in layout.dim_names if layout.size_of(dim) > 1)
 
 
-def _ranks(layout: RankLayout) -> NDArray[np.int64]:
-    """All ranks, in the order in which the layout numbers them."""
-    return layout.groups(*layout.dim_names).to_array().reshape(-1)
+def _combinations(dims: _Dims, most: int) -> Iterator[_Dims]:
+    """All combinations of at least one and at most so many dims, few first."""
+    return chain.from_iterable(combinations(dims, count) for count in range(1, most + 1))
 
 
-def _candidates(
-    layouts: tuple[RankLayout, RankLayout],
-    dims: tuple[Sequence[_Dims], Sequence[_Dims]],
-    ranks: _TwoArrays,
-) -> list[tuple[_Dims, _Dims]]:
-    """The combinations of which some groups seem to be the same: random weights of ranks add up.
+def _count_kept(
+    ours: Mapping[_Dims, RankGroups], theirs: Mapping[_Dims, RankGroups]
+) -> dict[tuple[_Dims, _Dims], int]:
+    """Count the groups that are the same, by the dims that they are over before and after.
 
-    No two combinations of one layout share a group, so each group is one of them.
+    No two combinations of dims of one layout share a group.
     """
-    _, identity = np.unique(np.concatenate(ranks), return_inverse=True)
-    weights = np.random.default_rng(0).integers(2**64, size=identity.size, dtype=np.uint64)
-    halves = np.split(weights[identity.reshape(-1)], [layouts[0].size])
-    ours, our_dims = _sums(layouts[0], dims[0], halves[0])
-    theirs, their_dims = _sums(layouts[1], dims[1], halves[1])
-    _, here, there = np.intersect1d(ours, theirs, return_indices=True)
-    pairs = np.unique(our_dims[here] * len(dims[1]) + their_dims[there]).tolist()
-    return [(dims[0][pair // len(dims[1])], dims[1][pair % len(dims[1])]) for pair in pairs]
-
-
-def _sums(
-    layout: RankLayout, every_dims: Sequence[_Dims], weights: NDArray[np.uint64]
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Add up the weights of every group; also the index of the dims that each is over."""
-    long = _long_dims(layout)
-    sums: dict[_Dims, NDArray[np.uint64]] = {}
-    # The first dim varies fastest, and the last axis of an array does.
-    sums[()] = weights.reshape([layout.size_of(dim) for dim in reversed(long)])
-    for dims in every_dims:  # few dims first, so that each is one more sum over an earlier one
-        sums[dims] = sums[dims[:-1]].sum(axis=-1 - long.index(dims[-1]), keepdims=True)
-    flat = [sums[dims].reshape(-1) for dims in every_dims]
-    counts = np.array([each.size for each in flat], dtype=np.int64)
-    # A layout of one rank has no dims larger than 1, and an empty list has no concatenation.
-    return np.concatenate([weights[:0], *flat]), np.repeat(np.arange(len(flat)), counts)
-
-
-def _common(groups: RankGroups, others: RankGroups) -> int:
-    """Count the groups that are in both."""
-    if groups == others:
-        return len(groups)
-    if groups.group_size != others.group_size:
-        return 0
-    ours, theirs = groups.to_array(), others.to_array()
-    _, here, there = np.intersect1d(
-        ours[:, 0], theirs[:, 0], assume_unique=True, return_indices=True
+    dims_of = {key: dims for dims, groups in ours.items() for key in _keys(groups)}
+    pairs = Counter(
+        (dims_of[key], dims)
+        for dims, groups in theirs.items()
+        for key in _keys(groups)
+        if key in dims_of
     )
-    return int(np.count_nonzero((ours[here] == theirs[there]).all(axis=1)))
+    order = {dims: number for number, dims in enumerate((*ours, *theirs))}
+    return dict(sorted(pairs.items(), key=lambda pair: [order[dims] for dims in pair[0]]))
 
 
-def _count_moved(before: RankLayout, after: RankLayout, ranks: _TwoArrays) -> tuple[int, int]:
+def _keys(groups: RankGroups) -> Iterator[bytes]:
+    """Yield the ranks of each group as bytes; torch numbers ranks with 32 bits."""
+    return map(bytes, groups.to_array().astype(np.int32))
+
+
+def _count_moved(before: RankLayout, after: RankLayout) -> tuple[int, int]:
     """Count the ranks in both layouts, and those of them with other coordinates."""
+    ranks = np.asarray(before.ranks), np.asarray(after.ranks)
     shared, here, there = np.intersect1d(*ranks, assume_unique=True, return_indices=True)
     moved = np.zeros(shared.size, dtype=np.bool_)
     for dim in dict.fromkeys((*_long_dims(before), *_long_dims(after))):
@@ -394,3 +299,138 @@ def _coordinate(layout: RankLayout, dim: str, positions: NDArray[np.int64]) -> N
 def _named(layout: RankLayout) -> str:
     """Write the sizes, and the smallest rank unless it is 0."""
     return f"{layout} from rank {layout.rank_offset}" if layout.rank_offset else str(layout)
+
+
+# ---- lost ranks ----
+
+
+@attrs.frozen(repr=False, slots=False)
+class Lost:
+    """What is lost of a layout with the ranks that another one has no more; `str()` is a table.
+
+    What is sharded over some dims, and the same along the others, has a shard for each combination
+    of coordinates along those dims. A shard is lost where no rank is left that held it.
+
+    Args:
+        before: The layout before.
+        after: The layout after; only its ranks count.
+
+    Example:
+        >>> before = RankLayout.parse("tp=2,dp=4")
+        >>> lost = Lost(before, RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7]))
+        >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
+        ((4, 5), (), ({'dp': 2},))
+        >>> print(lost)
+        sharded over  shards  lost
+        tp            2       none
+        dp            4       1: dp=2
+        tp+dp         8       2: tp=0,dp=2; tp=1,dp=2
+        tp=2,dp=4: 2 of 8 ranks are lost, 4..5: dp=2
+    """
+
+    before: RankLayout
+    after: RankLayout
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that only the layout before has, ascending."""
+        ranks = np.asarray(self.before.ranks)
+        return tuple(np.sort(ranks[~self._left.reshape(-1)]).tolist())
+
+    @cached_property
+    def _left(self) -> NDArray[np.bool_]:
+        """Whether each rank is left; the first dim varies fastest, so it is the last axis."""
+        left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
+        return left.reshape(self.before.shape[::-1])
+
+    def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
+        """Return the shards of what is sharded over some dims that no rank is left with.
+
+        Args:
+            dims: At least one, in any order, as for `RankLayout.groups`.
+
+        Returns:
+            The coordinates of each along the dims, in the layout's order; the first dim varies
+            fastest. A trainer loads them from its checkpoint; all others some rank has.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+        """
+        ordered = self.before.order_dims(dims)
+        names = self.before.dim_names
+        others = tuple(-1 - axis for axis, name in enumerate(names) if name not in ordered)
+        lost = np.argwhere(~np.asarray(self._left.any(axis=others))).tolist()
+        return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
+
+    def replicas(self, rank: int, /, *dims: str) -> tuple[int, ...]:
+        """Return the ranks that are left with the shard that a rank has, or had.
+
+        Args:
+            rank: One of the layout before.
+            dims: Those over which is sharded, as for `shards`.
+
+        Raises:
+            RankOutsideError: The layout before does not have the rank.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+
+        Example:
+            >>> lost = Lost(RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=2"))
+            >>> lost.replicas(5, "tp"), lost.replicas(5, "tp", "dp")
+            ((1, 3), ())
+        """
+        ordered = self.before.order_dims(dims)
+        here = self.before.coords(rank)
+        holders = self.before.ranks_where(**{dim: here[dim] for dim in ordered})
+        return tuple(one for one in holders if one in self.after)
+
+    @property
+    def summary(self) -> str:
+        """What is lost in one sentence.
+
+        Example:
+            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])
+            >>> Lost(*layouts).summary
+            'tp=2,dp=2: 1 of 4 ranks is lost, 3: tp=1,dp=1'
+        """
+        count = len(self.ranks)
+        if not count:
+            return f"{self.before}: no rank is lost"
+        verb = "is" if count == 1 else "are"
+        total = f"{count:,} of {self.before.size:,}"
+        return f"{self.before}: {total} ranks {verb} lost, {self.words}"
+
+    @property
+    def words(self) -> str:
+        """The lost ranks, and the lost shards over the fewest dims, as "3: tp=1,dp=1"."""
+        long = self._long
+        for count in range(1, min(len(long), MOST_DIMS) + 1):
+            found = [one for dims in combinations(long, count) for one in self.shards(*dims)]
+            if found:
+                return f"{format_ranks(self.ranks)}: {_some(found)}"
+        return format_ranks(self.ranks) or "none"
+
+    def __repr__(self) -> str:
+        return f"<Lost: {self.summary}>"
+
+    def __str__(self) -> str:
+        rows = [("sharded over", "shards", "lost")]
+        for dims in _combinations(
+            self._long, len(self._long) if len(self._long) <= MOST_DIMS else 1
+        ):
+            lost = self.shards(*dims)
+            shards = math.prod(self.before.size_of(dim) for dim in dims)
+            found = f"{len(lost):,}: {_some(lost)}" if lost else "none"
+            rows.append(("+".join(dims), f"{shards:,}", found))
+        return "\n".join([*aligned(rows), self.summary])
+
+    @property
+    def _long(self) -> _Dims:
+        """The dims larger than 1; of a layout of one rank its first dim."""
+        return _long_dims(self.before) or self.before.dim_names[:1]
+
+
+def _some(shards: Sequence[Mapping[str, int]]) -> str:
+    """Write the first ones of some shards, in the notation of sizes."""
+    texts = [",".join(f"{dim}={at}" for dim, at in one.items()) for one in shards[:4]]
+    more = len(shards) - len(texts)
+    return "; ".join(texts) + (f" and {more:,} more" if more else "")

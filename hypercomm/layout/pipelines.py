@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.layout.groups.rank_groups import RankGroups
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import as_ordered, as_rank
-from hypercomm.layout.reading.shown import shown
+from hypercomm.errors import LayoutError
+from hypercomm.layout.checks import as_ordered, as_rank
+from hypercomm.layout.groups import RankGroups
+from hypercomm.layout.layout import RankLayout
+from hypercomm.layout.text import shown
 
 Chain = Iterable[RankLayout] | Mapping[str, RankLayout]
-"""The layouts of modules, in the order in which the data passes them; perhaps by name."""
+"""The layouts of modules, in the order of the data; perhaps by name."""
 
 
 class Boundary(NamedTuple):
-    """Where one module hands over to the next.
+    """The ranks on both sides of the edge between two modules.
 
     Attributes:
         senders: The ranks of the last stage of the module before.
-        receivers: The ranks of the first stage of the module behind.
+        receivers: The ranks of the first stage of the next module.
     """
 
     senders: tuple[int, ...]
@@ -42,8 +42,7 @@ def first_stage(layout: RankLayout, dim: str = "pp") -> tuple[int, ...]:
         The ranks, in the order of `RankLayout.ranks_where`.
 
     Raises:
-        LayoutError: `layout` is no layout.
-        UnknownDimError: `dim` is no string.
+        LayoutError: `layout` is not a RankLayout.
 
     Example:
         >>> first_stage(RankLayout.parse("tp=2,pp=3", rank_offset=4))
@@ -65,11 +64,10 @@ def last_stage(layout: RankLayout, dim: str = "pp") -> tuple[int, ...]:
 
 
 def is_in_first_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
-    """Tell whether a rank is in the first stage, in O(dims); one outside the layout is not.
+    """Return whether a rank is in the first stage, in O(dims); False outside the layout.
 
     Raises:
-        LayoutError: `layout` is no layout, or `rank` no int.
-        UnknownDimError: `dim` is no string.
+        LayoutError: `layout` is not a RankLayout, or `rank` is not an int.
 
     Example:
         >>> layout = RankLayout.parse("tp=2,pp=3")
@@ -81,7 +79,7 @@ def is_in_first_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
 
 
 def is_in_last_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
-    """Tell whether a rank is in the last stage; arguments and errors as for `is_in_first_stage`.
+    """Return whether a rank is in the last stage; arguments and errors as for `is_in_first_stage`.
 
     Example:
         >>> layout = RankLayout.parse("tp=2,pp=3")
@@ -95,14 +93,10 @@ def is_in_last_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
 def leaders(groups: RankGroups) -> tuple[int, ...]:
     """Return the leader of each group, its first member, in the order of the groups.
 
-    Raises:
-        LayoutError: `groups` is no RankGroups.
-
     Example:
         >>> leaders(RankLayout.parse("tp=2,dp=3").groups("tp"))
         (0, 2, 4)
     """
-    _check_groups(groups)
     return tuple(groups.to_array()[:, 0].tolist())
 
 
@@ -110,28 +104,25 @@ def leader_of(groups: RankGroups, rank: int) -> int:
     """Return the leader of the group that a rank is a member of, in O(dims).
 
     Raises:
-        LayoutError: `groups` is no RankGroups.
         RankOutsideError: `rank` is a member of no group.
 
     Example:
         >>> leader_of(RankLayout.parse("tp=2,dp=3").groups("tp"), 3)
         2
     """
-    _check_groups(groups)
     return groups.members(groups.index_of(rank), range(1))[0]
 
 
 def boundary(source: RankLayout, target: RankLayout, dim: str = "pp") -> Boundary:
-    """Return where one pipelined module hands over to the next.
+    """Return the ranks that send and receive where one pipelined module follows another.
 
     Args:
         source: The layout of the module before.
-        target: The layout of the module behind.
+        target: The layout of the next module.
         dim: The dim that both are pipelined along.
 
     Raises:
-        LayoutError: `source` or `target` is no layout.
-        UnknownDimError: `dim` is no string.
+        LayoutError: `source` or `target` is not a RankLayout.
 
     Example:
         >>> encoder = RankLayout.parse("tp=1,pp=2")
@@ -142,16 +133,15 @@ def boundary(source: RankLayout, target: RankLayout, dim: str = "pp") -> Boundar
 
 
 def pipeline_depth(chain: Chain, dim: str = "pp") -> int:
-    """Return how many stages a chain of modules has, one module behind the other.
+    """Return how many stages a chain of modules has, one module after the other.
 
     Args:
-        chain: The layouts of the modules, in the order in which the data passes them; perhaps by
+        chain: The layouts of the modules, in the order of the data; perhaps by
             name, as in `GridSet.layouts`.
         dim: The dim that they are pipelined along.
 
     Raises:
-        LayoutError: `chain` is no sequence of layouts, or empty.
-        UnknownDimError: `dim` is no string.
+        LayoutError: `chain` is not a sequence of layouts, or empty.
 
     Example:
         >>> pipeline_depth([RankLayout.parse("tp=2"), RankLayout.parse("tp=2,pp=3")])
@@ -163,10 +153,10 @@ def pipeline_depth(chain: Chain, dim: str = "pp") -> int:
 def pipeline_stages(chain: Chain, rank: int, dim: str = "pp") -> tuple[int, ...]:
     """Return the stages of a chain of modules that a rank works on, counted over the whole chain.
 
-    The stages of a module come behind those of all modules before it. Costs O(dims) for each.
+    The stages of a module follow those of all modules before it. Costs O(dims) for each.
 
     Args:
-        chain: The layouts of the modules, in the order in which the data passes them; perhaps by
+        chain: The layouts of the modules, in the order of the data; perhaps by
             name, as in `GridSet.layouts`.
         rank: Any rank.
         dim: The dim that they are pipelined along.
@@ -176,8 +166,7 @@ def pipeline_stages(chain: Chain, rank: int, dim: str = "pp") -> tuple[int, ...]
         several where modules share ranks.
 
     Raises:
-        LayoutError: `chain` is no sequence of layouts, or empty, or `rank` is no int.
-        UnknownDimError: `dim` is no string.
+        LayoutError: `chain` is not a sequence of layouts, or empty, or `rank` is not an int.
 
     Example:
         >>> encoder = RankLayout.parse("tp=1,pp=2")
@@ -209,8 +198,6 @@ def _depth_of(layout: RankLayout, dim: str) -> int:
     """The number of stages of one module, after checking both."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"a module has a RankLayout, got {shown(layout)}")
-    if not isinstance(dim, str):
-        raise UnknownDimError(f"unknown dim {shown(dim)}; a pipeline is along one, a string")
     return layout.size_of(dim, default=1)
 
 
@@ -220,8 +207,3 @@ def _as_chain(chain: Chain) -> tuple[RankLayout, ...]:
     if not layouts:
         raise LayoutError("the chain of layouts is empty; give that of one module at least")
     return layouts
-
-
-def _check_groups(groups: object) -> None:
-    if not isinstance(groups, RankGroups):
-        raise LayoutError(f"groups must be RankGroups, got {shown(groups)}")

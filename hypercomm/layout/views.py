@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
-from hypercomm.layout.groups.rank_groups import RankGroups
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import as_dims, as_names, as_sizes, as_strings
-from hypercomm.layout.reading.notation import parse_sizes
-from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.layout.reading.sizes import as_factors, close_sizes
+from hypercomm.layout.checks import as_names, as_strings
+from hypercomm.layout.groups import RankGroups
+from hypercomm.layout.layout import RankLayout
+from hypercomm.layout.parsing import Dims, as_dims, close_sizes, parse_sizes, read_sizes
+from hypercomm.layout.text import did_you_mean, shown
 
 BASE = "base"
-"""What the factorisation that a grid was made with is called among its views."""
+"""The name of the factorisation that a grid was made with."""
 
 
 @attrs.frozen
@@ -26,10 +23,10 @@ class View:
     """Another factorisation of the ranks of a base layout.
 
     Attributes:
-        name: What it is asked for by.
+        name: Its name.
         layout: The factorisation.
         shared_dims: The dims that are also the base's, with the same groups; in the base's order.
-        wanted_dims: Dims asked to be shared; kept so that a later reshape can share them again.
+        wanted_dims: The dims that a reshape shares again where it can.
     """
 
     name: str
@@ -81,13 +78,17 @@ class Views(Mapping[str, View]):
         dim_names: Iterable[str],
         shared_dims: Iterable[str] | None = None,
     ) -> View:
-        """Add a view, or refuse it as `HyperCommGrid.register_view` says."""
+        """Add a view, as `HyperCommGrid.register_view` describes."""
         (name,) = as_names((name,), "view name")
         if name == BASE or name in self._views:
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
-        dim_names = as_names(dim_names)
-        layout = self.base.renumber(_read_shape(self.base, name, shape, dim_names), dim_names)
+        try:
+            sizes = read_sizes(shape, dim_names)
+            sizes = close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
+        except WorldSizeError as error:
+            raise LayoutError(f"View {name!r} {error} ({self.base})") from error
+        layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         wanted = () if lone is None else as_strings(lone, "shared_dims")
         shared = self._shared(name, layout, wanted)
@@ -103,7 +104,7 @@ class Views(Mapping[str, View]):
 
         Raises:
             UnknownViewError: There is no such view.
-            LayoutError: The sizes do not fit, or dims that are shared make other groups now.
+            LayoutError: The sizes do not fit, or shared dims would make other groups.
         """
         for name in sizes:
             self[name]
@@ -125,7 +126,7 @@ class Views(Mapping[str, View]):
         return others
 
     def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
-        """Return what dims belong to: a view, or the base (None), and the dims in its order.
+        """Return the view that dims belong to, None for the base, and the dims in its order.
 
         Dims that a view shares are the base's.
 
@@ -133,52 +134,32 @@ class Views(Mapping[str, View]):
             UnknownViewError: There is no such view.
             UnknownDimError: There is no such dim; names the view that has it, if one does.
         """
-        dims = dims if isinstance(dims, str) else as_dims(dims)
-        if view is not None and (found := self.asked(view)) is not None:
-            ordered = self._ordered(found.name, found.layout, dims)
-            if not set(ordered) <= set(found.shared_dims):
-                return found, ordered
-            dims = ordered
-        return None, self._ordered(BASE, self.base, dims)
+        ordered, found = self.ordered(dims, view), self.asked(view)
+        if found is None or set(ordered) <= set(found.shared_dims):
+            return None, ordered if found is None else self.base.order_dims(ordered)
+        return found, ordered
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
-        """Order dims as a view, or the base, has them.
-
-        Raises:
-            UnknownViewError, UnknownDimError: As for `find`.
-        """
-        found = self.asked(view)
-        name, layout = (BASE, self.base) if found is None else (found.name, found.layout)
-        return self._ordered(name, layout, dims if isinstance(dims, str) else as_dims(dims))
-
-    def _ordered(
-        self, owner: str, layout: RankLayout, dims: str | tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """Order dims as a layout has them; where others have them, its error says so."""
+        """Order dims as a view, or the base, has them; raises as `find` does."""
+        layout = self.layout_of(view)
         try:
             return layout.order_dims(dims)
         except UnknownDimError as error:
-            given = as_dims(dims)
-            if not all(isinstance(name, str) for name in given):
+            names = as_dims(dims)
+            layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
+            having = [
+                name for name, one in layouts.items() if all(dim in one.dim_names for dim in names)
+            ]
+            if not self:
                 raise
-            names = set(given)
-            layouts = {BASE: self.base} | {view.name: view.layout for view in self.values()}
-            having = [name for name, other in layouts.items() if names <= set(other.dim_names)]
             if not having:
-                known = {dim for other in layouts.values() for dim in other.dim_names}
-                if not names <= known:
-                    if not self:
-                        raise
-                    views = ", ".join(f"{name} ({view.layout})" for name, view in self.items())
-                    raise UnknownDimError(f"{error}; the views have others: {views}") from error
+                views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
                 raise UnknownDimError(
-                    f"{shown(dims)} are dims of different views, which make no groups together; "
-                    f"there are {', '.join(_named(name, of) for name, of in layouts.items())}"
+                    f"no view has all of the dims {shown(dims)}: {error}; views: {views}"
                 ) from error
             raise UnknownDimError(
-                f"{shown(dims)} is not in view {owner!r} with dim_names {layout.dim_names}, but in "
-                f"view {having[0]!r}{_ITSELF if having[0] == BASE else ''}; ask with "
-                f"view={having[0]!r}, or ask {_whom(having[0])}"
+                f"{shown(dims)} is not in view {view or BASE!r} with dim_names {layout.dim_names}, "
+                f"but in view {having[0]!r}; ask with view={having[0]!r}"
             ) from error
 
     def layout_of(self, view: str | None) -> RankLayout:
@@ -187,7 +168,7 @@ class Views(Mapping[str, View]):
         return self.base if found is None else found.layout
 
     def asked(self, view: str | None) -> View | None:
-        """Return the view that is asked for; None for the base, which None and "base" name."""
+        """Return a view by name; None for the base, which None and "base" name."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None
         return self[view]
@@ -218,46 +199,10 @@ class Views(Mapping[str, View]):
         return shared
 
 
-_ITSELF = ", the grid's own dims"
-
-
-def _named(view: str, layout: RankLayout) -> str:
-    return f"{view} ({layout}{_ITSELF if view == BASE else ''})"
-
-
-def _whom(view: str) -> str:
-    return "the grid itself" if view == BASE else f"grid.view({view!r})"
-
-
-def _read_shape(
-    base: RankLayout, name: str, shape: Iterable[int], dim_names: tuple[str, ...]
-) -> tuple[int, ...]:
-    """Read the sizes of a view, which multiply to the number of ranks of its base."""
-    try:
-        shape = as_sizes(shape)
-    except LayoutError as error:
-        raise LayoutError(f"View {name!r} shape must be positive ints: {error}") from None
-    size = math.prod(shape)
-    if len(shape) != len(dim_names) or size == base.size:
-        return shape
-    sizes = dict(zip(dim_names, shape, strict=True))
-    fitting = [
-        f"{dim} of {base.size * own // size}"
-        for dim, own in sizes.items()
-        if base.size * own % size == 0
-    ]
-    fits = f"; what would do: {', or '.join(fitting)}" if fitting else ""
-    raise LayoutError(
-        f"View {name!r} {as_factors(sizes)} has size {size}, but the grid size is {base.size} "
-        f"({base}){fits}"
-    )
-
-
 def _first_difference(one: RankGroups, other: RankGroups) -> str:
     if (len(one), one.group_size) != (len(other), other.group_size):
         return (
             f"they are {len(one)} groups of {one.group_size} and {len(other)} of {other.group_size}"
         )
-    differs = np.flatnonzero((one.to_array() != other.to_array()).any(axis=1))
-    index = int(differs[0])
+    index = int(np.flatnonzero((one.to_array() != other.to_array()).any(axis=1))[0])
     return f"they first differ in group {index}, {one[index]} and {other[index]}"

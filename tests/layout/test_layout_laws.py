@@ -302,7 +302,9 @@ def test_one_open_size_is_inferred(order, sizes, open_name, offset):
 @given(
     st.integers(1, 24),
     st.lists(
-        st.integers(1, 8) | st.just(-1) | st.lists(st.integers(1, 8) | st.just(-1), max_size=4),
+        st.integers(1, 8)
+        | st.just(-1)
+        | st.lists(st.integers(1, 8) | st.just(-1), min_size=1, max_size=4),
         min_size=1,
         max_size=3,
     ),

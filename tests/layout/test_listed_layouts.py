@@ -5,9 +5,7 @@ import itertools
 import json
 import math
 import pickle
-import re
 
-import attrs
 import bound_world
 import hypothesis
 import numpy as np
@@ -19,11 +17,11 @@ from hypothesis import strategies as st
 from test_group_laws import slice_groups
 from test_layout_laws import index_at, some_coords
 
+import hypercomm.layout.groups
+import hypercomm.layout.layout
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, LayoutError, RankOutsideError
-from hypercomm.layout.groups import strided
-from hypercomm.layout.groups.hosts import hosts_touched
-from hypercomm.layout.numbering import axes, listing, numbering
+from hypercomm.layout.groups import hosts_touched
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.creation.strategies import alternatives, choose
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
@@ -309,7 +307,6 @@ def test_written_layouts_read_back(case):
         RankLayout.from_json(layout.to_json()),
         pickle.loads(pickle.dumps(layout)),
         eval(repr(layout)) if layout.size < 64 else layout,
-        attrs.evolve(layout),
     ):
         assert twin == layout
         assert hash(twin) == hash(layout)
@@ -407,7 +404,7 @@ def test_one_rank_is_a_lookup(monkeypatch):
         raise AssertionError("ranks were enumerated")
 
     monkeypatch.setattr(np, "arange", refuse)
-    for module in (axes, listing, numbering, strided):
+    for module in (hypercomm.layout.groups, hypercomm.layout.layout):
         monkeypatch.setattr(module, "lattice", refuse)
     assert layout.coords(500) == {"tp": 3, "dp": 1}
     assert layout.shift(500, "dp", 1) == 492
@@ -426,71 +423,36 @@ def make(ranks, shape=(2, 2), **arguments):
     return RankLayout(shape, ["tp", "dp"], ranks=ranks, **arguments)
 
 
-# Each mistake is refused in a sentence with its numbers.
+# Each mistake is an error of its class that names the value.
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "error", "words"),
     [
-        (lambda: make([0, 1, 1, 3]), "rank 1 comes twice in ranks (0, 1, 1, 3)"),
-        (
-            lambda: make([0, 1, 2]),
-            "ranks holds 3 ranks, but shape (2, 2) has 4 positions; give one rank for each",
-        ),
-        (
-            lambda: make([]),
-            "ranks holds 0 ranks, but shape (2, 2) has 4 positions; give one rank for each",
-        ),
-        (
-            lambda: make([0, 1, 2, -3]),
-            "every rank in ranks must be in range(2147483648), as torch numbers them, got -3",
-        ),
-        (
-            lambda: make([0, 1, 2, 2**31]),
-            (
-                "every rank in ranks must be in range(2147483648), as torch numbers them, got "
-                "2147483648"
-            ),
-        ),
-        (
-            lambda: make(SOME, rank_offset=4),
-            "rank_offset 4 may not be given beside ranks, the smallest of which is 1; leave it out",
-        ),
-        (
-            lambda: make(SOME, strides=[1, 4]),
-            (
-                "strides (1, 4) may not be given beside ranks, which say where each position is; "
-                "leave one of them out"
-            ),
-        ),
-        (lambda: make({0, 1}), "ranks must be a sequence, and a set has no order: {0, 1}"),
-        (lambda: make("0123"), "ranks must be a sequence, got '0123'"),
-        (lambda: make(4), "ranks must be a sequence, got 4"),
-        (lambda: make({0: 1}), "ranks must be a sequence, got {0: 1}"),
-        (lambda: make([0, 1, 2, 3.5]), "every rank in ranks must be an int, got 3.5"),
-        (lambda: make([0, 1, 2, True]), "every rank in ranks must be an int, got True"),
-        (
-            lambda: make(SOME).coords(4),
-            "rank 4 is not in layout tp=2,dp=2, which holds the ranks 3, 1, 7, 5",
-        ),
+        (lambda: make([0, 1, 1, 3]), LayoutError, "ranks .*rank 1 comes twice"),
+        (lambda: make([0, 1, 2]), LayoutError, "ranks holds 3 ranks, .* 4 positions"),
+        (lambda: make([]), LayoutError, "ranks .*empty"),
+        (lambda: make([0, 1, 2, -3]), LayoutError, "ranks .*got -3"),
+        (lambda: make([0, 1, 2, 2**31]), LayoutError, "ranks .*got 2147483648"),
+        (lambda: make(SOME, rank_offset=4), LayoutError, "rank_offset 4 .*is 1"),
+        (lambda: make(SOME, strides=[1, 4]), LayoutError, "strides .1, 4."),
+        (lambda: make({0, 1}), LayoutError, "ranks .*a set has no order"),
+        (lambda: make("0123"), LayoutError, "ranks .*got '0123'"),
+        (lambda: make(4), LayoutError, "ranks .*got 4"),
+        (lambda: make({0: 1}), LayoutError, "ranks .*got {0: 1}"),
+        (lambda: make([0, 1, 2, 3.5]), LayoutError, "ranks .*got 3.5"),
+        (lambda: make([0, 1, 2, True]), LayoutError, "ranks .*got True"),
+        (lambda: make(SOME).coords(4), RankOutsideError, "rank 4 .*tp=2,dp=2.* 3, 1, 7, 5"),
         (
             lambda: make(range(63, -1, -1), (8, 8)).coords(64),
-            (
-                "rank 64 is not in layout tp=8,dp=8, which holds the ranks 63, 62, 61, 60, 59, 58, "
-                "57, 56, 55, 54, 53, 52, 51, 50, 49, 48 and 48 more"
-            ),
+            RankOutsideError,
+            "rank 64 .*63, 62.* 48 and 48 more",
         ),
-        (lambda: make(SOME).coords(1.0), "a rank is an int, got 1.0"),
-        (
-            lambda: make(SOME).groups("tp").of(4),
-            "rank 4 is in none of these groups: <2 groups of 2: (3, 1), (7, 5)>",
-        ),
-        (
-            lambda: make(SOME).select(tp=0, dp=1),
-            "select() of every dim leaves none; the rank there is 7",
-        ),
+        (lambda: make(SOME).coords(1.0), RankOutsideError, "got 1.0"),
+        (lambda: make(SOME).groups("tp").of(4), RankOutsideError, "rank 4 .*2 groups of 2"),
+        (lambda: make(SOME).select(tp=0, dp=1), LayoutError, "the rank there is 7"),
     ],
 )
-def test_bad_calls(call, sentence):
-    with pytest.raises((LayoutError, RankOutsideError), match=f"^{re.escape(sentence)}$"):
+def test_bad_calls(call, error, words):
+    with pytest.raises(error, match=words):
         call()
 
 

@@ -4,7 +4,6 @@ import math
 import pickle
 import time
 from collections import defaultdict
-from fractions import Fraction
 from types import SimpleNamespace
 
 import attrs
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 from ranks import mapping_ranks
 
 from hypercomm import RankLayout, RankMapping
-from hypercomm.errors import HyperCommError, LayoutError, RankOutsideError, UnknownDimError
-from hypercomm.layout.mapping.cuts import Message
+from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
+from hypercomm.layout.messages import Message
 from hypercomm.testing import layouts
 
 DIMS = ("tp", "cp", "dp", "pp")
@@ -258,26 +257,6 @@ def test_gather_siblings(case):
         assert list(mapping.gather_siblings(rank)) == expected
 
 
-# The shares of the batch are those of numpy's indices, as fractions of its length.
-@some
-@given(cases())
-def test_shares(case):
-    mapping, axis, length = case.mapping(), case.batch_axis, case.shape()[case.batch_axis]
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    for rank, axes in held.items():
-        for target, (start, stop) in mapping.shares(rank).items():
-            if case.along is None:
-                assert (start, stop) == (0, 1)
-                continue
-            common = np.intersect1d(axes[axis], wanted[target][axis])
-            assert (start, stop) == (
-                Fraction(int(common[0]), length),
-                Fraction(int(common[-1]) + 1, length),
-            )
-            found = mapping.slices((rank, target), case.shape())[axis]
-            assert np.array_equal(np.arange(length)[found], common)
-
-
 # The shape of what arrives follows from the shape of what is there.
 @some
 @given(cases())
@@ -314,8 +293,7 @@ def test_ranks_off_the_stage():
     mapping = RankMapping(RankLayout.parse("tp=2,pp=2"), RankLayout([2, 2], ["tp", "pp"], 4), None)
     assert mapping.sends(0) == mapping.gather_siblings(1) == ()
     assert mapping.receives(6) == mapping.broadcast_siblings(7) == ()
-    assert mapping.shares(0) == {}
-    for question in (mapping.sends, mapping.targets_of, mapping.shares, mapping.gather_siblings):
+    for question in (mapping.sends, mapping.targets_of, mapping.gather_siblings):
         with pytest.raises(RankOutsideError, match="rank 4 is not in layout tp=2,pp=2"):
             question(4)
     for question in (mapping.receives, mapping.sources_of, mapping.broadcast_siblings):
@@ -344,7 +322,6 @@ def test_sizes_of_one_cut_nothing():
     whole = RankMapping(same, same, batch_axis=5)
     assert whole.cuts == ()
     assert whole.received_shape([]) == ()
-    assert whole.shares(1) == {1: (0, 1)}
     assert whole.table()["start"].shape == (2, 0)
 
 
@@ -360,7 +337,6 @@ def test_only_the_batch_must_divide():
     )
     assert weight.kind == "equal"
     assert [weight.sources_of(rank) for rank in range(3)] == [(0,), (0, 1), (1,)]
-    assert weight.slices((1, 1), [6]) == (slice(3, 4),)
 
 
 # A weight of one stage: of tp=2, pp=2 ranks 2 and 3 have the halves of stage 1, and each of four
@@ -412,181 +388,57 @@ TP = RankLayout.parse("tp=2,dp=2")
 HALVES = RankMapping(RankLayout.parse("dp=2"), RankLayout([3, 2], ["cp", "dp"], 2))
 
 BAD_CALLS = [
+    (lambda: RankMapping(4, SIX), LayoutError, "source must be .*got 4"),
+    (lambda: RankMapping(FOUR, 6), LayoutError, "target must be .*got 6"),
+    (lambda: RankMapping(TP, TP, 3), LayoutError, "along .*got 3"),
+    (lambda: RankMapping(TP, TP, leaders=1), LayoutError, "leaders .*got 1"),
+    (lambda: RankMapping(TP, TP, backward=""), LayoutError, "backward .*got ''"),
+    (lambda: RankMapping(TP, TP, batch_axis=True), LayoutError, "batch_axis .*got True"),
+    (lambda: RankMapping(FOUR, SIX), LayoutError, "along dp into 4 .* 6 .* multiple"),
+    (lambda: RankMapping(TP, TP, "db"), UnknownDimError, "along .*'db'.*'tp', 'dp'"),
     (
-        lambda: RankMapping(FOUR, SIX),
-        LayoutError,
-        (
-            "the batch is cut along dp into 4 shards on the source and 6 on the target, and "
-            "neither number divides the other; what would do: 3 or 6 on the source, or 4 or 8 on "
-            "the target"
-        ),
-    ),
-    (
-        lambda: RankMapping(RankLayout.parse("tp=2,data=2"), RankLayout.parse("fsdp=4")),
+        lambda: RankMapping(RankLayout.parse("tp=2"), RankLayout.parse("tp=2")),
         UnknownDimError,
-        (
-            "along names dim 'dp', which neither layout has, so that dims ('tp', 'data', 'fsdp') "
-            "would replicate the whole tensor; give along='tp' if that one splits the batch, "
-            "along=None if nothing does, or shards={'tp': axis} if it cuts another axis"
-        ),
+        "along .*'dp'.*along='tp'",
     ),
-    (lambda: RankMapping(TP, TP, leaders=1), LayoutError, "leaders must be True or False, got 1"),
-    (
-        lambda: RankMapping(TP, TP, backward=""),
-        LayoutError,
-        "backward must be True or False, got ''",
-    ),
-    (
-        lambda: RankMapping(4, SIX),
-        LayoutError,
-        "source must be a RankLayout, a grid, or sizes as text, got 4",
-    ),
-    (
-        lambda: RankMapping(FOUR, 6),
-        LayoutError,
-        "target must be a RankLayout, a grid, or sizes as text, got 6",
-    ),
-    (lambda: RankMapping(TP, TP, 3), LayoutError, "along must be the name of a dim, got 3"),
-    (
-        lambda: RankMapping(TP, TP, "db"),
-        UnknownDimError,
-        (
-            "along names dim 'db', which neither layout has; the source has dims ('tp', 'dp'), the "
-            "target ('tp', 'dp')"
-        ),
-    ),
-    (
-        lambda: RankMapping(TP, TP, shards={"dp": 1}),
-        LayoutError,
-        "dim 'dp' is named by along and by shards; a dim has one role",
-    ),
-    (
-        lambda: RankMapping(TP, TP, pipeline="dp"),
-        LayoutError,
-        "dim 'dp' is named by along and by pipeline; a dim has one role",
-    ),
-    (
-        lambda: RankMapping(TP, TP, shards=["tp"]),
-        LayoutError,
-        "shards must map dims to tensor axes, as in {'cp': 1}, got ['tp']",
-    ),
-    (
-        lambda: RankMapping(TP, TP, shards={"tp": 1.5}),
-        LayoutError,
-        "the axis of dim 'tp' in shards must be an int, got 1.5",
-    ),
-    (
-        lambda: RankMapping(TP, TP, batch_axis=True),
-        LayoutError,
-        "batch_axis must be an int, got True",
-    ),
-    (
-        lambda: HALVES.slices((0, 2), [5, 3]),
-        LayoutError,
-        (
-            "tensor axis 0 has length 5, and must be a multiple of 2, as 2 shards become 2; the "
-            "nearest lengths that work are 4 and 6"
-        ),
-    ),
-    (
-        lambda: HALVES.sends(0)[0].source_slices([4, 4]),
-        LayoutError,
-        (
-            "tensor axis 1 has length 4, and must be a multiple of 3, as 1 shards become 3; the "
-            "nearest lengths that work are 3 and 6"
-        ),
-    ),
-    (
-        lambda: HALVES.slices((0, 2), [4]),
-        LayoutError,
-        "the mapping cuts tensor axis 1, but the tensor has 1 axes",
-    ),
+    (lambda: RankMapping(TP, TP, shards={"dp": 1}), LayoutError, "'dp' .*along and by shards"),
+    (lambda: RankMapping(TP, TP, pipeline="dp"), LayoutError, "'dp' .*along and by pipeline"),
+    (lambda: RankMapping(TP, TP, shards=["tp"]), LayoutError, "shards .*'cp': 1.*'tp'"),
+    (lambda: RankMapping(TP, TP, shards={"tp": 1.5}), LayoutError, "'tp' in shards .*got 1.5"),
+    (lambda: HALVES.sends(0)[0].global_slices([5, 3]), LayoutError, "axis 0 .*5.*4 and 6"),
+    (lambda: HALVES.sends(0)[0].source_slices([4, 4]), LayoutError, "axis 1 .*4.*3 and 6"),
+    (lambda: HALVES.sends(0)[0].global_slices([4]), LayoutError, "axis 1, .*1 axes"),
     (
         lambda: RankMapping(TP, TP, shards={"tp": -2}).received_shape([4, 4]),
         LayoutError,
-        (
-            "the mapping cuts axes 0 and -2, which are one axis of a tensor of 2 axes; give "
-            "both dims the same number"
-        ),
+        "axes 0 and -2.*one axis",
     ),
-    (
-        lambda: HALVES.slices((0, 5), [4, 3]),
-        LayoutError,
-        "rank 0 sends nothing to rank 5, which receives from (1,)",
-    ),
-    (
-        lambda: HALVES.slices(7, [4, 3]),
-        LayoutError,
-        "pair must be a sequence, got 7",
-    ),
-    (
-        lambda: HALVES.slices((0, 2, 4), [4, 3]),
-        LayoutError,
-        "pair must be (source rank, target rank), got (0, 2, 4)",
-    ),
-    (
-        lambda: HALVES.slices(RankMapping(FOUR, FOUR).sends(0)[0], [4, 3]),
-        RankOutsideError,
-        "rank 0 is not in layout cp=3,dp=2, which holds ranks 2..7",
-    ),
-    (
-        lambda: HALVES.slices(RankMapping(FOUR, HALVES.target).receives(2)[0], [4, 3]),
-        LayoutError,
-        (
-            "Message(source=0, target=2, parts=(Part(cut=Cut(axis=0, source=4, target=2), start=0, "
-            "stop=1), Part(cut=Cut(axis=1, source=1, target=3), start=0, stop=1))) is not of this "
-            "mapping, in which rank 0 sends rank 2 Message(source=0, target=2, parts=(Part(cut=Cut"
-            "(axis=0, source=2, target=2), start=0, stop=1), Part(cut=Cut(axis=1, source=1, "
-            "target=3), start=0, stop=1)))"
-        ),
-    ),
-    (
-        lambda: HALVES.received_shape([-1, 3]),
-        LayoutError,
-        "every length in shape must be non-negative, got (-1, 3)",
-    ),
+    (lambda: HALVES.received_shape([-1, 3]), LayoutError, "non-negative, got .-1, 3."),
     (
         lambda: RankMapping(RankLayout.parse("dp=8192"), RankLayout.parse("tp=8192")).table(),
         LayoutError,
-        (
-            "these are 67108864 messages, more than the 16777216 that can be listed; ask about "
-            "single ranks, or give the mapping leaders=True"
-        ),
+        "67108864 messages.*leaders=True",
     ),
 ]
 
 
-# A bad call says what is wrong, and what would have worked.
+# A bad call names the argument and the value.
 @pytest.mark.parametrize(("call", "kind", "words"), BAD_CALLS)
 def test_bad_calls(call, kind, words):
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=words):
         call()
-    assert str(caught.value) == words
 
 
-# The sizes that a refusal recommends work, and no size between them and the refused one does.
+# The batch may be cut between sizes of which one is a multiple of the other.
 @some
 @given(st.integers(1, 60), st.integers(1, 60))
-def test_recommended_sizes_work(source, target):
-    def works(before, after):
-        try:
-            RankMapping(RankLayout([before], ["dp"]), RankLayout([after], ["dp"]))
-        except HyperCommError:
-            return False
-        return True
-
-    assert works(source, target) == (source % target == 0 or target % source == 0)
-    if works(source, target):
-        return
-    with pytest.raises(LayoutError) as caught:
-        RankMapping(RankLayout([source], ["dp"]), RankLayout([target], ["dp"]))
-    words = str(caught.value).partition("what would do: ")[2]
-    on_source, on_target = words.removesuffix(" on the target").split(" on the source, or ")
-    for named, around, other in ((on_source, source, target), (on_target, target, source)):
-        sizes = [int(size) for size in named.split(" or ")]
-        expected = [n for n in range(1, 200) if n % other == 0 or other % n == 0]
-        below, above = [n for n in expected if n < around], [n for n in expected if n > around]
-        assert sizes == [*below[-1:], *above[:1]]
+def test_sizes_along_the_batch(source, target):
+    layouts = RankLayout([source], ["dp"]), RankLayout([target], ["dp"])
+    if source % target == 0 or target % source == 0:
+        assert RankMapping(*layouts).kind in {"equal", "fan-in", "fan-out"}
+    else:
+        with pytest.raises(LayoutError, match="multiple of the other"):
+            RankMapping(*layouts)
 
 
 # ---- speed --------------------------------------------------------------------------------------
@@ -654,7 +506,7 @@ def test_leaders_as_in_megatron(before, after):
     if before % after and after % before:
         with pytest.raises(ValueError, match="must be evenly divisible"):
             made.build_comm_map(senders, receivers)
-        with pytest.raises(ValueError, match="neither number divides the other"):
+        with pytest.raises(ValueError, match="multiple of the other"):
             RankMapping(source, target)
         return
     made.build_comm_map(senders, receivers)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import bridge_communicator, hyper_comm_grid
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
+from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout import pipelines as stages
 from hypercomm.testing import dim_subsets, layouts
 
@@ -149,10 +149,8 @@ LAYOUT = RankLayout.parse("tp=2,pp=2")
     ("call", "error", "words"),
     [
         (lambda: stages.first_stage("tp=2"), LayoutError, "RankLayout, got 'tp=2'"),
-        (lambda: stages.last_stage(LAYOUT, 7), UnknownDimError, "unknown dim 7"),
         (lambda: stages.is_in_first_stage(LAYOUT, True), RankOutsideError, "got True"),
         (lambda: stages.is_in_last_stage(LAYOUT, "0"), RankOutsideError, "got '0'"),
-        (lambda: stages.leaders([(0, 1)]), LayoutError, r"RankGroups, got \[\(0, 1\)\]"),
         (lambda: stages.leader_of(LAYOUT.groups("tp"), 4), RankOutsideError, "rank 4"),
         (lambda: stages.boundary(LAYOUT, None), LayoutError, "got None"),
         (lambda: stages.pipeline_depth([]), LayoutError, "empty; give that of one module"),

@@ -11,7 +11,7 @@ import pytest
 
 from hypercomm import RankLayout
 from hypercomm.errors import FileKeptError, LayoutError, TopologyError, WorldSizeError
-from hypercomm.layout import Card, Traffic, place
+from hypercomm.layout.placing import Card, Traffic, place
 from hypercomm.layout.placing.search import Costs, best_order
 from hypercomm.topology import Level, Topology, read_topology
 

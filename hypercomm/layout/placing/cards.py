@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_flag, as_int, check_choice, positive
 from hypercomm.layout.placing.traffic import Pattern, Traffic, kind_of
-from hypercomm.layout.reading.checks import as_flag, as_int, check_choice, positive
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean, shown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """The bytes of an element."""
@@ -129,7 +129,7 @@ class Card:
         }
         return cls(**whole)
 
-    def traffic(self, layout: Numbering) -> dict[tuple[str, ...], Traffic]:
+    def traffic(self, layout: RankLayout) -> dict[tuple[str, ...], Traffic]:
         """Return what each rank sends in a step over the dims tp, cp, ep, pp and dp of a layout.
 
         With b sequences in a micro batch, s tokens of each on a rank (the sequence over cp), width
@@ -159,7 +159,7 @@ class Card:
             >>> card.traffic(RankLayout.parse("tp=2"))[("tp",)].bytes  # 3 * 2 * 8*4*8 / 2 * 2 bytes
             1536
         """
-        if not isinstance(layout, Numbering):
+        if not isinstance(layout, RankLayout):
             raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")
         dims = _dims_by_kind(layout)
         size = {kind: layout.size_of(dims[kind]) if dims[kind] else 1 for kind in _KINDS}
@@ -209,7 +209,7 @@ class Card:
         return found
 
 
-def _dims_by_kind(layout: Numbering) -> dict[str, tuple[str, ...]]:
+def _dims_by_kind(layout: RankLayout) -> dict[str, tuple[str, ...]]:
     """The dims larger than 1 of each kind; raise where a dim is of none."""
     found: dict[str, tuple[str, ...]] = dict.fromkeys(_KINDS, ())
     for dim in layout.dim_names:

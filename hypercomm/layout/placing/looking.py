@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 import attrs
 import numpy as np
 
+from hypercomm.layout import RankLayout
 from hypercomm.layout.placing.placed import Placed
 from hypercomm.layout.placing.search import Cost, Costs, Dims
 from hypercomm.layout.placing.spread import Spread, bytes_across, units_of_groups
 from hypercomm.layout.placing.traffic import Traffic, kind_of
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.topology import Topology
 
 _TIGHT = ("tp", "ep")

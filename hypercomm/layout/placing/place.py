@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from hypercomm.errors import LayoutError, TopologyError, WorldSizeError
-from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import LARGEST_WORLD, as_flag
+from hypercomm.layout.parsing import OPEN, Dims, close_sizes, parse_sizes
 from hypercomm.layout.placing.cards import Card
 from hypercomm.layout.placing.looking import look
 from hypercomm.layout.placing.placed import Placed
@@ -20,14 +22,9 @@ from hypercomm.layout.placing.traffic import (
     read_traffic,
     usual_traffic,
 )
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import LARGEST_WORLD, as_flag
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.names import ARGUMENTS, Names
-from hypercomm.layout.reading.notation import OPEN, parse_sizes
-from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.layout.reading.sizes import close_sizes
+from hypercomm.layout.text import counted, did_you_mean, shown
 from hypercomm.topology import Topology
+from hypercomm.topology.names import ARGUMENTS, Names
 from hypercomm.topology.reading import On, read_machine, read_named
 
 

@@ -11,15 +11,13 @@ import attrs
 
 from hypercomm.draw import Drawing
 from hypercomm.errors import LayoutError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import check_choice
 from hypercomm.layout.placing import writing
 from hypercomm.layout.placing.search import MOST_DIMS, Cost, Dims
 from hypercomm.layout.placing.spread import Spread
 from hypercomm.layout.placing.traffic import Traffic
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.shown import aligned
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import aligned, as_html, counted
 from hypercomm.topology import Topology
 
 COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
@@ -47,7 +45,7 @@ class Placed:
         gpus: The machine's GPU of each rank, where hosts are in another order or left out.
 
     Example:
-        >>> from hypercomm.layout import place
+        >>> from hypercomm.layout.placing import place
         >>> traffic = "tp=40G,dp=6G,pp=0.1G"
         >>> placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)
         >>> [(one.dims, one.across, one.groups) for one in placed.on("domain")]
@@ -83,7 +81,7 @@ class Placed:
             LayoutError: There is no such kind, or nothing of it is proposed.
 
         Example:
-            >>> from hypercomm.layout import place
+            >>> from hypercomm.layout.placing import place
             >>> str(place("dp=4,tp=2", on=2).take("order").layout)
             'tp=2,dp=4'
         """
@@ -166,7 +164,7 @@ class Placed:
             LayoutError: The kind is unknown, or cannot be written for this machine.
 
         Example:
-            >>> from hypercomm.layout import place
+            >>> from hypercomm.layout.placing import place
             >>> place("tp=4,dp=2,pp=2", on=4).text_for("order")
             'tp-dp-pp\n'
         """
@@ -182,7 +180,7 @@ class Placed:
             UnknownDimError: The layout has no such dim.
 
         Example:
-            >>> from hypercomm.layout import place
+            >>> from hypercomm.layout.placing import place
             >>> print(place("dp=2,tp=2", on=2).best.draw().text(width=60).splitlines()[-2])
             tp: 2 groups of 2, each inside one host
         """
@@ -259,7 +257,7 @@ class Proposal:
         """What is saved, in words.
 
         Example:
-            >>> from hypercomm.layout import place
+            >>> from hypercomm.layout.placing import place
             >>> place("dp=4,tp=2", on=2, traffic="tp=3,dp=1").proposals[0].saving
             'steps wait for 71 % less across units'
         """

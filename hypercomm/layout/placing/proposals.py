@@ -10,13 +10,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from hypercomm.layout import RankLayout
+from hypercomm.layout.parsing import divisors
 from hypercomm.layout.placing.looking import look
 from hypercomm.layout.placing.placed import Placed, Proposal
 from hypercomm.layout.placing.search import MOST_DIMS, Cost, Costs, Dims, best_order
 from hypercomm.layout.placing.spread import units_of_groups
 from hypercomm.layout.placing.traffic import Traffic, kind_of
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.sizes import divisors
 from hypercomm.topology import Topology
 
 Machine = Callable[[int], Topology]
@@ -94,7 +94,7 @@ def propose(placed: Placed, machine: Machine) -> tuple[Proposal, ...]:
         machine: All GPUs that there are.
 
     Example:
-        >>> from hypercomm.layout import place
+        >>> from hypercomm.layout.placing import place
         >>> placed = place("dp=4,tp=2", on=2)
         >>> [proposal.headline for proposal in propose(placed, lambda ranks: placed.topology)]
         ['order: tp-dp in place of dp-tp; groups that matter more lie inside']

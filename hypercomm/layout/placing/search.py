@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.layout.numbering.axes import Axis, lattice
+from hypercomm.layout.groups import Axis, lattice
 from hypercomm.layout.placing.spread import bytes_across
 from hypercomm.layout.placing.traffic import Traffic
 from hypercomm.topology import Topology

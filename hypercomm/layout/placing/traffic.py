@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError, NotationError
-from hypercomm.layout.numbering.numbering import Dims, Numbering
-from hypercomm.layout.reading.checks import as_dims, as_flag, as_tuple, check_choice
-from hypercomm.layout.reading.names import ARGUMENTS, Names
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_flag, as_tuple, check_choice
+from hypercomm.layout.parsing import Dims, as_dims
+from hypercomm.layout.text import shown
+from hypercomm.topology.names import ARGUMENTS, Names
 
 Pattern = Literal["ring", "chain", "all-to-all"]
 PATTERNS: tuple[Pattern, ...] = ("ring", "chain", "all-to-all")

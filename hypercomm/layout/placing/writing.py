@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import check_choice
 from hypercomm.layout.placing.traffic import kind_of
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.files import as_new_file, write_file
+from hypercomm.tools.files import as_new_file, write_file
 from hypercomm.topology import Topology
 
 _MEGATRON = ("tp", "cp", "ep", "dp", "pp")

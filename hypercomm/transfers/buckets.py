@@ -12,8 +12,8 @@ from itertools import chain, product, zip_longest
 
 import attrs
 
-from hypercomm.layout.mapping.cuts import Message, resolve_axes
-from hypercomm.layout.mapping.rank_mapping import RankMapping
+from hypercomm.layout.mapping import RankMapping
+from hypercomm.layout.messages import Message, resolve_axes
 
 ALIGNMENT = 16
 """Bytes at whose multiples a segment may begin in a buffer: the largest element's."""

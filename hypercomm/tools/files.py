@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from hypercomm.errors import FileKeptError, HyperCommError
-from hypercomm.layout.reading.checks import as_flag
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_flag
+from hypercomm.layout.text import shown
 
 
 def as_new_file(

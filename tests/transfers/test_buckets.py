@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypercomm import RankLayout, RankMapping
-from hypercomm.layout.mapping.buckets import Parameter, segments, split
 from hypercomm.testing import layouts
+from hypercomm.transfers.buckets import Parameter, segments, split
 
 ZIGZAG = ("zigzag", 1)
 some = settings(max_examples=examples(200), deadline=None)

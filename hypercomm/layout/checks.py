@@ -1,0 +1,240 @@
+"""Argument readers: each returns a value in one form, or raises an error that names it."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from hypercomm.errors import (
+    GroupOptionsError,
+    HyperCommError,
+    LayoutError,
+    RankOutsideError,
+    WorldSizeError,
+)
+from hypercomm.layout.text import did_you_mean, shown
+
+LARGEST_WORLD = 2**24
+"""The most ranks that may be listed one by one."""
+
+LARGEST_RANK = 2**31 - 1
+"""torch numbers ranks with a C int."""
+
+SEPARATORS = ",=+-"
+"""Characters that the text forms use, and that a dim name therefore cannot hold."""
+
+
+_SEPARATORS = frozenset(SEPARATORS)
+
+
+# ---- numbers, flags, choices --------------------------------------------------------------------
+
+
+def as_int(value: object, what: str) -> int:
+    """Return an int, a numpy integer or an int tensor of one element as an int.
+
+    Args:
+        value: The value.
+        what: Its name, at the beginning of the error's sentence.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise LayoutError(f"{what} must be an int, got {shown(value)}")
+
+
+def positive(value: object, what: str) -> int:
+    """Return an integer of at least 1 as an int."""
+    number = as_int(value, what)
+    if number < 1:
+        raise LayoutError(f"{what} must be at least 1, got {shown(number)}")
+    return number
+
+
+def as_rank(rank: object) -> int:
+    """Return a rank as an int; numpy integers and int tensors are ranks, bools are not."""
+    if type(rank) is int:
+        return rank
+    try:
+        return as_int(rank, "a rank")
+    except LayoutError as error:
+        raise RankOutsideError(f"a rank is an int, got {shown(rank)}") from error
+
+
+def as_offset(value: object) -> int:
+    """Return a rank offset as an int."""
+    offset = as_int(value, "rank_offset")
+    if offset < 0:
+        raise LayoutError(f"rank_offset must be non-negative, got {offset}")
+    return offset
+
+
+def as_world_size(value: object, what: str = "world_size") -> int:
+    """Return the number of ranks of a world that is about to be made."""
+    size = positive(value, what)
+    if size > LARGEST_WORLD:
+        raise LayoutError(f"{what} must be at most {LARGEST_WORLD}, got {shown(size)}")
+    return size
+
+
+def as_flag(value: object, what: str, error: type[HyperCommError] = LayoutError) -> bool:
+    """Return True or False as a bool.
+
+    Raises:
+        HyperCommError: It is neither; of the class given.
+
+    Example:
+        >>> as_flag(True, "leaders")
+        True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise error(f"{what} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def check_choice(
+    what: str,
+    value: object,
+    choices: Sequence[str],
+    error: type[HyperCommError] = GroupOptionsError,
+) -> None:
+    """Raise unless a value is one of some strings.
+
+    Raises:
+        HyperCommError: Lists the choices; of the class given.
+
+    Example:
+        >>> check_choice("cover", "any", ("any", "exact"))
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise error(
+            f"{what} must be one of {list(choices)}, got {shown(value)}"
+            f"{did_you_mean(value, choices)}"
+        )
+
+
+def check_duration(what: str, value: object, error: type[HyperCommError]) -> None:
+    """Raise unless a value is a positive `timedelta`.
+
+    Raises:
+        HyperCommError: Of the class given.
+
+    Example:
+        >>> check_duration("timeout", timedelta(seconds=1), GroupOptionsError)
+    """
+    if not isinstance(value, timedelta):
+        raise error(
+            f"{what} must be a datetime.timedelta, got {shown(value)}; write timedelta(seconds=...)"
+        )
+    if value <= timedelta(0):
+        raise error(f"{what} must be longer than 0, got {value}")
+
+
+def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeError:
+    """Return the error for a layout that reaches beyond its world.
+
+    Example:
+        >>> print(world_too_small("tp=4,dp=4", 15, 8))
+        tp=4,dp=4 needs 16 ranks; the world has 8
+    """
+    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; the world has {world_size}")
+
+
+def is_utf8(text: str) -> bool:
+    r"""Return whether a string can be written as UTF-8, as torch writes names.
+
+    >>> is_utf8("é"), is_utf8("\ud800")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---- several items ------------------------------------------------------------------------------
+
+
+def as_tuple(value: object, what: str) -> tuple[Any, ...]:
+    """Return an iterable of names or sizes as a tuple; a lone string or a mapping is a mistake."""
+    if not isinstance(value, (str, bytes, Mapping)):
+        try:
+            return tuple(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise LayoutError(f"{what} must be a sequence, got {shown(value)}")
+
+
+def as_ordered(value: object, what: str) -> tuple[Any, ...]:
+    """Return an iterable as a tuple, where the order means something."""
+    if isinstance(value, AbstractSet):
+        raise LayoutError(f"{what} must be a sequence, and a set has no order: {shown(value)}")
+    return as_tuple(value, what)
+
+
+def as_strings(value: object, what: str) -> tuple[str, ...]:
+    """Return an iterable of strings as a tuple, where the order means something."""
+    strings = as_ordered(value, what)
+    for string in strings:
+        if not isinstance(string, str):
+            raise LayoutError(f"{what} must hold strings, got {shown(string)} in {shown(strings)}")
+    return strings
+
+
+def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tuple[int, ...]:
+    """Return the ranks of a world, at least one and each once, in the order given."""
+    ranks = tuple([as_int(rank, f"every rank in {what}") for rank in as_ordered(value, what)])
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            raise LayoutError(f"{what} must be in range({world_size}), got {shown(rank)}")
+    if not ranks or len(set(ranks)) < len(ranks):
+        twice = Counter(ranks).most_common(1)
+        wrong = f"rank {twice[0][0]} comes twice in {shown(ranks)}" if twice else "it is empty"
+        raise LayoutError(f"{what} must hold at least one rank, and each once: {wrong}")
+    return ranks
+
+
+def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
+    """Return the sizes of a shape, each at least 1."""
+    sizes = as_ordered(value, what)
+    return tuple([positive(size, f"every size in {what} {shown(sizes)}") for size in sizes])
+
+
+def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
+    """Return names that the text forms can hold, each once."""
+    plural = f"{what.replace(' ', '_')}s"
+    names = as_ordered(value, plural)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise LayoutError(
+                f"every {what} must be a non-empty string, got {shown(name)} in {shown(names)}"
+            )
+        if not is_name(name):
+            raise LayoutError(
+                f"{what} {shown(name)} must be printable, without white space and without any of "
+                f"{SEPARATORS!r}, which the text forms use"
+            )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LayoutError(f"duplicate {plural}: {twice!r} comes twice in {shown(names)}")
+    return names
+
+
+def is_name(text: str) -> bool:
+    r"""Return whether a non-empty string can be the name of a dim.
+
+    >>> is_name("tp"), is_name("tp cp"), is_name("tp+cp"), is_name("tp\x1b"), is_name("tp\u202e")
+    (True, False, False, False, False)
+    """
+    return text.isprintable() and " " not in text and not _SEPARATORS.intersection(text)

@@ -1,1 +1,0 @@
-"""The disjoint groups of some dims."""

@@ -1,0 +1,968 @@
+"""RankLayout: named mixed-radix numbering of ranks.
+
+A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
+varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the other way round.
+
+Inside, an offset is the sum of coordinate times stride: the distance of a rank from the first one,
+or, where the ranks are listed, a position in the list.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from hypercomm.errors import (
+    LayoutError,
+    OrderError,
+    RankOutsideError,
+    UnknownDimError,
+    WorldSizeError,
+)
+from hypercomm.layout.checks import (
+    LARGEST_RANK,
+    LARGEST_WORLD,
+    as_int,
+    as_names,
+    as_offset,
+    as_ordered,
+    as_rank,
+    as_sizes,
+    as_strings,
+    positive,
+    world_too_small,
+)
+from hypercomm.layout.groups import (
+    Axis,
+    Listing,
+    Place,
+    RankGroups,
+    StridedGroups,
+    coalesce,
+    lattice,
+    listed_groups,
+)
+from hypercomm.layout.parsing import (
+    OPEN,
+    VARIABLE,
+    Dims,
+    as_choices,
+    as_dims,
+    as_size,
+    close_sizes,
+    completions,
+    nearest_multiples,
+    parse_order,
+    parse_sizes,
+    read_sizes,
+    sizes_of_environment,
+)
+from hypercomm.layout.text import did_you_mean, format_sizes, shown
+
+_FIELDS = ("shape", "dim_names", "rank_offset", "strides", "_listing", "size", "_is_dense")
+
+
+@attrs.frozen(init=False, repr=False)
+class RankLayout:
+    """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
+
+    A layout is a value: frozen, hashable, picklable, and equal to those with the same sizes, names
+    and numbering. It needs no torch and no cluster.
+
+    Args:
+        shape: The sizes in any form: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, sizes [2, 4]
+            with `dim_names`, keywords tp=2, dp=4, or a layout. The first dim varies fastest.
+        dim_names: Name of each dim, in the order of `shape`.
+        rank_offset: The smallest rank.
+        strides: Ranks between neighbours along each dim, in the order of `shape`. Default: as
+            dense as can be. Each must be at least the extent of the dims before it.
+        ranks: In place of offset and strides: the rank at each position, the first dim varying
+            fastest, where some hosts are left out or the ranks are in an order of their own.
+        world_size: The number of ranks that the sizes must multiply to; it infers a size of -1.
+        dims: Sizes by name, in place of `shape` and `dim_names`.
+
+    Raises:
+        LayoutError: The lengths differ or are 0, a size is not a positive int, a name is empty,
+            duplicate or not printable, the offset is negative, `ranks` does not hold one rank for
+            each position, each once, or arguments exclude each other.
+        NotationError: The text cannot be read, or a size is unspecified without a world size.
+        WorldSizeError: The sizes do not multiply to `world_size`.
+
+    Example:
+        Rank = tp * 1 + cp * 2 + dp * 6, so coordinates (1, 2, 3) make 1 + 4 + 18 = 23.
+
+        >>> layout = RankLayout(tp=2, cp=3, dp=4)
+        >>> layout.strides, layout.size
+        ((1, 2, 6), 24)
+        >>> layout.rank(tp=1, cp=2, dp=3)
+        23
+        >>> layout.coords(23)
+        {'tp': 1, 'cp': 2, 'dp': 3}
+        >>> layout.groups("cp")[0]
+        (0, 2, 4)
+        >>> layout == RankLayout("tp=2,cp=3,dp=4") == RankLayout([2, 3, 4], ["tp", "cp", "dp"])
+        True
+
+        Position 2 in a list, at coordinates (0, 1), is its third rank.
+
+        >>> listed = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
+        >>> listed.rank(tp=0, dp=1), listed.coords(8), list(listed.groups("dp"))
+        (0, {'tp': 1, 'dp': 0}, [(9, 0), (8, 1)])
+    """
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...]
+    rank_offset: int
+    strides: tuple[int, ...]
+    _listing: Listing | None
+    size: int = attrs.field(eq=False)
+    """The number of ranks."""
+    _is_dense: bool = attrs.field(eq=False)
+    """Whether there are no gaps between offsets."""
+
+    __iter__ = None
+    """Over ranks or over dims? `ranks` and `dim_names` say."""
+
+    def __init__(
+        self,
+        shape: str | Mapping[str, int] | Iterable[int] | RankLayout | None = None,
+        dim_names: Iterable[str] | None = None,
+        rank_offset: int = 0,
+        *,
+        strides: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+        world_size: int | None = None,
+        **dims: int,
+    ) -> None:
+        offset = as_offset(rank_offset)
+        if isinstance(shape, RankLayout):
+            if offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
+                raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
+            if world_size is not None:
+                close_sizes(shape.sizes, world_size)
+            self._set(
+                shape.shape, shape.dim_names, shape.rank_offset, shape.strides, shape._listing
+            )
+            return
+        sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
+        steps = None if strides is None else as_sizes(strides, "strides")
+        listing = None if ranks is None else Listing(ranks)
+        if listing is not None:
+            _check_listing(listing, math.prod(sizes.values()), offset, steps)
+        if steps is not None and len(steps) != len(sizes):
+            raise LayoutError(f"strides {steps} need one stride for each of {tuple(sizes)}")
+        self._set(tuple(sizes.values()), tuple(sizes), offset, steps, listing)
+
+    @classmethod
+    def _of(
+        cls,
+        shape: tuple[int, ...],
+        dim_names: tuple[str, ...],
+        rank_offset: int = 0,
+        strides: tuple[int, ...] | None = None,
+        listing: Listing | None = None,
+    ) -> RankLayout:
+        """Make a layout of what is already checked."""
+        layout = object.__new__(cls)
+        layout._set(shape, dim_names, rank_offset, strides, listing)
+        return layout
+
+    def _set(
+        self,
+        shape: tuple[int, ...],
+        dim_names: tuple[str, ...],
+        rank_offset: int,
+        strides: tuple[int, ...] | None,
+        listing: Listing | None,
+    ) -> None:
+        """Set all fields, in the one form that equal layouts share: strides where they suffice."""
+        dense = tuple(accumulate(shape[:-1], operator.mul, initial=1))
+        if listing is not None:
+            rank_offset, strides = min(listing.ranks), listing.strides(shape)
+            if strides is not None:
+                listing = None
+        strides = dense if strides is None else strides
+        if strides != dense:
+            strides = _canonical_strides(dim_names, shape, strides)
+        fields = (
+            shape,
+            dim_names,
+            rank_offset,
+            strides,
+            listing,
+            math.prod(shape),
+            strides == dense,
+        )
+        for name, value in zip(_FIELDS, fields, strict=True):
+            object.__setattr__(self, name, value)
+        if self.last_rank > LARGEST_RANK:
+            raise LayoutError(
+                f"{self} at rank_offset {rank_offset} needs ranks up to {shown(self.last_rank)}; "
+                f"torch numbers them up to {LARGEST_RANK}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = self.shape, self.dim_names, self.rank_offset, self.strides, self._listing
+        return RankLayout._of, fields
+
+    # ---- text and other forms ---------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str, *, world_size: int | None = None, rank_offset: int = 0) -> RankLayout:
+        """Make a layout from sizes as text, first dim fastest; `str(layout)` writes it back.
+
+        Args:
+            text: Sizes, as in "tp=2,cp=3,dp=4". One may be -1, or a name alone: it is inferred.
+            world_size: The number of ranks that the sizes must multiply to.
+            rank_offset: The smallest rank.
+
+        Raises:
+            NotationError: The text cannot be read; the message names the offending part.
+            WorldSizeError: The sizes do not multiply to `world_size`.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> RankLayout.parse("tp=2,cp=3,dp=-1", world_size=24).shape
+            (2, 3, 4)
+        """
+        sizes = close_sizes(parse_sizes(text), world_size)
+        return cls._of(tuple(sizes.values()), tuple(sizes), as_offset(rank_offset))
+
+    @classmethod
+    def from_order(
+        cls,
+        order: str,
+        /,
+        *,
+        world_size: int | None = None,
+        rank_offset: int = 0,
+        **sizes: int,
+    ) -> RankLayout:
+        """Make a layout from an order of dims, first one fastest, and their sizes by name.
+
+        A dim of the order without a size has size 1; but with `world_size`, the one dim without
+        a size (or with size -1) is inferred. Sizes of 1 that the order does not name are dims
+        at its end, as in Megatron's `RankGenerator`.
+
+        Raises:
+            NotationError: The order cannot be read, or several sizes are unspecified.
+            OrderError: A size larger than 1 belongs to no dim of the order.
+            WorldSizeError: The sizes do not multiply to `world_size`.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> str(RankLayout.from_order("tp-cp-ep-dp-pp", tp=2, cp=1, ep=1, pp=4, world_size=16))
+            'tp=2,cp=1,ep=1,dp=2,pp=4'
+        """
+        names = parse_order(order)
+        sizes = {name: as_size(name, size) for name, size in sizes.items()}
+        for name, size in sizes.items():
+            if name not in names and size != 1:
+                raise OrderError(
+                    f"dim {name!r} has size {size}, but order {shown(order)} does not name it; "
+                    f"add it to the order"
+                )
+        default = 1 if world_size is None or OPEN in sizes.values() else OPEN
+        every = as_names(tuple(dict.fromkeys((*names, *sizes))))
+        closed = close_sizes({name: sizes.get(name, default) for name in every}, world_size)
+        return cls._of(tuple(closed.values()), every, as_offset(rank_offset))
+
+    @classmethod
+    def suggest(
+        cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
+    ) -> list[RankLayout]:
+        """List the layouts that fill `world_size` ranks, given what is known of each dim.
+
+        Args:
+            world_size: The number of ranks that the sizes must multiply to.
+            rank_offset: The smallest rank.
+            sizes: For each dim, first one fastest: its size, or the sizes to choose from, or -1
+                for any size.
+
+        Returns:
+            The layouts, sizes of the earlier dims ascending; empty when nothing fits.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
+            ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
+        """
+        return cls._fitting(world_size, _choices(sizes), as_offset(rank_offset))
+
+    @classmethod
+    def _fitting(
+        cls, world_size: int, choices: Mapping[str, tuple[int, ...]], offset: int
+    ) -> list[RankLayout]:
+        total, names = positive(world_size, "world_size"), tuple(choices)
+        if total > LARGEST_RANK:
+            raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {shown(total)}")
+        return [cls._of(shape, names, offset) for shape in completions([*choices.values()], total)]
+
+    @classmethod
+    def fit(
+        cls,
+        world_size: int,
+        /,
+        *,
+        prefer: Iterable[str] = (),
+        rank_offset: int = 0,
+        **sizes: int | Iterable[int],
+    ) -> RankLayout:
+        """Return the best of the layouts that `suggest` lists, as an elastic job needs it.
+
+        Args:
+            world_size: The number of ranks that the sizes must multiply to.
+            prefer: Dims whose size is to be as large as can be, the first one above all; then all
+                but those with size -1, in their order.
+            rank_offset: The smallest rank.
+            sizes: As for `suggest`.
+
+        Raises:
+            WorldSizeError: Nothing fits; names numbers of ranks that would.
+            LayoutError: As for `suggest`, or `prefer` names an unknown dim.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> str(RankLayout.fit(6, tp=[1, 2, 4], dp=-1))
+            'tp=2,dp=3'
+            >>> str(RankLayout.fit(3, tp=[1, 2, 4], dp=-1))
+            'tp=1,dp=3'
+        """
+        choices = _choices(sizes)
+        layouts = cls._fitting(world_size, choices, as_offset(rank_offset))
+        known = [name for name, choice in choices.items() if OPEN not in choice]
+        if not layouts:
+            least = math.prod([min(choices[name]) for name in known])
+            near = nearest_multiples(world_size, least)
+            if len(known) == len(choices):
+                near = f"leave one dim unspecified with -1, and {near}"
+            raise WorldSizeError(
+                f"no sizes of {shown(choices)} multiply to {world_size} ranks; {near} ranks would "
+                f"do, or allow more sizes"
+            )
+        wanted = tuple(dict.fromkeys((*as_strings(prefer, "prefer"), *known)))
+        return max(layouts, key=lambda layout: [layout.size_of(dim) for dim in wanted])
+
+    @classmethod
+    def from_json(cls, text: str) -> RankLayout:
+        """Make a layout from the text that `to_json` wrote.
+
+        Raises:
+            LayoutError: It is not such a text.
+        """
+        try:
+            fields = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
+        known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
+        if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
+            raise LayoutError(
+                f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
+                f"'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
+            )
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """Return the layout as JSON; equal layouts give equal text.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> RankLayout([2, 4], ["tp", "dp"]).to_json()
+            '{"shape": [2, 4], "dim_names": ["tp", "dp"], "rank_offset": 0}'
+        """
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as a dict of lists, names and numbers, which JSON can hold."""
+        fields: dict[str, Any] = {"shape": list(self.shape), "dim_names": list(self.dim_names)}
+        if self._listing is not None:
+            return {**fields, "ranks": list(self.ranks)}
+        gaps = {} if self._is_dense else {"strides": list(self.strides)}
+        return {**fields, "rank_offset": self.rank_offset, **gaps}
+
+    def __str__(self) -> str:
+        return format_sizes(self.dim_names, self.shape)
+
+    def __repr__(self) -> str:
+        ranks = f"rank_offset={self.rank_offset}, strides={self.strides}"
+        if self._listing is not None:
+            ranks = f"ranks={shown(self._listing.ranks)}"
+        return f"RankLayout(shape={self.shape}, dim_names={self.dim_names}, {ranks})"
+
+    def _repr_pretty_(self, printer: Any, _: object) -> None:
+        """Print, in hypothesis and IPython, text that can be pasted back."""
+        printer.text(repr(self))
+
+    # ---- which ranks, which dims ------------------------------------------------------------
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim by name, in the layout's order."""
+        return dict(zip(self.dim_names, self.shape, strict=True))
+
+    @property
+    def last_rank(self) -> int:
+        """The largest rank."""
+        if self._listing is not None:
+            return max(self._listing.ranks)
+        reach: int = sum(map(operator.mul, self.shape, self.strides))
+        return self.rank_offset + reach - sum(self.strides)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All ranks in the order of the numbering: ascending, unless they are listed otherwise."""
+        if self._listing is not None:
+            return self._listing.ranks
+        if self._is_dense:
+            return range(self.rank_offset, self.rank_offset + self.size)
+        return tuple(self._ranks_at(lattice(self._axes(self.dim_names))).tolist())
+
+    def __contains__(self, rank: object) -> bool:
+        try:
+            return self._find(rank) is not None
+        except RankOutsideError:  # not an int
+            return False
+
+    def size_of(self, *dims: Dims, default: int | None = None) -> int:
+        """Return the size of a dim, or the product of the sizes of several.
+
+        Args:
+            dims: Names, in any spelling and order.
+            default: The size of a dim that the layout lacks.
+
+        Raises:
+            UnknownDimError: The layout lacks a dim, and there is no default.
+            LayoutError: No dims are given, or one is given twice.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> layout = RankLayout.parse("tp=2,dp=4")
+            >>> layout.size_of("dp"), layout.size_of("tp", "dp"), layout.size_of("cp", default=1)
+            (4, 8, 1)
+        """
+        names = as_dims(dims)
+        if default is None:
+            names = self.order_dims(names)
+        sizes = self.sizes
+        return math.prod([sizes[name] if name in sizes else as_int(default, "default")
+                          for name in names])  # fmt: skip
+
+    def order_dims(self, dims: Dims) -> tuple[str, ...]:
+        """Return dims in the layout's order, after checking them.
+
+        Args:
+            dims: One name, several as in "dp+cp", or any iterable of names, in any order.
+
+        Raises:
+            UnknownDimError: A name is not one of the layout's.
+            LayoutError: No dims are given, or one is given twice.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> layout = RankLayout.parse("tp=2,cp=2,dp=2")
+            >>> layout.order_dims(["dp", "tp"]), layout.order_dims("dp+tp")
+            (('tp', 'dp'), ('tp', 'dp'))
+        """
+        if isinstance(dims, str) and dims in self.dim_names:
+            return (dims,)
+        wanted = as_dims(dims)
+        ordered = tuple(filter(wanted.__contains__, self.dim_names))
+        if len(ordered) != len(wanted) or not wanted:
+            self._check_dims(wanted)
+        return ordered
+
+    # ---- one rank ---------------------------------------------------------------------------
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank, by dim name; the inverse of `rank(**coords)`.
+
+        Raises:
+            RankOutsideError: The layout does not hold `rank`.
+        """
+        return dict(zip(self.dim_names, self._index(rank), strict=True))
+
+    def rank(self, /, **coords: int) -> int:
+        """Return the rank at these coordinates, one for each dim; the inverse of `coords(rank)`.
+
+        Raises:
+            UnknownDimError: A coordinate is for no dim of the layout.
+            LayoutError: A dim has no coordinate, or one that is not in range(size).
+        """
+        missing = [name for name in self.dim_names if name not in coords]
+        if missing:
+            raise LayoutError(f"rank() needs a coordinate for every dim; {missing} have none")
+        return self._rank_at(self._offset_at(coords))
+
+    def shift(self, rank: int, dim: str, by: int, periodic: bool = False) -> int | None:
+        """Return the rank that is `by` steps away along a dim, as MPI's Cart_shift does.
+
+        Args:
+            rank: The rank to start from.
+            dim: The dim to walk along.
+            by: Steps: 1 for the next pipeline stage, -1 for the previous one.
+            periodic: Whether the dim wraps around, as in a ring.
+
+        Returns:
+            The rank, or None when the walk leaves a dim that is not periodic.
+
+        Raises:
+            UnknownDimError, RankOutsideError: The layout has no such dim or rank.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> layout = RankLayout.parse("tp=2,pp=3")
+            >>> layout.shift(2, "pp", 1), layout.shift(4, "pp", 1)
+            (4, None)
+            >>> layout.shift(4, "pp", 1, periodic=True)
+            0
+        """
+        axis = self._axis_of(dim)
+        here = self._index(rank)[axis]
+        there = here + as_int(by, "by")
+        if periodic:
+            there %= self.shape[axis]
+        elif not 0 <= there < self.shape[axis]:
+            return None
+        return self._rank_at(self._offset_of(rank) + (there - here) * self.strides[axis])
+
+    # ---- several ranks, groups --------------------------------------------------------------
+
+    def ranks_where(self, /, **coords: int) -> tuple[int, ...]:
+        """Return all ranks with these coordinates, in the order of `ranks`.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `rank`.
+
+        Example:
+            >>> RankLayout.parse("tp=2,dp=2,pp=2").ranks_where(pp=1, tp=0)
+            (4, 6)
+        """
+        free = [name for name in self.dim_names if name not in coords]
+        offsets = self._offset_at(coords) + lattice(self._axes(free))
+        return tuple(self._ranks_at(offsets).tolist())
+
+    def groups(self, /, *dims: Dims) -> RankGroups:
+        """Return the disjoint groups whose members differ only in their coordinates along `dims`.
+
+        Members are in the layout's order, whatever the order of `dims`: ascending, unless its
+        ranks are listed in another. Groups are ordered by the coordinates along the other dims,
+        the first of those fastest.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `order_dims`.
+
+        Example:
+            >>> layout = RankLayout.parse("tp=2,cp=2,dp=2")
+            >>> list(layout.groups("tp", "dp"))
+            [(0, 1, 4, 5), (2, 3, 6, 7)]
+        """
+        return groups_over(self, self.order_dims(dims))
+
+    def __getitem__(self, dims: Dims) -> LayoutDims:
+        """Return some dims, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `order_dims`.
+
+        Example:
+            >>> tp = RankLayout.parse("tp=2,pp=3")["tp"]
+            >>> tp.size, tp.at(3).rank, tp.at(3).ranks
+            (2, 1, (2, 3))
+        """
+        return LayoutDims(self, self.order_dims(dims))
+
+    def enumerate_ranks(self, dims: Dims) -> NDArray[np.int64]:
+        """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
+
+        This is the order rule of Megatron's `_gen_rank_enum`. Naming dims in reversed layout
+        order gives the ranks in the layout's, the same as `groups(*dims).to_array()`.
+
+        Returns:
+            An array of shape (number of groups, group size).
+
+        Example:
+            >>> layout = RankLayout([2, 2, 2], ["a", "b", "c"])
+            >>> layout.enumerate_ranks(["a", "b"]).tolist()
+            [[0, 2, 1, 3], [4, 6, 5, 7]]
+        """
+        inner = self._check_dims(
+            as_dims(dims if isinstance(dims, str) else as_ordered(dims, "dims"))
+        )
+        outer = [name for name in self.dim_names if name not in inner]
+        bases = lattice(self._axes(outer))
+        return self._ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
+
+    # ---- other layouts from this one --------------------------------------------------------
+
+    def renumber(self, shape: Iterable[int], dim_names: Iterable[str]) -> RankLayout:
+        """Number the same ranks, in the same order, by other dims.
+
+        Raises:
+            LayoutError: The sizes do not multiply to the number of ranks, or there are gaps, and
+                more ranks than can be listed.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> RankLayout([4], ["dp"], 8).renumber([2, 2], ["tp", "cp"]).coords(9)
+            {'tp': 1, 'cp': 0}
+        """
+        sizes = read_sizes(shape, dim_names)
+        if math.prod(sizes.values()) != self.size:
+            text = format_sizes(tuple(sizes), tuple(sizes.values()))
+            raise LayoutError(
+                f"{text} has {math.prod(sizes.values())} ranks, but {self} has {self.size}"
+            )
+        listing = self._listing
+        if not self._is_dense:
+            if self.size > LARGEST_WORLD:
+                raise LayoutError(
+                    f"with gaps (strides {self.strides}) the ranks must be listed, and {self.size} "
+                    f"are more than the {LARGEST_WORLD} that can be; take a layout without gaps"
+                )
+            listing = Listing(self.ranks)
+        return self._of(tuple(sizes.values()), tuple(sizes), self.rank_offset, None, listing)
+
+    def split(self, dim: str, /, **sizes: int) -> RankLayout:
+        """Factorise a dim into several, the first named varying fastest; no rank moves.
+
+        Raises:
+            LayoutError: The sizes (one may be -1) do not multiply to the size of `dim`.
+
+        Example:
+            >>> str(RankLayout.parse("tp=2,cp=8").split("cp", cp_inner=2, cp_outer=4))
+            'tp=2,cp_inner=2,cp_outer=4'
+        """
+        axis = self._axis_of(dim)
+        size, stride = self.shape[axis], self.strides[axis]
+        try:
+            parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
+        except (LayoutError, WorldSizeError) as error:
+            raise LayoutError(f"split({dim!r}, inner=2, outer=-1) {error}") from error
+        strides = accumulate(parts.values(), operator.mul, initial=stride)
+        axes = map(Axis, parts.values(), strides)
+        return self._with_dims(axis, axis + 1, list(zip(parts, axes, strict=True)))
+
+    def merge(self, dims: Dims, name: str) -> RankLayout:
+        """Join dims that are neighbours in the layout into one; no rank moves.
+
+        Raises:
+            LayoutError: The dims are not neighbours, or too many ranks would have to be listed.
+
+        Example:
+            >>> str(RankLayout.parse("tp=2,cp=2,dp=4").merge(["dp", "cp"], "dp_cp"))
+            'tp=2,dp_cp=8'
+
+            Where there are gaps that no stride expresses, the ranks are listed.
+
+            >>> RankLayout([2, 2], ["tp", "dp"], strides=[1, 4]).merge(["tp", "dp"], "dp_tp")
+            RankLayout(shape=(4,), dim_names=('dp_tp',), ranks=(0, 1, 4, 5))
+        """
+        wanted = self.order_dims(dims)
+        first = self._axis_of(wanted[0])
+        last = first + len(wanted)
+        if self.dim_names[first:last] != wanted:
+            raise LayoutError(
+                f"dims {wanted} cannot be merged: they are not neighbours in {self.dim_names}; "
+                f"reorder() the layout first, which renumbers its ranks"
+            )
+        steps = coalesce(self._axes(wanted))
+        if len(steps) > 1:
+            names = (*self.dim_names[:first], name, *self.dim_names[last:])
+            size = math.prod(self.shape[first:last])
+            return self.renumber((*self.shape[:first], size, *self.shape[last:]), names)
+        joined = steps[0] if steps else Axis(1, self.strides[first])
+        return self._with_dims(first, last, [(name, joined)])
+
+    def rename(self, /, **names: str) -> RankLayout:
+        """Give dims new names, old=new; no rank moves.
+
+        Raises:
+            UnknownDimError: An old name is not one of the layout's.
+
+        Example:
+            >>> str(RankLayout.parse("tp=2,dp=4").rename(dp="fsdp"))
+            'tp=2,fsdp=4'
+        """
+        for name in names:
+            self._axis_of(name)
+        new = as_names([names.get(name, name) for name in self.dim_names])
+        return self._of(self.shape, new, self.rank_offset, self.strides, self._listing)
+
+    def reorder(self, *dims: str) -> RankLayout:
+        """Number the ranks in another order of dims, the first varying fastest; ranks move.
+
+        Raises:
+            LayoutError: The dims are not all of the layout's, or it has gaps, and more ranks than
+                can be listed.
+
+        Example:
+            >>> RankLayout.parse("tp=2,dp=4").reorder("dp", "tp").coords(1)
+            {'dp': 1, 'tp': 0}
+        """
+        wanted = self._check_dims(as_dims(dims))
+        if len(wanted) != len(self.dim_names):
+            raise LayoutError(f"reorder() needs every dim of {self.dim_names}, got {wanted}")
+        return self.renumber([self.size_of(name) for name in wanted], wanted)
+
+    def select(self, /, **coords: int) -> RankLayout:
+        """Return the layout of the ranks with these coordinates, over the other dims.
+
+        The ranks keep their numbers, so the result may have gaps: its strides are this layout's.
+
+        Raises:
+            UnknownDimError: A coordinate is for no dim of the layout.
+            LayoutError: A coordinate is not in range(size), or no dim is left.
+
+        Example:
+            >>> stage = RankLayout.parse("tp=2,pp=2,dp=2").select(pp=1)
+            >>> str(stage), stage.ranks
+            ('tp=2,dp=2', (2, 3, 6, 7))
+        """
+        kept = tuple([name for name in self.dim_names if name not in coords])
+        offset = self._offset_at(coords)
+        if not kept:
+            rank = self._rank_at(offset)
+            raise LayoutError(f"select() of every dim leaves none; the rank there is {rank}")
+        axes = self._axes(kept)
+        shape, strides = zip(*axes, strict=True)
+        if self._listing is not None:
+            listing = Listing(self._ranks_at(offset + lattice(axes)).tolist())
+            return self._of(shape, kept, listing=listing)
+        return self._of(shape, kept, self.rank_offset + offset, strides)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _with_dims(self, first: int, last: int, dims: Sequence[tuple[str, Axis]]) -> RankLayout:
+        """This layout with dims first..last-1 replaced."""
+        every = list(zip(self.dim_names, self._axes(self.dim_names), strict=True))
+        every[first:last] = dims
+        names, axes = zip(*every, strict=True)
+        shape, strides = zip(*axes, strict=True)
+        return self._of(shape, as_names(names), self.rank_offset, strides, self._listing)
+
+    def _axes(self, names: Iterable[str]) -> list[Axis]:
+        axes = (self.dim_names.index(name) for name in names)
+        return [Axis(self.shape[axis], self.strides[axis]) for axis in axes]
+
+    def _axis_of(self, dim: object) -> int:
+        if not isinstance(dim, str) or dim not in self.dim_names:
+            raise UnknownDimError(
+                f"unknown dim {shown(dim)}; this layout has dims {self.dim_names}"
+                f"{did_you_mean(dim, self.dim_names)}"
+            )
+        return self.dim_names.index(dim)
+
+    def _check_dims(self, wanted: tuple[Any, ...]) -> tuple[str, ...]:
+        """Return dims in the order given, after checking them."""
+        if not wanted:
+            raise LayoutError(f"dims is empty; name at least one of {self.dim_names}")
+        for position, name in enumerate(wanted):
+            self._axis_of(name)
+            if name in wanted[:position]:
+                raise LayoutError(f"dim {name!r} comes twice in dims {shown(wanted)}")
+        return wanted
+
+    def _offset_at(self, coords: Mapping[str, int]) -> int:
+        """The first offset with these coordinates."""
+        offset = 0
+        for name, coordinate in coords.items():
+            axis = self._axis_of(name)
+            index = as_int(coordinate, f"the coordinate of dim {name!r}")
+            if not 0 <= index < self.shape[axis]:
+                raise LayoutError(
+                    f"the coordinate of dim {name!r} must be in range({self.shape[axis]}), "
+                    f"got {shown(coordinate)}"
+                )
+            offset += index * self.strides[axis]
+        return offset
+
+    def _offset_of(self, rank: object) -> int:
+        if self._listing is None:
+            return as_rank(rank) - self.rank_offset
+        position = self._listing.position(as_rank(rank))
+        return -1 if position is None else position
+
+    def _rank_at(self, offset: int) -> int:
+        return self.rank_offset + offset if self._listing is None else self._listing.ranks[offset]
+
+    def _ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.rank_offset + offsets if self._listing is None else self._listing.array[offsets]
+
+    def _index(self, rank: object) -> list[int]:
+        """The coordinates of a rank, in the order of the dims."""
+        index = self._find(rank)
+        if index is not None:
+            return index
+        if self._listing is not None:
+            held = f"the ranks {self._listing}"
+        else:
+            gaps = "" if self._is_dense else f", with gaps (strides {self.strides})"
+            held = f"ranks {self.rank_offset}..{self.last_rank}{gaps}"
+        raise RankOutsideError(f"rank {shown(rank)} is not in layout {self}, which holds {held}")
+
+    def _find(self, rank: object) -> list[int] | None:
+        """The coordinates of a rank; None where it is not held."""
+        rest = self._offset_of(rank)
+        reversed_index = []
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            coordinate, rest = divmod(rest, stride)
+            if not 0 <= coordinate < size:
+                return None
+            reversed_index.append(coordinate)
+        return None if rest else reversed_index[::-1]
+
+
+@attrs.frozen
+class LayoutDims:
+    """Some dims of a layout, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
+
+    Attributes:
+        layout: The layout.
+        dims: The dims, in its order.
+
+    Example:
+        >>> from hypercomm import RankLayout
+        >>> pp = RankLayout.parse("tp=2,pp=3")["pp"]
+        >>> pp.size, pp.at(3).rank, pp.at(3).ranks, pp.at(3).next(), pp.at(5).next()
+        (3, 1, (1, 3, 5), 5, None)
+    """
+
+    layout: RankLayout
+    dims: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in each group."""
+        return self.layout.size_of(self.dims)
+
+    @property
+    def groups(self) -> RankGroups:
+        """The groups, as `RankLayout.groups` returns them."""
+        return groups_over(self.layout, self.dims)
+
+    def at(self, rank: int) -> Place:
+        """Return a rank's place in its group.
+
+        Raises:
+            RankOutsideError: The rank is not in the layout.
+        """
+        self.layout._index(rank)  # its error is about the layout, not about the groups
+        groups = self.groups
+        return Place(groups.of(rank), groups.position_of(rank))
+
+
+@functools.lru_cache(maxsize=1024)
+def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
+    """Return the groups over dims in layout order; listed ranks are searched for strides once."""
+    outer_axes: list[Axis] = []
+    inner_axes: list[Axis] = []
+    for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
+        (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
+    if layout._listing is not None:
+        return listed_groups(StridedGroups(0, outer_axes, inner_axes), layout._listing)
+    return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
+
+
+def read_layout(
+    sizes: Any,
+    dim_names: Iterable[str] | None = None,
+    rank_offset: int = 0,
+    world_size: int | None = None,
+    **dims: int,
+) -> RankLayout:
+    """Return a layout in a world, from whatever form its sizes are given in.
+
+    Args:
+        sizes: Text, a mapping, sizes with `dim_names`, a layout, an object with a `layout`, as a
+            grid, or None for `dims`, else for the environment's HYPERCOMM_LAYOUT.
+        dim_names: The names of the dims, where `sizes` does not name them.
+        rank_offset: The smallest rank.
+        world_size: The number of ranks of the world. An unspecified size takes the ranks that are
+            left from `rank_offset` on. None: it is not known, so all sizes must be given.
+        dims: Sizes by name, in place of `sizes`.
+
+    Raises:
+        LayoutError: As for `RankLayout`, or there are no sizes.
+        NotationError: A text cannot be read, or an unspecified size cannot be inferred.
+        WorldSizeError: The layout does not fit into the world.
+
+    Example:
+        >>> str(read_layout("tp=2,dp", world_size=8)), read_layout(None, tp=2, dp=2).size
+        ('tp=2,dp=4', 4)
+        >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
+        range(4, 8)
+    """
+    layout = sizes if isinstance(sizes, RankLayout) else getattr(sizes, "layout", None)
+    if isinstance(layout, RankLayout):
+        if dim_names is not None or rank_offset or dims:
+            raise LayoutError(f"a RankLayout has its own dims and ranks: give {layout!r} alone")
+    else:
+        if sizes is None and not dims:
+            sizes = sizes_of_environment()
+            if sizes is None:
+                raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
+        given, offset = read_sizes(sizes, dim_names, dims), as_offset(rank_offset)
+        if OPEN in given.values() or world_size is None:
+            left = None if world_size is None else positive(world_size, "world_size") - offset
+            room = f"{left} are left from rank {offset} on" if offset else ""
+            given = close_sizes(given, None if left is None else max(1, left), room)
+        layout = RankLayout._of(tuple(given.values()), tuple(given), offset)
+    if world_size is not None and layout.last_rank >= world_size:
+        offset = layout.rank_offset
+        where = f"{layout} from rank {offset}" if offset else f"{layout}"
+        raise world_too_small(where, layout.last_rank, world_size)
+    return layout
+
+
+def _choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, ...]]:
+    """Read the sizes that each dim may have."""
+    if not sizes:
+        raise LayoutError("at least one dim is needed, as in suggest(64, tp=8, dp=-1)")
+    return {name: as_choices(name, sizes[name]) for name in as_names(tuple(sizes))}
+
+
+def _check_listing(
+    listing: Listing, size: int, rank_offset: int, strides: tuple[int, ...] | None
+) -> None:
+    """Check the ranks that a layout is given against its other arguments."""
+    if len(listing.ranks) != size:
+        raise LayoutError(
+            f"ranks holds {len(listing.ranks)} ranks, but shape has {shown(size)} positions; give "
+            f"one rank for each"
+        )
+    if rank_offset not in {0, min(listing.ranks)}:
+        raise LayoutError(
+            f"rank_offset {rank_offset} cannot be combined with ranks, the smallest of which is "
+            f"{min(listing.ranks)}; leave it out"
+        )
+    if strides is not None:
+        raise LayoutError(f"strides {strides} cannot be combined with ranks; leave one of them out")
+
+
+def _canonical_strides(
+    dim_names: tuple[str, ...], shape: tuple[int, ...], given: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Check that the dims are nested; a dim of size 1 gets the dense stride.
+
+    So layouts with the same ranks are equal.
+    """
+    strides: list[int] = []
+    extent = 1
+    for name, size, stride in zip(dim_names, shape, given, strict=True):
+        if size > 1 and stride < extent:
+            raise LayoutError(
+                f"the stride of dim {name!r} must be at least {extent}, the extent of the dims "
+                f"before it, got {stride}"
+            )
+        strides.append(stride if size > 1 else extent)
+        extent = size * strides[-1]
+    return tuple(strides)

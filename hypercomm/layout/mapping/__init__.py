@@ -1,1 +1,0 @@
-"""Who sends what to whom between two layouts."""

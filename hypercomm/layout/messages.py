@@ -1,0 +1,460 @@
+"""Message: the part of a tensor that one rank sends to another, and where it lies on both.
+
+An axis is cut into shards. Where dims cut in zigzag, as Megatron orders a causal sequence for
+context parallelism, each rank holds two shards for each of these dims; `zigzag_order` says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, product
+from typing import NamedTuple, TypeVar
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from hypercomm.errors import LayoutError
+from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.layout import RankLayout
+from hypercomm.layout.parsing import nearest_multiples
+from hypercomm.layout.text import shown
+
+Index = TypeVar("Index", int, NDArray[np.int64])
+
+
+@attrs.frozen
+class Cut:
+    """A tensor axis that the source cuts into some shards and the target into others.
+
+    Both are counted in units, the largest pieces of the axis that no border of a shard cuts:
+    there are as many as the least common multiple of both numbers of shards.
+
+    Attributes:
+        axis: The tensor axis; -1 is the last.
+        source: The number of shards on the source.
+        target: The number of shards on the target.
+        source_held: How many of them each rank of the source holds.
+        target_held: How many of them each rank of the target holds.
+
+    Example:
+        >>> cut = Cut(axis=0, source=2, target=3)
+        >>> cut.units, list(cut.targets_of(0)), list(cut.sources_of(1))
+        (6, [0, 1], [0, 1])
+        >>> cut.part(0, 1)
+        Part(cut=Cut(axis=0, source=2, target=3), start=2, stop=3)
+    """
+
+    axis: int
+    source: int
+    target: int
+    source_held: int = attrs.field(default=1, repr=False)
+    target_held: int = attrs.field(default=1, repr=False)
+
+    @property
+    def sources(self) -> int:
+        """The factor by which the axis is shorter on a rank of the source than as a whole."""
+        return self.source // self.source_held
+
+    @property
+    def targets(self) -> int:
+        """The factor by which the axis is shorter on a rank of the target than as a whole."""
+        return self.target // self.target_held
+
+    @property
+    def units(self) -> int:
+        """The number of units of the whole axis."""
+        return math.lcm(self.source, self.target)
+
+    @property
+    def overlaps(self) -> int:
+        """The number of pairs of a shard of the source and one of the target that overlap."""
+        return self.source + self.target - math.gcd(self.source, self.target)
+
+    def targets_of(self, shard: int) -> range:
+        """Return the target's shards that overlap a shard of the source."""
+        return range(*overlapping(shard, self.source, self.target))
+
+    def sources_of(self, shard: int) -> range:
+        """Return the source's shards that overlap a shard of the target."""
+        return range(*overlapping(shard, self.target, self.source))
+
+    def part(self, source: int, target: int, slots: tuple[int, int] = (0, 0)) -> Part:
+        """Return what a shard of the source and one of the target have in common.
+
+        `slots` are the positions of both among the shards of their ranks.
+        """
+        wide, narrow = self.units // self.source, self.units // self.target
+        start = max(source * wide, target * narrow)
+        return Part(self, start, min((source + 1) * wide, (target + 1) * narrow), slots)
+
+    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Enumerate all overlapping shards of source and target, as two arrays of one length.
+
+        Example:
+            >>> [shards.tolist() for shards in Cut(axis=0, source=2, target=3).pairs()]
+            [[0, 0, 1, 1], [0, 1, 1, 2]]
+        """
+        every = np.arange(self.source, dtype=np.int64)
+        first, stop = overlapping(every, self.source, self.target)
+        counts = stop - first
+        sources = np.repeat(every, counts)
+        begins = np.cumsum(counts) - counts
+        return sources, np.arange(len(sources)) - begins[sources] + first[sources]
+
+
+def overlapping(shard: Index, own: int, others: int) -> tuple[Index, Index]:
+    """Return the first of the other shards that overlap one, and the one after the last.
+
+    Example:
+        >>> overlapping(1, own=2, others=3)
+        (1, 3)
+    """
+    return shard * others // own, -(-(shard + 1) * others // own)
+
+
+@attrs.frozen
+class Part:
+    """Units start .. stop - 1 of a tensor axis: from one shard of the source to one of the target.
+
+    Example:
+        >>> part = Cut(axis=0, source=2, target=3).part(1, 1)
+        >>> (part.start, part.stop), part.slice_of(6, 1), part.slice_of(3, 2), part.slice_of(2, 3)
+        ((3, 4), slice(3, 4, None), slice(0, 1, None), slice(1, 2, None))
+    """
+
+    cut: Cut
+    start: int
+    stop: int
+    slots: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
+
+    def slice_of(self, length: int, shards: int, slot: int = 0, held: int = 1) -> slice:
+        """Return where the part lies on a rank, where the axis is cut into `shards`.
+
+        Args:
+            length: Elements of the axis on one rank.
+            shards: `cut.source`, `cut.target`, or 1 for the whole axis.
+            slot: The position of the part's shard among those of the rank.
+            held: How many shards the rank has.
+
+        Raises:
+            LayoutError: The length is not a multiple of the units that a shard has.
+        """
+        units = self.cut.units // shards
+        if length % (units * held):
+            is_zigzag = max(self.cut.source_held, self.cut.target_held) > 1
+            raise LayoutError(
+                f"tensor axis {self.cut.axis} has length {length}, and must be a multiple of "
+                f"{units * held}, as {self.cut.source} {'chunks' if is_zigzag else 'shards'} "
+                f"become {self.cut.target}; the nearest lengths that work are "
+                f"{nearest_multiples(length, units * held)}"
+            )
+        step, first = length // (units * held), slot * units + self.start % units
+        return slice(first * step, (first + self.stop - self.start) * step)
+
+
+@attrs.frozen
+class Message:
+    """A part of a tensor that one rank sends to another: a box, whole along every axis not cut.
+
+    Attributes:
+        source: The rank that sends.
+        target: The rank that receives; perhaps the same.
+        parts: The units of each axis that is cut, the axis of the batch first.
+
+    Example:
+        The source cuts 12 rows in two, the target in three: 3 of the source's 6, and 2 of them
+        are the last half of the middle shard.
+
+        >>> message = Message(5, 8, (Cut(axis=0, source=2, target=3).part(1, 1),))
+        >>> message.global_slices([12, 7])
+        (slice(6, 8, None), slice(None, None, None))
+        >>> message.source_slices([6, 7])[0], message.target_slices([4, 7])[0]
+        (slice(0, 2, None), slice(2, 4, None))
+    """
+
+    source: int
+    target: int
+    parts: tuple[Part, ...]
+
+    def global_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return where it lies in the whole tensor.
+
+        Args:
+            shape: The whole tensor's, in elements.
+
+        Returns:
+            A slice for each axis: `tensor[message.global_slices(tensor.shape)]`.
+
+        Raises:
+            LayoutError: A length is not a multiple of the units of its axis, or an axis that is
+                cut is not there.
+        """
+        return self._slices(shape, [(1, 0, 1)] * len(self.parts))
+
+    def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return where it lies in the sender's tensor, of this shape; as `global_slices`."""
+        held = [(one.cut.source, one.slots[0], one.cut.source_held) for one in self.parts]
+        return self._slices(shape, held)
+
+    def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return where it lies in the receiver's tensor, of this shape; as `global_slices`."""
+        held = [(one.cut.target, one.slots[1], one.cut.target_held) for one in self.parts]
+        return self._slices(shape, held)
+
+    def _slices(
+        self, shape: Sequence[int], places: Sequence[tuple[int, int, int]]
+    ) -> tuple[slice, ...]:
+        lengths = as_lengths(shape)
+        slices = [slice(None)] * len(lengths)
+        axes = resolve_axes((part.cut for part in self.parts), len(lengths))
+        for part, axis, place in zip(self.parts, axes, places, strict=True):
+            slices[axis] = part.slice_of(lengths[axis], *place)
+        return tuple(slices)
+
+
+def as_lengths(shape: Sequence[int]) -> tuple[int, ...]:
+    """Read the shape of a tensor.
+
+    Raises:
+        LayoutError: It is not a sequence of non-negative ints.
+
+    Example:
+        >>> as_lengths([8, 3])
+        (8, 3)
+    """
+    lengths = tuple(
+        as_int(length, "every length in shape") for length in as_ordered(shape, "shape")
+    )
+    if min(lengths, default=0) < 0:
+        raise LayoutError(f"every length in shape must be non-negative, got {shown(lengths)}")
+    return lengths
+
+
+def resolve_axes(cuts: Iterable[Cut], ndim: int) -> list[int]:
+    """Return the axes that are cut of a tensor of `ndim` axes, counted from the front.
+
+    Raises:
+        LayoutError: The tensor has no such axis, or one axis is cut twice.
+
+    Example:
+        >>> resolve_axes([Cut(0, 2, 2), Cut(-1, 2, 2)], ndim=3)
+        [0, 2]
+    """
+    axes: list[int] = []
+    for cut in cuts:
+        if not -ndim <= cut.axis < ndim:
+            raise LayoutError(
+                f"the mapping cuts tensor axis {cut.axis}, but the tensor has {ndim} axes"
+            )
+        axis = cut.axis % ndim
+        if axis in axes:
+            raise LayoutError(
+                f"the mapping cuts axes {axis} and {axis - ndim}, which are one axis of a tensor "
+                f"of {ndim} axes; give both dims the same number"
+            )
+        axes.append(axis)
+    return axes
+
+
+# ---- which ranks hold which part ----------------------------------------------------------------
+
+
+def zigzag_order(dims: Sequence[tuple[int, bool]]) -> NDArray[np.int64]:
+    """Return the shards of an axis that each rank holds, where some dims cut it in zigzag.
+
+    A dim of n coordinates that cuts in zigzag cuts what the dims further out have left into 2 * n
+    chunks, and gives coordinate i the chunks i and 2 * n - 1 - i, one after the other. Any other
+    dim cuts it into n blocks.
+
+    Args:
+        dims: Size of each dim, and whether it cuts in zigzag, outermost first.
+
+    Returns:
+        An array of shape (ranks, shards of each rank), the last dim varying fastest.
+
+    Example:
+        >>> zigzag_order([(2, True)]).tolist(), zigzag_order([(2, True), (2, False)]).tolist()
+        ([[0, 3], [1, 2]], [[0, 1], [6, 7], [2, 3], [4, 5]])
+    """
+    held = 1 << sum(is_zigzag for _, is_zigzag in dims)
+    local = np.arange(math.prod([size for size, _ in dims]) * held).reshape(1, -1)
+    for size, is_zigzag in dims:
+        chunks = local.reshape(len(local), 2 * size if is_zigzag else size, -1)
+        if is_zigzag:
+            chunks = np.concatenate([chunks[:, :size], chunks[:, : size - 1 : -1]], axis=2)
+        local = chunks.reshape(len(local) * size, -1)
+    return local
+
+
+class Shard(NamedTuple):
+    """A part of a tensor: its cell, an index for each axis that is cut, and which replica it is."""
+
+    cell: tuple[int, ...]
+    replica: int
+
+
+@attrs.frozen
+class AxisCut:
+    """The dims of a layout that cut one tensor axis, outermost first, with their sizes.
+
+    `order` has the shards of each rank, and `places` (rank, position) of each shard; both are None
+    where rank i holds shard i.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    order: NDArray[np.int64] | None = None
+    places: NDArray[np.int64] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of ranks that the axis is cut between."""
+        return math.prod([size for _, size in self.dims])
+
+    @property
+    def held(self) -> int:
+        """The number of shards of each rank."""
+        return 1 if self.order is None else self.order.shape[1]
+
+    def shards_at(self, coords: Mapping[str, int]) -> list[int]:
+        """Return the shards of the rank with these coordinates."""
+        index = 0
+        for dim, size in self.dims:
+            index = index * size + coords[dim]
+        return [index] if self.order is None else self.order[index].tolist()
+
+    def place_of(self, shard: int) -> tuple[int, int]:
+        """Return the rank, by its number among those of the axis, and the position of a shard."""
+        if self.places is None:
+            return shard, 0
+        rank, position = self.places[shard].tolist()
+        return rank, position
+
+
+def _axis_cut(layout: RankLayout, dims: Sequence[str], zigzag: Collection[str]) -> AxisCut:
+    """Return how some dims cut an axis; those that the layout lacks have size 1."""
+    sizes = {dim: layout.size_of(dim) for dim in dims if dim in layout.dim_names}
+    steps = [(size, dim in zigzag and size > 1) for dim, size in sizes.items()]
+    if not any(is_zigzag for _, is_zigzag in steps):
+        return AxisCut(tuple(sizes.items()))
+    order = zigzag_order(steps)
+    places = np.argwhere(order >= 0)[np.argsort(order.reshape(-1))]
+    return AxisCut(tuple(sizes.items()), order, places)
+
+
+@attrs.frozen
+class Sharding:
+    """How the ranks of one pipeline stage of a layout hold a tensor.
+
+    A dim that cuts the tensor gives each of its coordinates another shard of an axis; every other
+    dim replicates. Ranks that hold the same cell are its replicas, in the order of the layout.
+
+    Args:
+        layout: The ranks.
+        cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
+            the layout lacks count as dims of size 1.
+        stage: The coordinate of the stage along the dim of the pipeline; none: all ranks.
+        zigzag: Those dims of `cuts` that cut in zigzag.
+
+    Example:
+        >>> sharding = Sharding(RankLayout.parse("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
+        >>> sharding.shards, sharding.replicas, sharding.ranks
+        ((2,), 2, (4, 5, 6, 7))
+        >>> sharding.shards_of(7), sharding.shards_of(3)
+        ((Shard(cell=(1,), replica=1),), ())
+        >>> sharding.rank_at((1,), 1)
+        7
+        >>> causal = Sharding(RankLayout.parse("cp=2"), [("cp",)], zigzag={"cp"})
+        >>> causal.shards, [shard.cell for shard in causal.shards_of(0)]
+        ((4,), [(0,), (3,)])
+    """
+
+    layout: RankLayout
+    cuts: Sequence[tuple[str, ...]]
+    stage: Mapping[str, int] = attrs.field(factory=dict)
+    zigzag: Collection[str] = ()
+    axes: tuple[AxisCut, ...] = attrs.field(init=False, eq=False, repr=False)
+    copies: AxisCut = attrs.field(init=False, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Find the dims of each axis, and those that replicate."""
+        taken = {*self.stage, *chain.from_iterable(self.cuts)}
+        copying = [dim for dim in reversed(self.layout.dim_names) if dim not in taken]
+        axes = tuple([_axis_cut(self.layout, dims, self.zigzag) for dims in self.cuts])
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "copies", _axis_cut(self.layout, copying, ()))
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The number of shards along each axis that is cut."""
+        return tuple([axis.count * axis.held for axis in self.axes])
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same cell."""
+        return self.copies.count
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the stage, in the order of the layout."""
+        return self.layout.ranks_where(**self.stage)
+
+    def shards_of(self, rank: int) -> tuple[Shard, ...]:
+        """Return what a rank holds: one cell, or several where a dim cuts in zigzag.
+
+        Returns:
+            The shards; () where the rank is not on the stage.
+
+        Raises:
+            RankOutsideError: The layout does not hold `rank`.
+        """
+        coords = self.layout.coords(rank)
+        if not self.stage.items() <= coords.items():
+            return ()
+        (replica,) = self.copies.shards_at(coords)
+        cells = product(*[axis.shards_at(coords) for axis in self.axes])
+        return tuple([Shard(cell, replica) for cell in cells])
+
+    def slots_of(self, cell: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the position of a cell among those of its rank, along each axis that is cut."""
+        places = zip(self.axes, cell, strict=True)
+        return tuple([axis.place_of(shard)[1] for axis, shard in places])
+
+    def rank_at(self, cell: tuple[int, ...], replica: int) -> int:
+        """Return the rank that holds a cell as one of its replicas; the inverse of `shards_of`."""
+        coords = dict(self.stage)
+        for axis, shard in zip((*self.axes, self.copies), (*cell, replica), strict=True):
+            index, _ = axis.place_of(shard)
+            for dim, size in reversed(axis.dims):
+                index, coords[dim] = divmod(index, size)
+        return self.layout.rank(**coords)
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold what `rank` holds, itself included; () off the stage.
+
+        Example:
+            >>> Sharding(RankLayout.parse("tp=2,dp=2"), [("dp",)]).replicas_of(3)
+            (2, 3)
+        """
+        for shard in self.shards_of(rank):
+            return tuple([self.rank_at(shard.cell, one) for one in range(self.replicas)])
+        return ()
+
+    def to_array(self) -> NDArray[np.int64]:
+        """Enumerate the ranks by cell (the last axis that is cut varies fastest) and replica.
+
+        Example:
+            >>> Sharding(RankLayout.parse("tp=2,dp=2"), [("dp",)]).to_array().tolist()
+            [[0, 1], [2, 3]]
+        """
+        every = (*self.axes, self.copies)
+        dims = [dim for axis in every for dim, _ in axis.dims]
+        if not dims:
+            return np.array([self.ranks], dtype=np.int64)
+        stage = self.layout.select(**self.stage) if self.stage else self.layout
+        ranks = stage.enumerate_ranks(dims).reshape([axis.count for axis in every])
+        for number, axis in enumerate(self.axes):
+            if axis.places is not None:
+                ranks = ranks.take(axis.places[:, 0], number)
+        return ranks.reshape(math.prod(self.shards), self.replicas)

@@ -1,0 +1,394 @@
+"""Text and what it stands for: sizes "tp=2,dp=4", orders "tp-cp-dp", groups "tp,dp+cp".
+
+Also the arithmetic of sizes: inferring one that is unspecified, and which sizes make a world.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hypercomm.errors import LayoutError, NotationError, WorldSizeError
+from hypercomm.layout.checks import as_int, as_names, as_ordered, as_tuple, positive
+from hypercomm.layout.text import format_sizes, shown
+
+OPEN = -1
+"""The size of a dim that is to be inferred from the world size."""
+
+VARIABLE = "HYPERCOMM_LAYOUT"
+"""The environment variable that holds the sizes of a job's layout."""
+
+Dims = str | Iterable["Dims"]
+"""Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
+
+_SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,10})\s*)?")
+_LOOSE_SIZE = r"([^\W\d]+)[\s:=]*(-1|[0-9]+)[\s,;]*"
+_LONGEST_CORRECTED = 200
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the order given.
+
+    A size of -1, or a name alone, is unspecified (`OPEN`).
+
+    Raises:
+        NotationError: A part cannot be read, or a dim is given twice; shows the part, and the
+            corrected text where it can be guessed.
+
+    >>> parse_sizes("tp=2, cp=3, dp")
+    {'tp': 2, 'cp': 3, 'dp': -1}
+    """
+    if not isinstance(text, str):
+        raise NotationError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _SIZE.fullmatch(part)
+        if not match or not match[1].isprintable() or (match[2] is None and ":" in part):
+            raise _unreadable(text, part)
+        name, size = match[1], int(match[2] or OPEN)
+        if size == 0:
+            raise NotationError(f"the size in {shown(part)} must be at least 1, or -1 to infer it")
+        if name in sizes:
+            raise NotationError(f"dim {shown(name)} is given twice in {shown(text)}")
+        sizes[name] = size
+    if "=" not in text and "," in _corrected(text):  # tp2,dp4
+        raise _unreadable(text, text)
+    return sizes
+
+
+def _unreadable(text: str, part: str) -> NotationError:
+    where = "" if part == text else f" in {shown(text)}"
+    what = f"{shown(part)}{where} cannot be read as a size"
+    fix = _corrected(text) or "tp=2,dp=4"
+    return NotationError(f"{what}; separate sizes with commas, as in {fix!r}")
+
+
+def _corrected(text: str) -> str:
+    """Return sizes with other separators as they should be written; "" if it is no such text."""
+    if len(text) > _LONGEST_CORRECTED or not re.fullmatch(rf"\s*(?:{_LOOSE_SIZE})+", text):
+        return ""
+    return ",".join(map("=".join, re.findall(_LOOSE_SIZE, text)))
+
+
+def parse_order(text: str) -> tuple[str, ...]:
+    """Read "tp-cp-ep-dp-pp" into dim names, the first one fastest varying.
+
+    Raises:
+        NotationError: A name is empty or comes twice.
+
+    >>> parse_order("tp-cp-dp")
+    ('tp', 'cp', 'dp')
+    """
+    if not isinstance(text, str):
+        raise NotationError(f"expected an order like 'tp-cp-dp', got {shown(text)}")
+    names = tuple(map(str.strip, text.split("-")))
+    if "" in names or len(set(names)) < len(names):
+        raise NotationError(
+            f"order {shown(text)} must name each dim once, as in 'tp-cp-dp', without empty names"
+        )
+    return names
+
+
+def parse_groups(text: str) -> list[tuple[str, ...]]:
+    """Read "tp,dp+cp" into one tuple of dims for each set of groups.
+
+    Raises:
+        NotationError: A part is empty or comes twice.
+
+    >>> parse_groups("tp,dp+cp")
+    [('tp',), ('dp', 'cp')]
+    """
+    if not isinstance(text, str):
+        raise NotationError(f"expected groups like 'tp,dp+cp', got {shown(text)}")
+    wanted = [split_dims(part) for part in text.split(",")]
+    for position, dims in enumerate(wanted):
+        if any(set(dims) == set(earlier) for earlier in wanted[:position]):
+            raise NotationError(f"groups {'+'.join(dims)!r} come twice in {shown(text)}")
+        for dim in dims:
+            if not _SIZE.fullmatch(dim):
+                raise NotationError(f"{shown(dim)} is not a dim name; write groups like 'tp,dp+cp'")
+    return wanted
+
+
+def split_dims(text: str) -> tuple[str, ...]:
+    """Read the dims of one set of groups: "dp+cp", or as Megatron writes it, "dp-cp".
+
+    Raises:
+        NotationError: A name is empty, or commas separate them, which would be several sets.
+
+    >>> split_dims("dp+cp"), split_dims("tp")
+    (('dp', 'cp'), ('tp',))
+    """
+    if "," in text:
+        joined = "+".join(map(str.strip, text.split(",")))
+        raise NotationError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
+    dims = tuple(map(str.strip, re.split("[+-]", text)))
+    if "" in dims:
+        raise NotationError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
+    return dims
+
+
+def as_dims(value: object) -> tuple[Any, ...]:
+    """Return dims in any spelling as a tuple: a name, "dp+cp", "dp-cp", or iterables of these.
+
+    Raises:
+        LayoutError: It is not such a value.
+
+    Example:
+        >>> as_dims("dp+cp"), as_dims(["dp", "cp"]), as_dims((["dp", "cp"],))
+        (('dp', 'cp'), ('dp', 'cp'), ('dp', 'cp'))
+    """
+    if isinstance(value, str):
+        return split_dims(value)
+    found: list[Any] = []
+    for item in value if type(value) is tuple else as_tuple(value, "dims"):
+        if isinstance(item, str):
+            found += split_dims(item)
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            found += as_dims(item)
+        else:
+            found.append(item)  # an error where names are looked up
+    return tuple(found)
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def read_sizes(
+    sizes: object, dim_names: Iterable[str] | None = None, dims: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return sizes by name, in whichever form they are given; each may be unspecified.
+
+    Args:
+        sizes: "tp=2,dp=4", {"tp": 2, "dp": 4}, or [2, 4] with `dim_names`.
+        dim_names: The names of [2, 4].
+        dims: Sizes by keyword, in place of both.
+
+    Raises:
+        LayoutError: They are given twice or not at all, or a size or a name is wrong.
+
+    Example:
+        >>> read_sizes("tp=2,dp") == read_sizes([2, -1], ["tp", "dp"]) == {"tp": 2, "dp": -1}
+        True
+    """
+    if dims:
+        if sizes is not None or dim_names is not None:
+            raise LayoutError(f"sizes are given twice: {shown(sizes)} and {shown(dict(dims))}")
+        sizes = dims
+    if isinstance(sizes, (str, Mapping)):
+        if dim_names is not None:
+            raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
+        if isinstance(sizes, str):
+            return parse_sizes(sizes)
+        names, shape = as_names(tuple(sizes)), tuple(sizes.values())
+    else:
+        if dim_names is None or sizes is None:
+            lacking = "dim_names are" if sizes is not None else "sizes are"
+            raise LayoutError(
+                f"{lacking} missing: give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp']), got {shown(sizes)}"
+            )
+        names, shape = as_names(dim_names), as_ordered(sizes, "shape")
+    if len(shape) != len(names):
+        raise LayoutError(
+            f"len(shape) {shown(list(shape))} != len(dim_names) {shown(list(names))}: "
+            f"{len(shape)} and {len(names)}; give one size for each name"
+        )
+    if not names:
+        raise LayoutError("a layout needs at least one dim, but shape and dim_names are empty")
+    return {name: as_size(name, size) for name, size in zip(names, shape, strict=True)}
+
+
+def sizes_of_environment() -> dict[str, int] | None:
+    """Return the sizes in the environment's HYPERCOMM_LAYOUT; None where it is not set.
+
+    Raises:
+        NotationError: It cannot be read; names the variable.
+    """
+    text = os.environ.get(VARIABLE)
+    try:
+        return None if text is None else parse_sizes(text)
+    except NotationError as error:
+        raise NotationError(f"the environment's {VARIABLE}: {error}") from error
+
+
+def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = "") -> dict[str, int]:
+    """Infer the unspecified size, if there is one, so that the product is `world_size`.
+
+    Args:
+        sizes: Sizes by name, read by `read_sizes`.
+        world_size: The product; None: it is not known, and all sizes must be given.
+        room: The error's clause about that number. Default: that the world has so many.
+
+    Raises:
+        NotationError: Several sizes are unspecified, or one is and no world size is given.
+        WorldSizeError: The sizes do not multiply to the world size, or do not divide it.
+
+    >>> close_sizes({"tp": 2, "dp": -1}, 8)
+    {'tp': 2, 'dp': 4}
+    >>> close_sizes({"tp": 4, "dp": 4}, 8)
+    Traceback (most recent call last):
+    hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
+    """
+    if OPEN not in sizes.values():
+        if world_size is None or known_size(sizes) == positive(world_size, "world_size"):
+            return dict(sizes)
+        raise WorldSizeError(_mismatch(sizes, world_size, room))
+    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    if world_size is None:
+        raise NotationError(
+            f"the size of dim {shown(unknown)} is unspecified; give it, or give world_size="
+            f"{perhaps_meant(unknown or '')}"
+        )
+    rest, remainder = divmod(positive(world_size, "world_size"), known_size(sizes))
+    if remainder or not rest:
+        raise WorldSizeError(_mismatch(sizes, world_size, room))
+    return {name: rest if size == OPEN else size for name, size in sizes.items()}
+
+
+def _mismatch(sizes: Mapping[str, int], world_size: int, room: str) -> str:
+    """Return the sentence for sizes that do not make a world."""
+    known = known_size(sizes)
+    needs = f"{known} ranks"
+    if OPEN in sizes.values():
+        needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
+    text = format_sizes(tuple(sizes), tuple(sizes.values()))
+    return f"{text} needs {needs}; {room or f'the world has {world_size}'}"
+
+
+def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
+    """Return the sentence for sizes that do not divide a world; None if they do.
+
+    >>> misfit({"tp": 2, "pp": 4}, 16)
+    >>> misfit({"tp": 2, "pp": 3}, 16).partition("; ")[0]
+    'tp=2 * pp=3 = 6 does not divide the world of 16 ranks'
+    """
+    product = math.prod(sizes.values())
+    if world_size % product == 0:
+        return None
+    fitting = [
+        f"{name} of {nearest_divisors(world_size // (product // size), size)}"
+        for name, size in sizes.items()
+        if world_size % (product // size) == 0
+    ]
+    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
+    return (
+        f"{as_factors(sizes)} = {product} does not divide the world of {world_size} ranks; "
+        f"what would do: {', or '.join([*fitting, worlds])}"
+    )
+
+
+def perhaps_meant(name: str) -> str:
+    """Return the end of a sentence that proposes a size for a dim whose name ends with a number.
+
+    >>> perhaps_meant("tp8"), perhaps_meant("dp")
+    ("; did you mean 'tp=8'?", '')
+    """
+    fix = _corrected(name)
+    return f"; did you mean {fix!r}?" if fix else ""
+
+
+def check_one_open(names: Sequence[str]) -> str | None:
+    """Return the dim whose size is to be inferred, if there is one.
+
+    Raises:
+        NotationError: There are several.
+
+    >>> check_one_open(["dp"])
+    'dp'
+    """
+    if len(names) > 1:
+        raise NotationError(
+            f"only one size can be inferred, but those of {shown(list(names))} are unspecified; "
+            f"give all but one"
+        )
+    return names[0] if names else None
+
+
+def known_size(sizes: Mapping[str, int]) -> int:
+    """Return the product of the sizes that are specified.
+
+    >>> known_size({"tp": 2, "dp": -1, "pp": 3})
+    6
+    """
+    return abs(math.prod(sizes.values()))  # those that are not specified are -1
+
+
+def as_factors(sizes: Mapping[str, int]) -> str:
+    """Write the specified sizes as a product.
+
+    >>> as_factors({"tp": 2, "dp": -1, "pp": 3})
+    'tp=2 * pp=3'
+    """
+    return " * ".join(f"{name}={size}" for name, size in sizes.items() if size != OPEN) or "1"
+
+
+def as_size(name: str, size: object) -> int:
+    """Return the size of one dim as an int; it may be unspecified."""
+    what = f"the size of dim {name!r}"
+    number = as_int(size, what)
+    return OPEN if number == OPEN else positive(number, what)
+
+
+def as_choices(name: str, value: object) -> tuple[int, ...]:
+    """Return the sizes that one dim may have: the one given, or each of several."""
+    is_lone = isinstance(value, str) or not hasattr(value, "__iter__")
+    choices = (value,) if is_lone else as_tuple(value, f"the sizes of dim {name!r}")
+    if not choices:
+        raise LayoutError(f"dim {name!r} has no sizes to choose from; give some, or -1")
+    return tuple([as_size(name, size) for size in choices])
+
+
+def nearest_multiples(number: int, factor: int) -> str:
+    """Name the positive multiples of `factor` around `number`, for error messages.
+
+    >>> nearest_multiples(10, 4)
+    '8 and 12'
+    """
+    below = number // factor * factor
+    return f"{below} and {below + factor}" if below > 0 else f"{factor}"
+
+
+def nearest_divisors(number: int, near: int) -> str:
+    """Name the divisors of `number` around `near`, for error messages.
+
+    >>> nearest_divisors(16, 6)
+    '4 or 8'
+    """
+    fitting = divisors(number)
+    below = [divisor for divisor in fitting if divisor < near][-1:]
+    above = [divisor for divisor in fitting if divisor > near][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    """List the divisors of a positive integer, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small)]
+    return small + large[small[-1] == large[0] :]
+
+
+def completions(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
+    """Yield all shapes with one size of each choice (-1 for any) that multiply to `total`.
+
+    >>> list(completions([[2, 4], [-1]], 8))
+    [(2, 4), (4, 2)]
+    """
+    if not choices:
+        if total == 1:
+            yield ()
+        return
+    first, *rest = choices
+    fitting = divisors(total)
+    for size in fitting if OPEN in first else sorted(set(first).intersection(fitting)):
+        for others in completions(rest, total // size):
+            yield (size, *others)

@@ -1,1 +1,0 @@
-"""What callers may give, and how values are shown."""

@@ -1,0 +1,170 @@
+"""Values as text: short in messages, aligned in columns, as tables in notebooks."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_LONGEST = 400
+"""Characters of a value that a message shows."""
+
+_MOST_RANGES = 8
+"""Ranges of ranks that a message shows."""
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` that cuts long values before it writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdict = 64
+        self.maxstring = 80
+        self.maxother = self.maxlong = 200
+
+    def repr_str(self, value: str, _: int) -> str:
+        most = self.maxstring
+        return repr(value) if len(value) <= most else f"{value[:most]!r}..."
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        """Keep the order of the keys, which reprlib sorts."""
+        first = [f"{self.repr1(key, level - 1)}: {self.repr1(value[key], level - 1)}"
+                 for key in list(value)[: self.maxdict]]  # fmt: skip
+        return "{" + ", ".join([*first, "..."] if len(value) > len(first) else first) + "}"
+
+
+_SHORT = _ShortRepr()
+
+
+def shown(value: object) -> str:
+    """Write a value as `repr` does, cut where it is long.
+
+    >>> shown("tp"), shown(10**5000), len(shown("a" * 1000))
+    ("'tp'", '<int too long to show>', 85)
+    """
+    try:
+        text = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # Python writes no int of 4,301 digits
+        return f"<{type(value).__name__} too long to show>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """Return the end of a sentence that proposes the name closest to what was given.
+
+    >>> did_you_mean("TP", ["tp", "dp"]), did_you_mean("x", ["tp"])
+    ("; did you mean 'tp'?", '')
+    """
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        return ""
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(value.lower(), by_lower, 1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def some_of(items: Sequence[object], most: int) -> str:
+    """Write the first items, and how many more there are.
+
+    >>> some_of([4, 2, 7], 3), some_of([4, 2, 7], 1)
+    ('4, 2, 7', '4 and 2 more')
+    """
+    left = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {left} more" if left > 0 else "")
+
+
+def counted(count: int, what: str) -> str:
+    """Write a number of things.
+
+    >>> counted(1, "host"), counted(1200, "switch")
+    ('1 host', '1,200 switches')
+    """
+    return f"{count:,} {plural(what, count)}"
+
+
+def plural(what: str, count: int = 2) -> str:
+    """Return the plural of a word, or the word itself for a count of 1.
+
+    >>> plural("host"), plural("leaf"), plural("switch"), plural("switch", 1)
+    ('hosts', 'leaves', 'switches', 'switch')
+    """
+    if count == 1:
+        return what
+    if what.endswith("leaf"):
+        return f"{what[:-1]}ves"
+    return what + ("es" if what.endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write rows of cells, each column as wide as its widest cell.
+
+    >>> aligned([("tp", "2"), ("expert", "16")])
+    ['tp      2', 'expert  16']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def format_sizes(dim_names: Sequence[str], shape: Sequence[int]) -> str:
+    """Write sizes as text, the first dim (fastest varying) first.
+
+    >>> format_sizes(["tp", "dp"], [2, 4])
+    'tp=2,dp=4'
+    """
+    return ",".join([f"{name}={size}" for name, size in zip(dim_names, shape, strict=True)])
+
+
+def format_coords(coords: Mapping[str, int]) -> str:
+    """Write coordinates as text.
+
+    >>> format_coords({"tp": 1, "dp": 0})
+    'tp=1, dp=0'
+    """
+    return ", ".join(f"{dim}={index}" for dim, index in coords.items())
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as ranges.
+
+    >>> format_ranks([4, 5, 6, 7, 9, 12, 13])
+    '4..7, 9, 12..13'
+    """
+    array = np.asarray(ranks, dtype=np.int64)
+    parts = np.split(array, np.flatnonzero(np.diff(array) != 1) + 1)
+    ends = [(int(part[0]), int(part[-1])) for part in parts[:_MOST_RANGES] if part.size]
+    texts = [f"{first}..{last}" if last > first else f"{first}" for first, last in ends]
+    return ", ".join([*texts, "..."] if len(parts) > _MOST_RANGES else texts)
+
+
+def as_html(
+    headline: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    lines: Iterable[str] = (),
+) -> str:
+    """Write a headline, a table and lines below it as HTML.
+
+    Args:
+        headline: The first line.
+        columns: The heads of the columns; empty: no table.
+        rows: A cell for each column.
+        lines: Texts for a list.
+
+    Example:
+        >>> as_html("a < b", [], [], ["one", "two"])
+        '<p><b>a &lt; b</b></p><ul><li>one</li><li>two</li></ul>'
+    """
+    page = f"<p><b>{html.escape(headline)}</b></p>"
+    if columns:
+        body = "".join(_row("td", row) for row in rows)
+        page += f"<table><thead>{_row('th', columns)}</thead><tbody>{body}</tbody></table>"
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return page + (f"<ul>{items}</ul>" if items else "")
+
+
+def _row(tag: str, cells: Sequence[object]) -> str:
+    inside = "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells)
+    return f"<tr>{inside}</tr>"
