@@ -189,9 +189,10 @@ def read_sizes(
         names, shape = as_names(tuple(sizes)), tuple(sizes.values())
     else:
         if dim_names is None or sizes is None:
-            lacking = "dim_names are" if sizes is not None else "sizes are"
+            missing = "sizes" if sizes is None else "dim_names"
             raise LayoutError(
-                f"{lacking} missing: give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp']), got {shown(sizes)}"
+                f"{missing} are missing: give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp']), got "
+                f"{shown(sizes)}"
             )
         names, shape = as_names(dim_names), as_ordered(sizes, "shape")
     if len(shape) != len(names):

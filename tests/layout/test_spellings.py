@@ -89,7 +89,7 @@ def test_sizes_that_do_not_fit(call, sentence):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: RankLayout(), LayoutError, "sizes are missing"),
+        (RankLayout, LayoutError, "sizes are missing"),
         (lambda: RankLayout([2, 4]), LayoutError, "dim_names are missing"),
         (lambda: RankLayout([2], ["tp", "dp"]), LayoutError, "1 and 2"),
         (lambda: RankLayout([], []), LayoutError, "at least one dim"),
@@ -136,7 +136,7 @@ def test_mistakes(call, error, words):
     ["tp=2 dp=4", "tp=2;dp=4", "tp2,dp4", "tp2dp4", "tp:2,dp:4", "tp:2 dp:4", "tp 2, dp 4"],
 )
 def test_corrected_texts(text):
-    with pytest.raises(NotationError, match="separate sizes with commas.*'tp=2,dp=4'"):
+    with pytest.raises(NotationError, match=r"separate sizes with commas.*'tp=2,dp=4'"):
         RankLayout.parse(text, world_size=8)
 
 

@@ -163,5 +163,5 @@ def test_bad_shards(shards, words):
 
 
 def test_a_length_that_cannot_be_cut():
-    with pytest.raises(LayoutError, match="length 3, .*multiple of 2.* 2 and 4"):
+    with pytest.raises(LayoutError, match=r"length 3, .*multiple of 2.* 2 and 4"):
         RankMapping("cp=2", "cp=1", None, shards={"cp": "zigzag"}).received_shape([1, 3])

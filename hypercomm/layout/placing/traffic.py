@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError, NotationError
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_flag, as_tuple, check_choice
 from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.text import shown
@@ -150,7 +151,7 @@ Given = str | Mapping[str, "int | float | Traffic"]
 
 def read_traffic(
     given: Given,
-    layout: Numbering,
+    layout: RankLayout,
     overlapped: str | Iterable[Dims] = (),
     names: Names = ARGUMENTS,
 ) -> dict[tuple[str, ...], Traffic]:
@@ -220,7 +221,7 @@ def _parse(text: str) -> dict[str, int | float]:
     return found
 
 
-def usual_traffic(layout: Numbering) -> dict[tuple[str, ...], Traffic]:
+def usual_traffic(layout: RankLayout) -> dict[tuple[str, ...], Traffic]:
     """Return traffic that only says which dims matter more: tp, then cp and ep, then pp, then dp.
 
     Source: Llama 3, section 3.3.2, https://arxiv.org/abs/2407.21783: its order of dims.
