@@ -27,8 +27,8 @@ from hypercomm.errors import (
     PlanMismatchError,
     UnknownDimError,
 )
-from hypercomm.layout.reading.checks import as_names
-from hypercomm.layout.reading.shown import did_you_mean, shown, some_of
+from hypercomm.layout.checks import as_names
+from hypercomm.layout.text import did_you_mean, shown, some_of
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.driver import hold

@@ -7,10 +7,7 @@ from typing import Any
 
 import attrs
 
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.layout.reading.shown import aligned
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import aligned, as_html, counted, format_ranks
 
 _COLUMNS = ("connected", "ranks", "backend", "seconds", "bytes")
 

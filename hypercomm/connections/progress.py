@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypercomm.errors import GroupOptionsError, MissingPackageError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 
 class Show(enum.Enum):

@@ -10,9 +10,9 @@ import attrs
 
 from hypercomm.draw.scenes import ChangeScene, GridScene, Scene
 from hypercomm.errors import DrawingError
-from hypercomm.layout.reading.checks import as_flag, positive
-from hypercomm.layout.reading.files import as_new_file, write_file
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.checks import as_flag, positive
+from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.tools.files import as_new_file, write_file
 
 MOST_IN_NOTEBOOK = 256
 """More ranks than this do not have a cell each in a notebook, which keeps every picture."""

@@ -13,11 +13,11 @@ from hypercomm.draw.drawing import Drawing
 from hypercomm.draw.parts.groups_lit import long_dims
 from hypercomm.draw.scenes import Change, ChangeScene, Dims, GridScene, MatrixScene
 from hypercomm.errors import DrawingError, LayoutError, UnknownDimError
-from hypercomm.layout.numbering.numbering import Dims as AnyDims
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.checks import LARGEST_WORLD, as_dims, as_tuple
-from hypercomm.layout.reading.notation import parse_groups
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import LARGEST_WORLD, as_tuple
+from hypercomm.layout.parsing import Dims as AnyDims
+from hypercomm.layout.parsing import as_dims, parse_groups
+from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.topology import Topology, read_topology
 from hypercomm.topology.reading import On
 
@@ -32,7 +32,7 @@ Panels = tuple[Dims, ...]
 
 def drawing_of_grids(
     title: str,
-    grids: Mapping[str, Numbering],
+    grids: Mapping[str, RankLayout],
     on: On | None,
     dims: AnyDims | None,
     groups: Iterable[AnyDims] | str | None = None,
@@ -78,11 +78,11 @@ class Difference(Protocol):
     """What `difference` returns, as far as it is drawn."""
 
     @property
-    def before(self) -> Numbering:
+    def before(self) -> RankLayout:
         """The layout before."""
 
     @property
-    def after(self) -> Numbering:
+    def after(self) -> RankLayout:
         """The layout after."""
 
     @property
@@ -110,11 +110,11 @@ class Ends(Protocol):
     """What a `RankMapping` is, as far as it is drawn."""
 
     @property
-    def source(self) -> Numbering:
+    def source(self) -> RankLayout:
         """Where the tensor is."""
 
     @property
-    def target(self) -> Numbering:
+    def target(self) -> RankLayout:
         """Where it is wanted."""
 
     @property
@@ -143,7 +143,7 @@ def drawing_of_mapping(
     return Drawing(MatrixScene(str(mapping), *ends, cells, unit, whole, topology))
 
 
-def topology_for(numberings: Iterable[Numbering], on: On | None) -> Topology | None:
+def topology_for(numberings: Iterable[RankLayout], on: On | None) -> Topology | None:
     """Read where the ranks of some grids are.
 
     Raises:
@@ -169,7 +169,7 @@ def topology_for(numberings: Iterable[Numbering], on: On | None) -> Topology | N
     return read_topology(on, last + 1)
 
 
-def known(dims: AnyDims, numberings: Iterable[Numbering]) -> Dims:
+def known(dims: AnyDims, numberings: Iterable[RankLayout]) -> Dims:
     """Return dims in the order of the first grid that has them all, else as they are given.
 
     Raises:

@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike
 from hypercomm.draw import palette
 from hypercomm.draw.scenes import ChangeScene, MatrixScene, Scene
 from hypercomm.errors import LayoutError
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.checks import LARGEST_WORLD
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import LARGEST_WORLD
 from hypercomm.topology import Topology
 
 _STYLES = (
@@ -55,7 +55,7 @@ def page(scene: Scene) -> str:
 
     Example:
         >>> from hypercomm.draw.scenes import GridScene
-        >>> grid = Numbering([2, 4], ["tp", "dp"])
+        >>> grid = RankLayout([2, 4], ["tp", "dp"])
         >>> text = page(GridScene("two by four", (("", grid),), dims=("tp",)))
         >>> text.splitlines()[0], "<title>two by four</title>" in text
         ('<!doctype html>', True)
@@ -76,7 +76,7 @@ def page(scene: Scene) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 
 
-def _numberings(scene: Scene) -> tuple[Numbering, ...]:
+def _numberings(scene: Scene) -> tuple[RankLayout, ...]:
     if isinstance(scene, MatrixScene):
         return ()
     if isinstance(scene, ChangeScene):
@@ -142,7 +142,7 @@ def _own(scene: Scene) -> dict[str, Any]:
     }
 
 
-def _grid(name: str, grid: Numbering) -> dict[str, Any]:
+def _grid(name: str, grid: RankLayout) -> dict[str, Any]:
     return {
         "name": name,
         "dims": grid.dim_names,

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout import RankLayout
 from hypercomm.topology import Topology
 
 Dims = tuple[str, ...]
@@ -41,7 +41,7 @@ class GridScene:
     """
 
     title: str
-    grids: tuple[tuple[str, Numbering], ...]
+    grids: tuple[tuple[str, RankLayout], ...]
     topology: Topology | None = None
     dims: Dims = ()
     panels: tuple[Dims, ...] = ()
@@ -82,8 +82,8 @@ class ChangeScene:
     """
 
     title: str
-    before: Numbering
-    after: Numbering
+    before: RankLayout
+    after: RankLayout
     changes: tuple[Change, ...] = ()
     topology: Topology | None = None
     dims: Dims = ()
@@ -120,10 +120,10 @@ class MatrixScene:
 Scene = GridScene | ChangeScene | MatrixScene
 
 
-def ranks_of(numbering: Numbering) -> NDArray[np.int64]:
+def ranks_of(numbering: RankLayout) -> NDArray[np.int64]:
     """List the ranks in the order of their positions; the first dim varies fastest.
 
-    >>> ranks_of(Numbering([2, 2], ["tp", "dp"], 4)).tolist()
+    >>> ranks_of(RankLayout([2, 2], ["tp", "dp"], 4)).tolist()
     [4, 5, 6, 7]
     """
     ranks = numbering.ranks
@@ -142,7 +142,7 @@ def distinct(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered[np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))]
 
 
-def group_of_each(numbering: Numbering, dims: Iterable[str]) -> NDArray[np.int64]:
+def group_of_each(numbering: RankLayout, dims: Iterable[str]) -> NDArray[np.int64]:
     """Number the group over some dims that each position is in, as `RankLayout.groups` does.
 
     Groups count by the coordinates along the other dims, the first of those fastest.
@@ -155,7 +155,7 @@ def group_of_each(numbering: Numbering, dims: Iterable[str]) -> NDArray[np.int64
         For each position, in the order of `numbering.ranks`, the index of its group.
 
     Example:
-        >>> group_of_each(Numbering([2, 2, 2], ["tp", "cp", "dp"]), ["cp"]).tolist()
+        >>> group_of_each(RankLayout([2, 2, 2], ["tp", "cp", "dp"]), ["cp"]).tolist()
         [0, 1, 0, 1, 2, 3, 2, 3]
     """
     inner = set(dims)

@@ -17,9 +17,8 @@ from hypercomm.draw.parts.fates import Fate, fates
 from hypercomm.draw.parts.groups_lit import GroupsLit, dims_in, long_dims
 from hypercomm.draw.parts.words import about
 from hypercomm.draw.scenes import ChangeScene, Dims, GridScene, MatrixScene, Scene
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.shown import aligned
+from hypercomm.layout import RankLayout
+from hypercomm.layout.text import aligned, counted
 from hypercomm.topology import Topology
 
 MOST_RANKS = 256
@@ -184,7 +183,7 @@ def _grids(scene: GridScene, width: int, bar: str) -> list[Line]:
     return lines
 
 
-def every_dim(numbering: Numbering) -> list[Dims]:
+def every_dim(numbering: RankLayout) -> list[Dims]:
     """Return each dim larger than 1 by itself."""
     return [(dim,) for dim in long_dims(numbering)]
 
@@ -198,7 +197,7 @@ _Host = tuple[str, list[int]]
 
 
 def _rows(
-    numbering: Numbering, rows: Sequence[_Row], topology: Topology | None, width: int, bar: str
+    numbering: RankLayout, rows: Sequence[_Row], topology: Topology | None, width: int, bar: str
 ) -> list[Line]:
     """A column for each rank, a row for each dims: its group's number, hosts beside each other."""
     ranks = [int(rank) for rank in numbering.ranks]

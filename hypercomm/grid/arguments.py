@@ -10,10 +10,7 @@ import attrs
 
 from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.numbering.written import VARIABLE, sizes_of_environment
-from hypercomm.layout.reading.checks import (
-    as_few,
+from hypercomm.layout.checks import (
     as_names,
     as_offset,
     as_ordered,
@@ -23,9 +20,17 @@ from hypercomm.layout.reading.checks import (
     positive,
     world_too_small,
 )
-from hypercomm.layout.reading.notation import OPEN, format_ranks, parse_sizes
-from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.layout.reading.sizes import as_factors, as_size, close_sizes
+from hypercomm.layout.parsing import (
+    OPEN,
+    VARIABLE,
+    Dims,
+    as_factors,
+    as_size,
+    close_sizes,
+    parse_sizes,
+    sizes_of_environment,
+)
+from hypercomm.layout.text import did_you_mean, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.creation.strategies import STRATEGIES
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
@@ -256,7 +261,7 @@ def _sizes_and_names(
             f"dim_names are missing: give ([2, 4], ['tp', 'dp']), or in one, 'tp=2,dp=4'; got "
             f"{shown(sizes)} alone"
         )
-    return list(as_few(sizes, "shape")), as_names(dim_names)
+    return list(as_ordered(sizes, "shape")), as_names(dim_names)
 
 
 def as_target(

@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError, LayoutError, OrderError, UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.checks import as_dims, as_ordered, as_strings, as_tuple
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.checks import as_ordered, as_strings, as_tuple
+from hypercomm.layout.groups import Axis, are_nested
+from hypercomm.layout.parsing import as_dims
+from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups import c10d
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupMissingError, GroupOptionsError
-from hypercomm.layout.groups.place import Place
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.groups import Place
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import c10d, world
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from hypercomm.grid.looks import GridLooks
 from hypercomm.grid.questions import GridState, owner_of
 from hypercomm.grid.view import GridView
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_ranks
-from hypercomm.layout.reading.notation import parse_sizes
-from hypercomm.layout.reading.signatures import with_own_names
+from hypercomm.layout.checks import as_ranks
+from hypercomm.layout.parsing import parse_sizes
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import reshaping, world
 from hypercomm.process_groups.agreement.steps import limit_of
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@with_own_names
 class HyperCommGrid(GridLooks):
     """An N-dimensional grid of ranks that creates process groups by dim names.
 

@@ -26,8 +26,8 @@ from hypercomm.grid.arguments import (
     check_world,
 )
 from hypercomm.grid.questions import GridQuestions
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import check_choice
+from hypercomm.layout.checks import check_choice
+from hypercomm.layout.parsing import Dims
 from hypercomm.layout.views import View
 from hypercomm.process_groups import c10d, world
 from hypercomm.process_groups.batches import create_all

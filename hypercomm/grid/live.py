@@ -12,7 +12,7 @@ from hypercomm.connections.connections import Connections
 from hypercomm.connections.items import Plans, in_order
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.shortcuts import GridShortcuts
-from hypercomm.layout.reading.checks import check_duration
+from hypercomm.layout.checks import check_duration
 from hypercomm.process_groups.batches import only_call
 from hypercomm.process_groups.survival.roll_call import call_the_roll
 

@@ -8,9 +8,8 @@ from typing import NoReturn, SupportsIndex
 from hypercomm.draw import Drawing
 from hypercomm.errors import HyperCommError, NotPicklableError
 from hypercomm.grid.live import GridLive
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.notation import format_coords
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import as_html, format_coords
 from hypercomm.process_groups import world
 from hypercomm.topology.reading import On
 
@@ -48,10 +47,12 @@ class GridLooks(GridLive):
             >>> grid.draw(on=8).svg()[:4]
             '<svg'
         """
-        return self.layout.draw(on, dims, groups=groups)
+        from hypercomm.draw.making import drawing_of_grids
+
+        return drawing_of_grids(str(self.layout), {"": self.layout}, on, dims, groups)
 
     def _repr_html_(self) -> str:
-        return as_html(repr(self), (), (), self._lines()) + self.layout._repr_html_()
+        return as_html(repr(self), (), (), self._lines())
 
     def _lines(self) -> list[str]:
         if self.is_destroyed:

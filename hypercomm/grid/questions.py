@@ -10,8 +10,8 @@ import attrs
 
 from hypercomm.grid.arguments import GridOptions
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import as_rank
+from hypercomm.layout.checks import as_rank
+from hypercomm.layout.parsing import Dims
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.agreement import Agreement

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.grid.dims import GridDims
 from hypercomm.grid.interface import GridInterface
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import as_int
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.spec import GroupKey
 

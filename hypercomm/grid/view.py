@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from hypercomm.grid.looks import GridLooks
 from hypercomm.grid.questions import GridState
-from hypercomm.layout.reading.signatures import with_own_names
 
 
-@with_own_names
 class GridView(GridLooks):
     """One view of a grid, with the interface of a grid; made by `HyperCommGrid.view`.
 

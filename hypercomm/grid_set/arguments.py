@@ -23,10 +23,9 @@ from hypercomm.grid.arguments import (
     as_arguments,
 )
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.parsing import Dims, parse_sizes
 from hypercomm.layout.placement import check_names
-from hypercomm.layout.reading.notation import parse_sizes
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.spec import check_once
 

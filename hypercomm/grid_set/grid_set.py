@@ -25,11 +25,9 @@ from hypercomm.grid_set.connecting import ConnectedGrids
 from hypercomm.grid_set.joint_creation import create_jointly, steps_of
 from hypercomm.grid_set.modules import as_rows, as_table
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_offset, as_world_size
 from hypercomm.layout.placement import Kind, Placement, Requirement, colocate, tile
-from hypercomm.layout.reading.checks import as_offset, as_world_size
-from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.layout.reading.signatures import with_own_names
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import as_html, did_you_mean, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.steps import Steps
 from hypercomm.process_groups.batches import Batch, only_call
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 
-@with_own_names
 class GridSet(ConnectedGrids):
     """Several named grids in one job: an encoder beside a language model, training with inference.
 

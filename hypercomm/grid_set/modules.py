@@ -14,10 +14,9 @@ from hypercomm.draw.making import drawing_of_grids
 from hypercomm.errors import HyperCommError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import as_rank
-from hypercomm.layout.reading.notation import format_coords, format_ranks
-from hypercomm.layout.reading.shown import aligned
+from hypercomm.layout.checks import as_rank
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import aligned, format_coords, format_ranks
 from hypercomm.process_groups import world
 from hypercomm.topology.reading import On
 from hypercomm.transfers.transfer import transfer

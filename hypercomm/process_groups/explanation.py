@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from hypercomm.layout import RankGroups
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import as_html
 from hypercomm.process_groups.creation.strategies import alternatives, split_turns
 from hypercomm.process_groups.planned import PlannedGroup, PooledGroup
 from hypercomm.process_groups.spec import GroupKey

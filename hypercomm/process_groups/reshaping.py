@@ -15,7 +15,7 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.losses import Lost
+from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.steps import Step, Steps
 from hypercomm.process_groups.agreement.together import NOTHING, all_or_none, refusing

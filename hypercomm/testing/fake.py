@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.layout.reading.checks import as_int, as_world_size
+from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import check_timeout
 

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LayoutError, SimulationError
 from hypercomm.launch.run import check_call
-from hypercomm.layout.reading.checks import as_world_size
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_world_size
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.planned import plans_of
 from hypercomm.testing.fake import fake_world

@@ -6,10 +6,10 @@ import re
 from itertools import pairwise
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.checks import positive
-from hypercomm.layout.reading.names import ARGUMENTS, Names
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import positive
+from hypercomm.layout.text import shown
 from hypercomm.topology.found import Found, check_size
+from hypercomm.topology.names import ARGUMENTS, Names
 
 _LEVELS = ("host", "domain", "leaf", "spine", "core")
 _EXAMPLE = "write GPUs for each host and what is around it, like '8,72' or 'host=8,domain=72'"

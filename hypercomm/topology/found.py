@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.checks import LARGEST_WORLD
-from hypercomm.layout.reading.shown import some_of
+from hypercomm.layout.checks import LARGEST_WORLD
+from hypercomm.layout.text import some_of
 
 SWITCHES = ("leaf", "spine", "core")
 """The levels of switches, from a host up; beyond them they are numbered: "tier-3"."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.topology.found import Found
 
 _EXAMPLE = "write a host like 'node01 slots=8' or 'node01:8'"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.shown import shown, some_of
+from hypercomm.layout.text import shown, some_of
 from hypercomm.topology.found import Found, tier
 
 _LABELS = {

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import RankOutsideError, TopologyError
-from hypercomm.layout.reading.checks import as_ordered, as_rank, as_ranks, as_strings
-from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
+from hypercomm.layout.checks import as_ordered, as_rank, as_ranks, as_strings
+from hypercomm.layout.text import aligned, did_you_mean, shown
 
 
 def _as_units(value: object) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 MOST_HOSTS = 2**20
 """The most hosts that a list may name: more is surely a mistake, and would take all memory."""

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from hypercomm.errors import MissingPackageError, TopologyError
-from hypercomm.layout.reading.checks import as_world_size, positive
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.names import ARGUMENTS, Names
-from hypercomm.layout.reading.shown import shown, some_of
+from hypercomm.layout.checks import as_world_size, positive
+from hypercomm.layout.text import counted, shown, some_of
 from hypercomm.topology.agreeing import check_tree, check_whole
 from hypercomm.topology.blocks import is_blocks, read_blocks
 from hypercomm.topology.found import Found, check_complete, check_size, text_of
 from hypercomm.topology.hostfiles import read_hostfile
 from hypercomm.topology.labels import read_labels
 from hypercomm.topology.levels import Level, Topology
+from hypercomm.topology.names import ARGUMENTS, Names
 from hypercomm.topology.node_lists import expand_hosts
 from hypercomm.topology.switches import looks_like_switches, read_slurm_yaml, read_switches
 

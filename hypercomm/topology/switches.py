@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.topology.found import Found, tier
 from hypercomm.topology.node_lists import expand_hosts
 

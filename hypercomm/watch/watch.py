@@ -27,7 +27,7 @@ import hypercomm
 from hypercomm.blame.watched import FORM, MARK
 from hypercomm.errors import WatchError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import c10d, job
 from hypercomm.process_groups.c10d.store import answer
 from hypercomm.process_groups.spec import GroupKey

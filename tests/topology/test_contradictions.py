@@ -6,7 +6,7 @@ import pytest
 from unit_names import units
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout import place
+from hypercomm.layout.placing import place
 from hypercomm.topology import read_topology
 from hypercomm.topology.reading import place_of
 

@@ -15,7 +15,7 @@ from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.difference import difference
-from hypercomm.layout.reading.notation import parse_groups
+from hypercomm.layout.parsing import parse_groups
 
 
 def _read_shape(_: object, __: object, text: str | None) -> list[int] | None:

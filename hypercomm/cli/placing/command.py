@@ -17,13 +17,13 @@ from hypercomm.cli.printing import console, table
 from hypercomm.draw.drawing import KINDS as PICTURES
 from hypercomm.draw.drawing import writable
 from hypercomm.errors import NotationError
+from hypercomm.layout.checks import check_choice
+from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.placing import Placed
 from hypercomm.layout.placing.place import place_named
 from hypercomm.layout.placing.placed import COLUMNS, TAKEN
 from hypercomm.layout.placing.writing import KINDS, save
-from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.files import as_new_file
-from hypercomm.layout.reading.notation import parse_groups
+from hypercomm.tools.files import as_new_file
 
 _ROOMY = 60
 """The columns of a terminal in which tables have lines."""

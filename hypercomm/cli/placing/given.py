@@ -9,8 +9,8 @@ from typing import Any
 from hypercomm.errors import NotationError
 from hypercomm.layout.placing import Card
 from hypercomm.layout.placing.traffic import as_amount
-from hypercomm.layout.reading.names import Names
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
+from hypercomm.topology.names import Names
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 

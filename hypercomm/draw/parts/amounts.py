@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.draw.scenes import MatrixScene
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import counted, format_ranks
 
 MOST_SIDE = 48
 """Rows and columns that a picture of a matrix has at most."""

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.draw.scenes import distinct, ranks_of
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout import RankLayout
+from hypercomm.layout.text import counted, format_ranks
 from hypercomm.topology import Topology
 
 MOST_RANKS = 1_000
@@ -52,7 +51,7 @@ class Cells:
 
 
 def cells_of(
-    numbering: Numbering,
+    numbering: RankLayout,
     topology: Topology | None,
     most_ranks: int = MOST_RANKS,
     most_units: int = MOST_UNITS,
@@ -66,7 +65,7 @@ def cells_of(
         most_units: The most cells of larger units.
 
     Example:
-        >>> cells = cells_of(Numbering([4, 3], ["tp", "dp"]), None, most_ranks=8, most_units=4)
+        >>> cells = cells_of(RankLayout([4, 3], ["tp", "dp"]), None, most_ranks=8, most_units=4)
         >>> cells.names, cells.counts.tolist(), cells.kind
         (('0..3', '4..7', '8..11'), [4, 4, 4], 'block of 4 ranks')
     """

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hypercomm.draw.parts.groups_lit import GroupsLit, long_dims
 from hypercomm.draw.scenes import ChangeScene, Dims, Result, ranks_of
-from hypercomm.layout.reading.counting import counted
+from hypercomm.layout.text import counted
 
 MOST_RANKS_OF_ALL = 64
 """Up to so many ranks, a picture shows the groups over every dim; else over one."""

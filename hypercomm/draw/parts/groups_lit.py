@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.draw.scenes import Dims, distinct, group_of_each, ranks_of
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.counting import counted, plural
+from hypercomm.layout import RankLayout
+from hypercomm.layout.text import counted, plural
 from hypercomm.topology import Level, Topology
 
 
@@ -23,7 +23,7 @@ class GroupsLit:
         dims: Some of its dims, in its order.
     """
 
-    numbering: Numbering
+    numbering: RankLayout
     dims: Dims
 
     @property
@@ -48,7 +48,7 @@ class GroupsLit:
     def members(self) -> NDArray[np.int64]:
         """Return the ranks of each group, of shape (groups, members), as `to_array` does.
 
-        >>> GroupsLit(Numbering([2, 2], ["tp", "dp"]), ("dp",)).members().tolist()
+        >>> GroupsLit(RankLayout([2, 2], ["tp", "dp"]), ("dp",)).members().tolist()
         [[0, 2], [1, 3]]
         """
         order = np.argsort(self.of_each(), kind="stable")
@@ -58,7 +58,7 @@ class GroupsLit:
         """Return the smallest and the largest number of a level's units that a group reaches.
 
         >>> import numpy
-        >>> lit = GroupsLit(Numbering([2, 2], ["tp", "dp"]), ("dp",))
+        >>> lit = GroupsLit(RankLayout([2, 2], ["tp", "dp"]), ("dp",))
         >>> lit.reach(Level("host", numpy.array([0, 0, 1, 1]), ("a", "b")))
         (2, 2)
         """
@@ -70,7 +70,7 @@ class GroupsLit:
     def words(self, topology: Topology | None = None) -> str:
         """Say how many groups there are, and how far each reaches.
 
-        >>> GroupsLit(Numbering([2, 3], ["tp", "dp"]), ("dp",)).words()
+        >>> GroupsLit(RankLayout([2, 3], ["tp", "dp"]), ("dp",)).words()
         '2 groups of 3'
         """
         text = f"{counted(self.count, 'group')} of {self.size:,}"
@@ -83,20 +83,20 @@ class GroupsLit:
         return text
 
 
-def dims_in(numbering: Numbering, dims: Dims) -> Dims:
+def dims_in(numbering: RankLayout, dims: Dims) -> Dims:
     """Return those of some dims that a grid has, in its order; all of its dims' first if none.
 
-    >>> dims_in(Numbering([2, 3], ["tp", "dp"]), ("dp", "pp")), dims_in(Numbering([2], ["a"]), ())
+    >>> dims_in(RankLayout([2, 3], ["tp", "dp"]), ("dp", "pp")), dims_in(RankLayout([2], ["a"]), ())
     (('dp',), ('a',))
     """
     found = tuple(dim for dim in numbering.dim_names if dim in dims)
     return found or long_dims(numbering)[:1]
 
 
-def long_dims(numbering: Numbering) -> Dims:
+def long_dims(numbering: RankLayout) -> Dims:
     """Return the dims larger than 1; the first one where there is none.
 
-    >>> long_dims(Numbering([1, 2], ["tp", "dp"])), long_dims(Numbering([1, 1], ["tp", "dp"]))
+    >>> long_dims(RankLayout([1, 2], ["tp", "dp"])), long_dims(RankLayout([1, 1], ["tp", "dp"]))
     (('dp',), ('tp',))
     """
     long = tuple(dim for dim, size in numbering.sizes.items() if size > 1)

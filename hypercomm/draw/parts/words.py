@@ -6,7 +6,7 @@ import numpy as np
 
 from hypercomm.draw.parts.cells import MOST_RANKS, MOST_UNITS, cells_of
 from hypercomm.draw.scenes import GridScene, distinct, ranks_of
-from hypercomm.layout.reading.counting import counted
+from hypercomm.layout.text import counted
 from hypercomm.topology import Topology
 
 

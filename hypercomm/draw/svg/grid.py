@@ -20,7 +20,7 @@ from hypercomm.draw.svg.blocks import (
 )
 from hypercomm.draw.svg.panel import panel
 from hypercomm.draw.svg.sheet import WIDTH, sheet, table
-from hypercomm.layout.numbering.numbering import Numbering
+from hypercomm.layout import RankLayout
 from hypercomm.topology import Topology
 
 _MOST_ROWS = 12
@@ -41,7 +41,7 @@ def svg_of_grids(scene: GridScene, most_ranks: int = MOST_RANKS) -> str:
 
 
 def _panels(
-    numbering: Numbering,
+    numbering: RankLayout,
     wanted: tuple[Dims, ...],
     topology: Topology | None,
     width: float,
@@ -64,7 +64,7 @@ def _caption(lit: GroupsLit, topology: Topology | None) -> Block:
     return Block(start + text_width(words, 12), 18, markup)
 
 
-def _legend(numbering: Numbering, wanted: tuple[Dims, ...], topology: Topology | None) -> Block:
+def _legend(numbering: RankLayout, wanted: tuple[Dims, ...], topology: Topology | None) -> Block:
     """The dims, one a row: those that are lit stand out."""
     several = [dims for dims in wanted if len(dims) > 1]
     every = [(dim,) for dim in numbering.dim_names] + several
@@ -105,7 +105,7 @@ def _lanes(scene: GridScene) -> int:
     return sum(names.index(there) - names.index(here) != 1 for here, there in scene.edges)
 
 
-def _box(name: str, numbering: Numbering, inside: Block) -> Block:
+def _box(name: str, numbering: RankLayout, inside: Block) -> Block:
     first, last = numbering.rank_offset, numbering.last_rank
     sizes = fitted(f"{numbering}: {numbering.size:,} ranks {first}..{last}", 560, 12)
     shown = fitted(name, 320, 17)

@@ -12,9 +12,8 @@ from hypercomm.draw.parts.groups_lit import GroupsLit
 from hypercomm.draw.scenes import Dims
 from hypercomm.draw.svg.blocks import Block, escaped, fitted, label, rectangle
 from hypercomm.draw.svg.placed import Size, draw_frames, place
-from hypercomm.layout.numbering.numbering import Numbering
-from hypercomm.layout.reading.counting import counted, plural
-from hypercomm.layout.reading.notation import format_coords, format_ranks
+from hypercomm.layout import RankLayout
+from hypercomm.layout.text import counted, format_coords, format_ranks, plural
 from hypercomm.topology import Topology
 
 _RANK, _SMALL_RANK = Size(40, 34, 8), Size(33, 28, 8)
@@ -55,7 +54,7 @@ OWN_COLOURS = Looks()
 
 
 def panel(
-    numbering: Numbering,
+    numbering: RankLayout,
     dims: Dims,
     topology: Topology | None,
     width: float,
@@ -87,7 +86,7 @@ def panel(
     return Block(placed.width, placed.height, markup)
 
 
-def _row(numbering: Numbering) -> int:
+def _row(numbering: RankLayout) -> int:
     """How many ranks a row has where no host says: whole inner dims, up to 16 ranks."""
     columns = 1
     for size in numbering.shape:

@@ -16,7 +16,7 @@ import attrs
 
 import hypercomm
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.agreement.differences import who, words_of
 from hypercomm.process_groups.agreement.meeting import Said, foreign
 

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.agreement.agreement import Agreement, Joined
 from hypercomm.process_groups.agreement.arrival import absent
