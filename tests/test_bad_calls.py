@@ -6,7 +6,6 @@ import re
 from datetime import timedelta
 
 import pytest
-from hypercomm.layout.reading import notation
 
 from hypercomm import (
     GridSet,
@@ -18,6 +17,7 @@ from hypercomm import (
     renew_world,
 )
 from hypercomm.compat.megatron.parallel_state import create_hybrid_dp_cp_groups
+from hypercomm.layout import parsing as notation
 from hypercomm.layout.placing import place
 from hypercomm.process_groups import c10d
 from hypercomm.testing import fake_world, local_ranks, run_ranks, simulate

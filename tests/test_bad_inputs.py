@@ -16,7 +16,6 @@ import bad_inputs
 import pytest
 import torch
 from bad_inputs import LAYOUT, Draws, HangError, OwnError, Stage, draw_call, look, patience
-from hypercomm.layout.reading import notation
 from hypothesis import find, settings
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy, integers
@@ -42,6 +41,7 @@ from hypercomm.errors import HyperCommError
 from hypercomm.launch import run as launch
 from hypercomm.launch.launchers import VARIABLES
 from hypercomm.layout import difference
+from hypercomm.layout import parsing as notation
 from hypercomm.layout import pipelines as stages
 from hypercomm.layout.placing import Card, Placed, Traffic, place
 from hypercomm.process_groups.options import GroupOptions

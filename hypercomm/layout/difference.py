@@ -1,4 +1,4 @@
-"""What changes from one layout to another: which groups are kept, gone or new, which ranks move.
+"""Differences between two layouts: groups that are kept, gone or new, and ranks that move.
 
 Groups are the same when they have the same ranks in the same order, whatever their dims are called.
 """
@@ -33,7 +33,7 @@ _Dims = tuple[str, ...]
 
 @attrs.frozen
 class GroupsChange:
-    """What becomes of the groups over some dims; made by `difference`.
+    """The fate of the groups over some dims; made by `difference`.
 
     Args:
         before: The dims that make these groups in the layout before, in its order; none if new.
@@ -81,7 +81,7 @@ class GroupsChange:
 
 @attrs.frozen(repr=False)
 class LayoutDifference:
-    """What changes from one layout to another; made by `difference`, and `str()` is a table.
+    """The differences between two layouts; made by `difference`. `str()` is a table.
 
     Args:
         before: The layout before.
@@ -136,7 +136,7 @@ class LayoutDifference:
 
     @property
     def lost(self) -> Lost:
-        """What is lost with the ranks that only the layout before has.
+        """The shards that are lost with the ranks that only the layout before has.
 
         Example:
             >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])
@@ -175,17 +175,17 @@ class LayoutDifference:
 def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
     """Compare the groups and the coordinates that ranks have in two layouts.
 
-    Every combination of dims is looked at, dims of size 1 left out: they add nobody to a group.
+    All combinations of dims larger than 1 are compared.
 
     Args:
         before: The layout to come from; at most `MOST_DIMS` of its dims are larger than 1.
         after: The layout to go to, likewise; it may have other ranks and other dims.
 
     Returns:
-        What becomes of the groups, and how many ranks move.
+        The fate of all groups, and the number of ranks that move.
 
     Raises:
-        LayoutError: One of them is no layout, or has too many ranks or dims.
+        LayoutError: One of them is not a layout, or has too many ranks or dims.
 
     Example:
         With tp=2 the ranks 0 and 1 are together, and with cp=4 the ranks 0..3 are.
@@ -301,15 +301,15 @@ def _named(layout: RankLayout) -> str:
     return f"{layout} from rank {layout.rank_offset}" if layout.rank_offset else str(layout)
 
 
-# ---- lost ranks ----
+# ---- lost ranks ---------------------------------------------------------------------------------
 
 
 @attrs.frozen(repr=False, slots=False)
 class Lost:
-    """What is lost of a layout with the ranks that another one has no more; `str()` is a table.
+    """The shards that are lost with the ranks that another layout lacks; `str()` is a table.
 
-    What is sharded over some dims, and the same along the others, has a shard for each combination
-    of coordinates along those dims. A shard is lost where no rank is left that held it.
+    State that is sharded over some dims and replicated along the others has a shard for each
+    combination of coordinates along those dims. A shard is lost if no rank is left that held it.
 
     Args:
         before: The layout before.
@@ -344,14 +344,14 @@ class Lost:
         return left.reshape(self.before.shape[::-1])
 
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
-        """Return the shards of what is sharded over some dims that no rank is left with.
+        """Return the shards over some dims that no remaining rank holds.
 
         Args:
             dims: At least one, in any order, as for `RankLayout.groups`.
 
         Returns:
             The coordinates of each along the dims, in the layout's order; the first dim varies
-            fastest. A trainer loads them from its checkpoint; all others some rank has.
+            fastest. A trainer loads these from its checkpoint; some rank has each other shard.
 
         Raises:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
@@ -363,11 +363,11 @@ class Lost:
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
 
     def replicas(self, rank: int, /, *dims: str) -> tuple[int, ...]:
-        """Return the ranks that are left with the shard that a rank has, or had.
+        """Return the remaining ranks that hold the same shard as a rank.
 
         Args:
             rank: One of the layout before.
-            dims: Those over which is sharded, as for `shards`.
+            dims: The dims that the state is sharded over, as for `shards`.
 
         Raises:
             RankOutsideError: The layout before does not have the rank.
@@ -385,7 +385,7 @@ class Lost:
 
     @property
     def summary(self) -> str:
-        """What is lost in one sentence.
+        """The losses in one sentence.
 
         Example:
             >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])

@@ -86,7 +86,7 @@ class RankLayout:
         strides: Ranks between neighbours along each dim, in the order of `shape`. Default: as
             dense as can be. Each must be at least the extent of the dims before it.
         ranks: In place of offset and strides: the rank at each position, the first dim varying
-            fastest, where some hosts are left out or the ranks are in an order of their own.
+            fastest, where some hosts are left out or the ranks are in another order.
         world_size: The number of ranks that the sizes must multiply to; it infers a size of -1.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
@@ -296,16 +296,15 @@ class RankLayout:
             >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
-        return cls._fitting(world_size, _choices(sizes), as_offset(rank_offset))
-
-    @classmethod
-    def _fitting(
-        cls, world_size: int, choices: Mapping[str, tuple[int, ...]], offset: int
-    ) -> list[RankLayout]:
-        total, names = positive(world_size, "world_size"), tuple(choices)
+        total, choices, offset = (
+            positive(world_size, "world_size"),
+            _choices(sizes),
+            as_offset(rank_offset),
+        )
         if total > LARGEST_RANK:
             raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {shown(total)}")
-        return [cls._of(shape, names, offset) for shape in completions([*choices.values()], total)]
+        shapes = completions([*choices.values()], total)
+        return [cls._of(shape, tuple(choices), offset) for shape in shapes]
 
     @classmethod
     def fit(
@@ -338,7 +337,7 @@ class RankLayout:
             'tp=1,dp=3'
         """
         choices = _choices(sizes)
-        layouts = cls._fitting(world_size, choices, as_offset(rank_offset))
+        layouts = cls.suggest(world_size, rank_offset=rank_offset, **choices)
         known = [name for name, choice in choices.items() if OPEN not in choice]
         if not layouts:
             least = math.prod([min(choices[name]) for name in known])

@@ -1,6 +1,6 @@
-"""RankMapping: who sends what to whom when a tensor moves from one layout to another.
+"""RankMapping: the messages that redistribute a tensor from one layout to another.
 
-Everything about one rank is arithmetic on the two layouts; the table of all messages is vectorised.
+Everything about one rank is arithmetic on the two layouts.
 
 A cell of the source overlaps some cells of the target, and each replica of those wants the part in
 common. These replicas are the cell's consumers: n of them, the target's replicas varying fastest,
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.layout.checks import LARGEST_WORLD, as_flag, as_int, as_ordered
+from hypercomm.layout.checks import as_flag, as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.messages import (
     Cut,
@@ -29,7 +29,6 @@ from hypercomm.layout.messages import (
     Shard,
     Sharding,
     as_lengths,
-    overlapping,
     resolve_axes,
 )
 from hypercomm.layout.parsing import nearest_multiples
@@ -49,8 +48,8 @@ Given = int | str | tuple[str, int]
 _MAY_LACK = ("dp", "cp", "pp")
 """The dims that are named by default, whether or not a layout has them."""
 
-_MOST_MESSAGES = LARGEST_WORLD
-"""The most messages that one call lists; more would hardly fit into memory."""
+_MOST_MESSAGES = 2**20
+"""The most messages that one call lists."""
 
 
 class HasLayout(Protocol):
@@ -67,7 +66,7 @@ AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 
 @attrs.frozen(repr=False, init=False)
 class RankMapping:
-    """Who sends what to whom, when a tensor spread over one layout is wanted over another.
+    """The messages that redistribute a tensor from one layout to another.
 
     The batch is split along one dim, further dims may cut further axes, and every other dim
     replicates the tensor. It leaves the last pipeline stage of the source, and enters the first of
@@ -77,7 +76,7 @@ class RankMapping:
     ceil(n / R) others.
 
     It is a value: frozen, hashable and picklable, and needs no torch; `hypercomm.transfer` moves
-    tensors by it. The layouts may lie beside each other, overlap, or be on the same ranks.
+    tensors by it. The layouts may be disjoint, overlap, or be on the same ranks.
 
     Args:
         source: Where the tensor is: a layout, a grid, or sizes as text, for ranks from 0 on.
@@ -92,14 +91,14 @@ class RankMapping:
             i and 2 * cp - 1 - i on rank i of cp, {"cp": ("zigzag", 2)} another one. Where one end
             alone has it so, rename the dim at the other: {"cp": "zigzag", "sp": 1}.
         pipeline: The dim of the pipeline. None, or one that a layout lacks: all ranks take part.
-        leaders: Whether of the ranks that have the same the first sends alone, and of those that
-            want the same the first alone receives; the others get it from that one.
+        leaders: Whether only the first of the ranks with the same elements sends, and only the
+            first of those that want them receives; the others get them from that one.
         backward: Whether the tensor goes from the first stage of the source to the last of the
             target, as gradients do: what `inverse()` makes.
 
     Raises:
-        LayoutError: `source` or `target` is no layout, a dim is given two roles, an axis is no
-            int, or neither size along the batch is a multiple of the other.
+        LayoutError: `source` or `target` is not a layout, a dim is given two roles, an axis is not
+            an int, or neither size along the batch is a multiple of the other.
         UnknownDimError: A dim other than "dp", "cp" and "pp" is in neither layout; or `along` is,
             while dims without a role would replicate the tensor.
 
@@ -183,7 +182,7 @@ class RankMapping:
         *,
         at: Mapping[str, int] | None = None,
     ) -> RankMapping:
-        """Map what has no batch, as weights; it enters all ranks of the target.
+        """Map a tensor without a batch, such as a weight, to all ranks of the target.
 
         Args:
             source: As for the class.
@@ -271,38 +270,18 @@ class RankMapping:
             >>> mapping.table()["start"].ravel().tolist()
             [0, 0, 0, 1, 1, 1]
         """
-        senders, receivers = self._replicas
-        _refuse_too_many(math.prod(cut.overlaps for cut in self.cuts) * receivers)
-        pairs = [cut.pairs() for cut in self.cuts]
-        boxes = math.prod(len(sources) for sources, _ in pairs)
-        chosen = np.indices([len(sources) for sources, _ in pairs]).reshape(len(pairs), boxes)
-        here, there, position = (np.zeros(boxes, dtype=np.int64) for _ in range(3))
-        cells = np.ones(boxes, dtype=np.int64)
-        bounds = np.empty((2, boxes, len(pairs)), dtype=np.int64)
-        for axis, (cut, (sources, targets)) in enumerate(zip(self.cuts, pairs, strict=True)):
-            source, target = sources[chosen[axis]], targets[chosen[axis]]
-            first, stop = overlapping(source, cut.source, cut.target)
-            here, there = here * cut.source + source, there * cut.target + target
-            position, cells = position * (stop - first) + target - first, cells * (stop - first)
-            wide, narrow = cut.units // cut.source, cut.units // cut.target
-            np.maximum(source * wide, target * narrow, out=bounds[0, :, axis])
-            np.minimum((source + 1) * wide, (target + 1) * narrow, out=bounds[1, :, axis])
-        turn = position[:, None] * receivers + np.arange(receivers)
-        sender = turn * senders // (cells[:, None] * receivers)
-        columns = [(name, np.int64) for name in ("source", "target")]
-        bound_columns = [(name, np.int64, (len(pairs),)) for name in ("start", "stop")]
-        rows = np.empty(boxes * receivers, dtype=[*columns, *bound_columns])
-        held = self._before.to_array()[:, :senders]
-        wanted = self._after.to_array()[:, :receivers]
-        targets = wanted[there]
-        serves_itself = _are_in(targets, here[:, None], held)
-        rows["source"] = np.where(serves_itself, targets, held[here[:, None], sender]).ravel()
-        rows["target"] = targets.ravel()
-        rows["start"], rows["stop"] = bounds.repeat(receivers, axis=1)
-        starts = [rows["start"][:, axis] for axis in reversed(range(len(pairs)))]
-        order = np.lexsort((*starts, rows["target"], rows["source"]))
-        ordered: NDArray[np.void] = rows[order]
-        return ordered
+        _, receivers = self._replicas
+        _check_count(math.prod([cut.overlaps for cut in self.cuts]) * receivers)
+        messages = [message for rank in self.source_ranks for message in self.sends(rank)]
+        messages.sort(key=_by_place)
+        ends = [(name, np.int64) for name in ("source", "target")]
+        units = [(name, np.int64, (len(self.cuts),)) for name in ("start", "stop")]
+        rows = np.empty(len(messages), dtype=[*ends, *units])
+        for row, message in zip(rows, messages, strict=True):
+            row["source"], row["target"] = message.source, message.target
+            row["start"] = [part.start for part in message.parts]
+            row["stop"] = [part.stop for part in message.parts]
+        return rows
 
     # ---- one rank ---------------------------------------------------------------------------
 
@@ -376,9 +355,9 @@ class RankMapping:
     def gather_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the source's ranks whose shares of the batch meet in one shard of the target.
 
-        In the order of the batch, `rank` included; all else that they hold is alike. Where a shard
-        of the target is not made of several whole ones, `rank` alone. () where it is not on the
-        stage that sends.
+        In the order of the batch, including `rank`; they differ in no other axis. `rank` alone,
+        where a shard of the target is not made of several whole ones. () where `rank` is not on
+        the stage that sends.
 
         Raises:
             RankOutsideError: The source does not hold `rank`.
@@ -413,7 +392,9 @@ class RankMapping:
         lengths = list(as_lengths(shape))
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
             whole = cut.part(0, 0)
-            whole.slice_of(lengths[axis], cut.source, held=cut.source_held)  # refuses odd lengths
+            whole.slice_of(
+                lengths[axis], cut.source, held=cut.source_held
+            )  # raises for lengths that cannot be cut
             lengths[axis] = lengths[axis] * cut.sources // cut.targets
         return tuple(lengths)
 
@@ -426,7 +407,7 @@ class RankMapping:
         first, last = (
             -(-replica * consumers // senders) for replica in (here.replica, here.replica + 1)
         )
-        _refuse_too_many(last - first)
+        _check_count(last - first)
         for own in _shards_of(self._after, rank, receivers):
             if all(shard in some for shard, some in zip(own.cell, choices, strict=True)):
                 yield self._message(here, own)
@@ -438,7 +419,7 @@ class RankMapping:
                 reversed_cell.append(shards[position])
             there = Shard(tuple(reversed_cell[::-1]), replica)
             theirs = _shards_of(self._before, self._after.rank_at(*there), senders)
-            if all(shard.cell != here.cell for shard in theirs):  # else it serves itself
+            if all(shard.cell != here.cell for shard in theirs):  # else it keeps its own
                 yield self._message(here, there)
 
     def _received_at(
@@ -446,7 +427,7 @@ class RankMapping:
     ) -> Iterator[Message]:
         """Return what a rank receives of one cell, given what it has itself."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there.cell, strict=True)]
-        _refuse_too_many(math.prod(map(len, choices)))
+        _check_count(math.prod(map(len, choices)))
         for cell in product(*choices):
             if cell in own:
                 yield self._message(own[cell], there)
@@ -487,7 +468,7 @@ class RankMapping:
 
 
 def _shards_of(sharding: Sharding, rank: int, replicas: int) -> list[Shard]:
-    """What any rank holds, if it is one of the first replicas of it, which take part."""
+    """The shards of any rank, if it is among the replicas that take part."""
     found = sharding.shards_of(rank) if rank in sharding.layout else ()
     return [shard for shard in found if shard.replica < replicas]
 
@@ -496,16 +477,7 @@ def _by_place(message: Message) -> tuple[int, int, list[int]]:
     return message.source, message.target, [part.start for part in message.parts]
 
 
-def _are_in(
-    ranks: NDArray[np.int64], rows: NDArray[np.int64], held: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Whether each rank is in its row of `held`; a rank may be in several."""
-    world = 1 + max(int(ranks.max(initial=0)), int(held.max(initial=0)))
-    keys = np.arange(len(held))[:, None] * world + held
-    return np.isin(rows * world + ranks, keys)
-
-
-def _refuse_too_many(messages: int) -> None:
+def _check_count(messages: int) -> None:
     if messages > _MOST_MESSAGES:
         raise LayoutError(
             f"these are {messages} messages, more than the {_MOST_MESSAGES} that can be listed; "
@@ -520,7 +492,7 @@ def _with_ranks(layout: RankLayout) -> str:
     )
 
 
-# ---- arguments ----
+# ---- arguments ----------------------------------------------------------------------------------
 
 
 def as_layout(given: AnyLayout, what: str) -> RankLayout:
@@ -535,7 +507,7 @@ def as_layout(given: AnyLayout, what: str) -> RankLayout:
 
 
 def part_of(given: AnyLayout, at: Mapping[str, int] | None, what: str) -> RankLayout:
-    """Read a layout, or of it the ranks with some coordinates.
+    """Return a layout, or the part of it at some coordinates.
 
     Raises:
         LayoutError, UnknownDimError: As for `as_layout` and `RankLayout.select`.
@@ -549,10 +521,10 @@ def part_of(given: AnyLayout, at: Mapping[str, int] | None, what: str) -> RankLa
 
 
 def as_dim(value: object, what: str) -> str:
-    """Read the name of a dim; `what` begins the error's sentence.
+    """Return the name of a dim; `what` begins the error's sentence.
 
     Raises:
-        LayoutError: It is no string, or empty.
+        LayoutError: It is not a string, or empty.
 
     Example:
         >>> as_dim("dp", "along")
@@ -564,14 +536,14 @@ def as_dim(value: object, what: str) -> str:
 
 
 def as_shards(value: object, sequence: int) -> Shards:
-    """Read which dim cuts which tensor axis, from a mapping or from pairs.
+    """Return the tensor axis that each dim cuts, from a mapping or from pairs.
 
     Args:
-        value: What is read; "zigzag" alone is of the axis of the sequence.
+        value: The mapping or the pairs; "zigzag" alone stands for the axis of the sequence.
         sequence: That axis.
 
     Raises:
-        LayoutError: It is neither, a dim is no string, or an axis no int.
+        LayoutError: It is neither, a dim is not a string, or an axis is not an int.
 
     Example:
         >>> as_shards({"cp": "zigzag", "tp": -1}, sequence=1)
@@ -612,7 +584,7 @@ def zigzag_dims(shards: Shards) -> tuple[str, ...]:
 
 
 def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
-    """Tell which dims cut each tensor axis, outermost first; the batch's axis first.
+    """Return the dims that cut each tensor axis, outermost first; the axis of the batch first.
 
     Example:
         >>> dims_of_axes("dp", 0, (("cp", 1), ("tp", 0)))
@@ -627,7 +599,7 @@ def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int
 
 
 def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the role of each dim, from pairs of role and dim; refuses a dim that has two."""
+    """Return the role of each dim, from pairs of role and dim; a dim with two is an error."""
     roles: dict[str, str] = {}
     for role, dim in named:
         if dim in roles:

@@ -1,7 +1,7 @@
 """Message: the part of a tensor that one rank sends to another, and where it lies on both.
 
 An axis is cut into shards. Where dims cut in zigzag, as Megatron orders a causal sequence for
-context parallelism, each rank holds two shards for each of these dims; `zigzag_order` says which.
+context parallelism, each rank holds two shards for each of these dims, which `zigzag_order` lists.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -20,8 +20,6 @@ from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import nearest_multiples
 from hypercomm.layout.text import shown
-
-Index = TypeVar("Index", int, NDArray[np.int64])
 
 
 @attrs.frozen
@@ -74,11 +72,11 @@ class Cut:
 
     def targets_of(self, shard: int) -> range:
         """Return the target's shards that overlap a shard of the source."""
-        return range(*overlapping(shard, self.source, self.target))
+        return _overlapping(shard, self.source, self.target)
 
     def sources_of(self, shard: int) -> range:
         """Return the source's shards that overlap a shard of the target."""
-        return range(*overlapping(shard, self.target, self.source))
+        return _overlapping(shard, self.target, self.source)
 
     def part(self, source: int, target: int, slots: tuple[int, int] = (0, 0)) -> Part:
         """Return what a shard of the source and one of the target have in common.
@@ -89,29 +87,10 @@ class Cut:
         start = max(source * wide, target * narrow)
         return Part(self, start, min((source + 1) * wide, (target + 1) * narrow), slots)
 
-    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Enumerate all overlapping shards of source and target, as two arrays of one length.
 
-        Example:
-            >>> [shards.tolist() for shards in Cut(axis=0, source=2, target=3).pairs()]
-            [[0, 0, 1, 1], [0, 1, 1, 2]]
-        """
-        every = np.arange(self.source, dtype=np.int64)
-        first, stop = overlapping(every, self.source, self.target)
-        counts = stop - first
-        sources = np.repeat(every, counts)
-        begins = np.cumsum(counts) - counts
-        return sources, np.arange(len(sources)) - begins[sources] + first[sources]
-
-
-def overlapping(shard: Index, own: int, others: int) -> tuple[Index, Index]:
-    """Return the first of the other shards that overlap one, and the one after the last.
-
-    Example:
-        >>> overlapping(1, own=2, others=3)
-        (1, 3)
-    """
-    return shard * others // own, -(-(shard + 1) * others // own)
+def _overlapping(shard: int, own: int, others: int) -> range:
+    """Return the other shards that overlap one."""
+    return range(shard * others // own, -(-(shard + 1) * others // own))
 
 
 @attrs.frozen
@@ -130,7 +109,7 @@ class Part:
     slots: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
 
     def slice_of(self, length: int, shards: int, slot: int = 0, held: int = 1) -> slice:
-        """Return where the part lies on a rank, where the axis is cut into `shards`.
+        """Return the slice of the part on a rank, where the axis is cut into `shards`.
 
         Args:
             length: Elements of the axis on one rank.
@@ -179,7 +158,7 @@ class Message:
     parts: tuple[Part, ...]
 
     def global_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return where it lies in the whole tensor.
+        """Return its slices of the whole tensor.
 
         Args:
             shape: The whole tensor's, in elements.
@@ -194,12 +173,12 @@ class Message:
         return self._slices(shape, [(1, 0, 1)] * len(self.parts))
 
     def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return where it lies in the sender's tensor, of this shape; as `global_slices`."""
+        """Return its slices of the sender's tensor, of this shape; as `global_slices`."""
         held = [(one.cut.source, one.slots[0], one.cut.source_held) for one in self.parts]
         return self._slices(shape, held)
 
     def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return where it lies in the receiver's tensor, of this shape; as `global_slices`."""
+        """Return its slices of the receiver's tensor, of this shape; as `global_slices`."""
         held = [(one.cut.target, one.slots[1], one.cut.target_held) for one in self.parts]
         return self._slices(shape, held)
 
@@ -355,7 +334,7 @@ class Sharding:
         cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
             the layout lacks count as dims of size 1.
         stage: The coordinate of the stage along the dim of the pipeline; none: all ranks.
-        zigzag: Those dims of `cuts` that cut in zigzag.
+        zigzag: The dims of `cuts` that cut in zigzag.
 
     Example:
         >>> sharding = Sharding(RankLayout.parse("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
@@ -440,21 +419,3 @@ class Sharding:
         for shard in self.shards_of(rank):
             return tuple([self.rank_at(shard.cell, one) for one in range(self.replicas)])
         return ()
-
-    def to_array(self) -> NDArray[np.int64]:
-        """Enumerate the ranks by cell (the last axis that is cut varies fastest) and replica.
-
-        Example:
-            >>> Sharding(RankLayout.parse("tp=2,dp=2"), [("dp",)]).to_array().tolist()
-            [[0, 1], [2, 3]]
-        """
-        every = (*self.axes, self.copies)
-        dims = [dim for axis in every for dim, _ in axis.dims]
-        if not dims:
-            return np.array([self.ranks], dtype=np.int64)
-        stage = self.layout.select(**self.stage) if self.stage else self.layout
-        ranks = stage.enumerate_ranks(dims).reshape([axis.count for axis in every])
-        for number, axis in enumerate(self.axes):
-            if axis.places is not None:
-                ranks = ranks.take(axis.places[:, 0], number)
-        return ranks.reshape(math.prod(self.shards), self.replicas)

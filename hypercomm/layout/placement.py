@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, combinations
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 
@@ -19,6 +19,8 @@ from hypercomm.layout.checks import (
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, close_sizes, known_size, read_sizes
 from hypercomm.layout.text import counted, format_ranks, shown
+
+T = TypeVar("T")
 
 Kind = Literal["tiled", "colocated", "disjoint", "overlapping"]
 Requirement = Literal["tiled", "disjoint", "colocated", "any"]
@@ -124,7 +126,7 @@ class Placement:
         ('disjoint', {}, (4, 5, 10, 11))
     """
 
-    layouts: Mapping[str, RankLayout] = attrs.field(converter=dict, hash=False)
+    layouts: Mapping[str, RankLayout] = attrs.field(hash=False)
     world_size: int = attrs.field(converter=as_world_size)
     overlaps: Mapping[tuple[str, str], Sequence[int]] = attrs.field(
         init=False, eq=False, repr=False
@@ -201,7 +203,7 @@ class Placement:
         return "; ".join([f"{what}, {self.kind}", *shared, *rest])
 
 
-def check_names(layouts: Layouts) -> Layouts:
+def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     """Check the names of several grids."""
     if not isinstance(layouts, Mapping) or not layouts:
         raise LayoutError(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
-import numpy as np
 
 from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
 from hypercomm.layout.checks import as_names, as_strings
-from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims, close_sizes, parse_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, shown
@@ -87,7 +85,7 @@ class Views(Mapping[str, View]):
             sizes = read_sizes(shape, dim_names)
             sizes = close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
         except WorldSizeError as error:
-            raise LayoutError(f"View {name!r} {error} ({self.base})") from error
+            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         wanted = () if lone is None else as_strings(lone, "shared_dims")
@@ -192,17 +190,7 @@ class Views(Mapping[str, View]):
                 several = f"s {list(dims)} have" if len(dims) > 1 else f" {dims[0]!r} has"
                 raise LayoutError(
                     f"Shared dim{several} different membership across views: the grid's groups are "
-                    f"{here!r}, those of view {name!r} are {there!r}; "
-                    f"{_first_difference(here, there)}; give the dim another name in the view, or "
-                    f"other sizes or another order"
+                    f"{here!r}, those of view {name!r} are {there!r}; give the dim another name in "
+                    f"the view, or other sizes or another order"
                 )
         return shared
-
-
-def _first_difference(one: RankGroups, other: RankGroups) -> str:
-    if (len(one), one.group_size) != (len(other), other.group_size):
-        return (
-            f"they are {len(one)} groups of {one.group_size} and {len(other)} of {other.group_size}"
-        )
-    index = int(np.flatnonzero((one.to_array() != other.to_array()).any(axis=1))[0])
-    return f"they first differ in group {index}, {one[index]} and {other[index]}"
