@@ -645,7 +645,7 @@ class RankLayout:
         try:
             parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
         except (LayoutError, WorldSizeError) as error:
-            raise LayoutError(f"split({dim!r}, inner=2, outer=-1) {error}") from error
+            raise LayoutError(f"dim {dim!r} cannot be split: {error}") from error
         strides = accumulate(parts.values(), operator.mul, initial=stride)
         axes = map(Axis, parts.values(), strides)
         return self._with_dims(axis, axis + 1, list(zip(parts, axes, strict=True)))

@@ -151,7 +151,7 @@ def test_shared_dims_make_the_same_groups():
             LayoutError,
             r"'pp' has different membership .*\(0, 8\).*\(0, 1\)",
         ),
-        (("e", [4, 4], ["ep", "pp"], ["pp"]), LayoutError, "8 groups of 2.* 4 groups of 4"),
+        (("e", [4, 4], ["ep", "pp"], ["pp"]), LayoutError, "8 groups of 2.*4 groups of 4"),
         (("e", [8, 2], ["ep", "pp"], {"pp"}), LayoutError, "a set has no order"),
         (("e", [8, 2], ["ep", "pp"], 5), LayoutError, "shared_dims must be a sequence"),
     ],
