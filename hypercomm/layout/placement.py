@@ -179,8 +179,8 @@ class Placement:
             >>> try:
             ...     Placement({"a": dp, "b": dp}, 4).require("disjoint")
             ... except WorldSizeError as error:
-            ...     print(str(error).partition("; ")[2])
-            a and b share ranks 0..3
+            ...     print(error)
+            requires='disjoint', but 2 grids in a world of 4 ranks, on the same ranks
         """
         check_choice("requires", wanted, REQUIREMENTS, LayoutError)
         fits = {
@@ -193,14 +193,21 @@ class Placement:
             raise WorldSizeError(f"requires={wanted!r}, but {self}")
 
     def __str__(self) -> str:
-        shared = [
-            f"{one} and {other} share ranks {format_ranks(ranks)}"
-            for (one, other), ranks in self.overlaps.items()
-        ]
+        count, kind = counted(len(self.layouts), "grid"), self.kind
+        if kind == "tiled":
+            return f"{count}, tiling the world of {self.world_size} ranks"
+        lines = [f"{count} in a world of {self.world_size} ranks, {kind}"]
+        if kind == "colocated":
+            lines = [f"{count} in a world of {self.world_size} ranks, on the same ranks"]
+        elif kind == "overlapping":
+            lines += [
+                f"{one} and {other} share ranks {format_ranks(ranks)}"
+                for (one, other), ranks in self.overlaps.items()
+            ]
         spare = self.spare_ranks
-        rest = [f"no grid holds ranks {format_ranks(spare)}"] if spare else []
-        what = f"{counted(len(self.layouts), 'grid')} in a world of {self.world_size} ranks"
-        return "; ".join([f"{what}, {self.kind}", *shared, *rest])
+        return "; ".join(
+            [*lines, *([f"no grid holds ranks {format_ranks(spare)}"] if spare else [])]
+        )
 
 
 def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:

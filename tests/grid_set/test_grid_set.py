@@ -689,5 +689,5 @@ def test_repr():
         )
     assert "this is rank" not in str(GridSet.colocated(8, a="tp", b="dp"))
     assert repr(GridSet.colocated(8, a="tp", b="dp")).startswith(
-        "GridSet of 2 grids in a world of 8 ranks, colocated"
+        "GridSet of 2 grids in a world of 8 ranks, on the same ranks"
     )
