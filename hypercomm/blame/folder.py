@@ -16,8 +16,7 @@ from hypercomm.blame import flight_recorder, watched
 from hypercomm.blame.records import WORLD, Evidence, RankRecord
 from hypercomm.errors import DumpError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import format_ranks, shown
 
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin|dump))?$")
 """How the name of a dump ends: with the rank."""

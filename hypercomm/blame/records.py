@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import format_coords, format_ranks
+from hypercomm.layout.text import format_coords, format_ranks
 
 FINISHED = "finished"
 """The state of a call that has ended well; others: "queued", "started", "failed"."""

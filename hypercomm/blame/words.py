@@ -9,8 +9,7 @@ from hypercomm.blame.comparing import Difference
 from hypercomm.blame.order import Votes
 from hypercomm.blame.records import FROM_ANYBODY, Call, Evidence, GroupId
 from hypercomm.blame.waiting import Wait
-from hypercomm.layout.reading.counting import plural
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import format_ranks, plural
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, table
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import format_ranks
 
 if TYPE_CHECKING:
     from hypercomm.blame.verdict import Verdict

@@ -13,7 +13,7 @@ from hypercomm.cli.printing import console, numbers, table
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
-from hypercomm.layout.reading.notation import OPEN, parse_sizes
+from hypercomm.layout.parsing import OPEN, parse_sizes
 
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 

@@ -9,9 +9,15 @@ import click
 from hypercomm.errors import LayoutError, NotationError
 from hypercomm.launch.worlds import told
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import positive
-from hypercomm.layout.reading.notation import OPEN, parse_groups, parse_sizes
-from hypercomm.layout.reading.sizes import check_one_open, close_sizes, perhaps_meant
+from hypercomm.layout.checks import positive
+from hypercomm.layout.parsing import (
+    OPEN,
+    check_one_open,
+    close_sizes,
+    parse_groups,
+    parse_sizes,
+    perhaps_meant,
+)
 
 
 def read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:

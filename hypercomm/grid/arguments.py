@@ -10,10 +10,7 @@ import attrs
 
 from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.numbering.written import VARIABLE, sizes_of_environment
-from hypercomm.layout.reading.checks import (
-    as_few,
+from hypercomm.layout.checks import (
     as_names,
     as_offset,
     as_ordered,
@@ -23,9 +20,17 @@ from hypercomm.layout.reading.checks import (
     positive,
     world_too_small,
 )
-from hypercomm.layout.reading.notation import OPEN, format_ranks, parse_sizes
-from hypercomm.layout.reading.shown import did_you_mean, shown
-from hypercomm.layout.reading.sizes import as_factors, as_size, close_sizes
+from hypercomm.layout.parsing import (
+    OPEN,
+    VARIABLE,
+    Dims,
+    as_factors,
+    as_size,
+    close_sizes,
+    parse_sizes,
+    sizes_of_environment,
+)
+from hypercomm.layout.text import did_you_mean, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
 from hypercomm.process_groups.spec import Derive
@@ -242,7 +247,7 @@ def _closed(
             f"{shown(sizes)} alone"
         )
     else:
-        shape, names = list(as_few(sizes, "shape")), as_names(dim_names)
+        shape, names = list(as_ordered(sizes, "shape")), as_names(dim_names)
     if OPEN in shape and len(shape) == len(names):
         shape = list(close_sizes(dict(zip(names, shape, strict=True)), *left()).values())
     return shape, names

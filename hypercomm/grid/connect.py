@@ -29,10 +29,8 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.grid.grid import GridView
-from hypercomm.layout.reading.checks import as_names
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
+from hypercomm.layout.checks import as_names
+from hypercomm.layout.text import aligned, counted, did_you_mean, format_ranks, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.arrival import absent
 from hypercomm.process_groups.agreement.driver import hold

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hypercomm.errors import LayoutError, OrderError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_dims, as_ordered
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_ordered
+from hypercomm.layout.parsing import as_dims
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupMissingError, GroupOptionsError
-from hypercomm.layout.groups.place import Place
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.groups import Place
+from hypercomm.layout.text import shown
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world

@@ -50,11 +50,9 @@ from hypercomm.grid.arguments import (
 )
 from hypercomm.grid.dims import GridDims
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import as_int, as_rank, as_ranks, check_choice, check_duration
-from hypercomm.layout.reading.notation import format_coords, parse_sizes
-from hypercomm.layout.reading.shown import shown
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.checks import as_int, as_rank, as_ranks, check_choice, check_duration
+from hypercomm.layout.parsing import Dims, parse_sizes
+from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import reshaping, world
 from hypercomm.process_groups import torch_internals as c10d
@@ -963,9 +961,6 @@ class GridView:
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self), (), (), self._lines()) + self.layout._repr_html_()
 
     def _lines(self) -> list[str]:
         if self.is_destroyed:

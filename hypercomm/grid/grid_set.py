@@ -32,7 +32,8 @@ from hypercomm.grid.arguments import (
 )
 from hypercomm.grid.grid import HyperCommGrid
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.numbering.numbering import Dims
+from hypercomm.layout.checks import as_offset, as_rank, as_world_size
+from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
     Kind,
     Placement,
@@ -41,10 +42,7 @@ from hypercomm.layout.placement import (
     colocate,
     tile,
 )
-from hypercomm.layout.reading.checks import as_offset, as_rank, as_world_size
-from hypercomm.layout.reading.notation import format_coords, format_ranks
-from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import aligned, as_html, did_you_mean, format_coords, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.agreement import Agreement
 from hypercomm.process_groups.agreement.steps import Step, Steps, all_or_none, limit_of

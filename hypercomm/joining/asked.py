@@ -11,8 +11,8 @@ import attrs
 from hypercomm.errors import LaunchError
 from hypercomm.launch.launchers import FoundJob, Launcher, find_job, held_in, none_found
 from hypercomm.launch.traps import check_alone
-from hypercomm.layout.reading.checks import as_int
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.options import check_timeout
 
 _LAST_PORT = 65_535

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.errors import LaunchError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_backend
 

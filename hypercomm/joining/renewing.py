@@ -17,9 +17,8 @@ from hypercomm.errors import GroupCreationTimeout, JoinError, RankOutsideError
 from hypercomm.joining.devices import device_of_world
 from hypercomm.joining.joined import Joined
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_ranks
-from hypercomm.layout.reading.notation import format_ranks
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_ranks
+from hypercomm.layout.text import format_ranks, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.arrival import arrive
 from hypercomm.process_groups.agreement.driver import hold_for_all

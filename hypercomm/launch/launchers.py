@@ -19,7 +19,7 @@ import attrs
 from hypercomm.errors import LaunchError
 from hypercomm.launch import slurm, traps
 from hypercomm.launch.variables import are_missing, number, port_of_name
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 
 @attrs.frozen

@@ -25,8 +25,8 @@ import attrs
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch.local_rank import InheritedFd, RankJob, pickled, report, serve
 from hypercomm.launch.stacks import grouped, inwards, is_whole, of_main_thread
-from hypercomm.layout.reading.checks import check_duration, positive
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import check_duration, positive
+from hypercomm.layout.text import shown
 
 __all__ = ["report", "run_ranks"]
 

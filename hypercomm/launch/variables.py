@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 
 from hypercomm.errors import LaunchError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Where ports that are worked out lie: below those that Linux gives out by itself."""

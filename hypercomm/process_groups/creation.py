@@ -25,7 +25,7 @@ from hypercomm.errors import (
     HyperCommError,
     NotInitializedError,
 )
-from hypercomm.layout.reading.notation import format_coords
+from hypercomm.layout.text import format_coords
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.cards import this_host
 from hypercomm.process_groups.agreement.driver import hold

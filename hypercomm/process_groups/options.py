@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from hypercomm.errors import GroupOptionsError
-from hypercomm.layout.reading.checks import check_duration, is_utf8
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import check_duration, is_utf8
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.job import Job, current
 

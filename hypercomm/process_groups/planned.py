@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import as_html
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.meeting import as_entry
 from hypercomm.process_groups.agreement.steps import Step

@@ -15,7 +15,7 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.losses import Lost
+from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.steps import NOTHING, Step, Steps, all_or_none, refusing
 from hypercomm.process_groups.creation import BATCH_PATIENCE_S, destroy

@@ -8,7 +8,7 @@ import attrs
 
 from hypercomm.errors import GroupExistsError, GroupOptionsError
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.rank_layout import groups_over
+from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
 from hypercomm.process_groups import world
 from hypercomm.process_groups.options import GroupOptions

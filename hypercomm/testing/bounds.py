@@ -16,8 +16,8 @@ except ModuleNotFoundError as error:
 
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_strings
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.checks import as_strings
+from hypercomm.layout.text import did_you_mean, shown
 
 __all__ = [
     "InvalidArgument",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.errors import CreationError, LayoutError, WorldSizeError
-from hypercomm.layout.reading.checks import as_int, as_world_size
+from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.process_groups.options import check_timeout
 
 

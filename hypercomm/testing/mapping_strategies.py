@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.mapping.dim_roles import as_dim
-from hypercomm.layout.reading.checks import as_flag, as_int, as_strings, as_tuple
+from hypercomm.layout.checks import as_flag, as_int, as_strings, as_tuple
+from hypercomm.layout.mapping import as_dim
 from hypercomm.testing.bounds import (
     InvalidArgument,
     LayoutBounds,

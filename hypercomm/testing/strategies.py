@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_flag, as_int, as_names
-from hypercomm.layout.reading.sizes import divisors
+from hypercomm.layout.checks import as_flag, as_int, as_names
+from hypercomm.layout.parsing import divisors
 from hypercomm.testing.bounds import (
     InvalidArgument,
     LayoutBounds,

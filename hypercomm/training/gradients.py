@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.dims import GridDims
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 
 Cut = GridDims | None

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankMapping
-from hypercomm.layout.mapping.buckets import Parameter
-from hypercomm.layout.mapping.cuts import resolve_axes
-from hypercomm.layout.reading.shown import did_you_mean, shown
+from hypercomm.layout.messages import resolve_axes
+from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.transfers.buckets import Parameter
 from hypercomm.transfers.memory import Overlaps
 from hypercomm.transfers.tensors import as_tensor, check_buffer, check_device
 

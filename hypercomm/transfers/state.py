@@ -20,17 +20,11 @@ from torch.distributed import Work
 
 from hypercomm.errors import LayoutError, StateTransferError
 from hypercomm.layout import RankMapping
-from hypercomm.layout.mapping.buckets import (
-    ALIGNMENT,
-    LEAST_BUCKET,
-    Parameter,
-    Segment,
-    segments,
-)
-from hypercomm.layout.reading.checks import as_int, world_too_small
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_int, world_too_small
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
+from hypercomm.transfers.buckets import ALIGNMENT, LEAST_BUCKET, Parameter, Segment, segments
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.manifest import Manifest, read_manifest
 from hypercomm.transfers.tensors import mark_written, post

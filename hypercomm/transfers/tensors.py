@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.numbering.axes import Axis, are_nested
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.groups import Axis, are_nested
+from hypercomm.layout.text import shown
 
 
 def as_tensor(value: object, what: str) -> Tensor:

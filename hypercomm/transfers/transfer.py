@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankMapping
-from hypercomm.layout.mapping.cuts import resolve_axes
-from hypercomm.layout.reading.checks import world_too_small
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import world_too_small
+from hypercomm.layout.messages import resolve_axes
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
 from hypercomm.transfers.consent import consent

@@ -27,7 +27,7 @@ import hypercomm
 from hypercomm.blame.watched import FORM, MARK
 from hypercomm.errors import WatchError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import job
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey

@@ -243,7 +243,7 @@ def test_where_the_world_size_comes_from(monkeypatch):
     with fake_world(8, rank=5):
         assert HyperCommGrid([8], ["dp"]).coords() == {"dp": 5}
         too_large = HyperCommGrid([16], ["dp"], world_size=16)
-        with pytest.raises(WorldSizeError, match=r"needs ranks up to 15, but the world has 8"):
+        with pytest.raises(WorldSizeError, match=r"needs 16 ranks; the world has 8"):
             too_large.create_pg("dp")
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(WorldSizeError, match=r"WORLD_SIZE must be an integer .* got 'many'"):
@@ -398,8 +398,7 @@ def test_looks():
         ]
         assert repr(grid) == "HyperCommGrid(tp=2,d<p=4): ranks 0..7 of a world of 8"
         page = grid._repr_html_()
-        assert "<svg" in page
-        assert ">d&lt;p</text>" in page
+        assert "d&lt;p" in page
         assert "d<p" not in page
     assert str(grid).splitlines()[1:] == ["  destroyed"]
 

@@ -31,7 +31,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankMapping, pipelines
 from hypercomm.layout.placement import Placement, colocate, tile
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups.owner import Batch
 from hypercomm.testing import fake_world, layouts
 
@@ -249,8 +249,8 @@ def test_explicit_places():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: GridSet.tile(8), LayoutError, "one at least"),
-        (lambda: GridSet({}, world_size=8), LayoutError, "one at least"),
+        (lambda: GridSet.tile(8), LayoutError, "at least one"),
+        (lambda: GridSet({}, world_size=8), LayoutError, "at least one"),
         (lambda: GridSet(["a"], world_size=8), LayoutError, r"map names of grids.*got \['a'\]"),
         (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
@@ -261,29 +261,29 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
             NotationError,
-            "'tp' of 'a', 'dp' of 'a', 'pp' of 'b' are all open",
+            "tp of a.*dp of a.*pp of b.* are unspecified",
         ),
         (
             lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"),
             WorldSizeError,
-            "grid 'b': tp=2 = 2 ranks, but 5 are left for it, no multiple of 2, so no .* 4 and 6",
+            "grid 'b': tp=2,dp=-1 needs .* 4 and 6; 5 are left",
         ),
         (
             lambda: GridSet.tile(8, a="tp=9", b="dp"),
             WorldSizeError,
-            "no ranks are left for it; make",
+            "no ranks are left",
         ),
         (
             lambda: GridSet.tile(8, a="tp=4"),
             WorldSizeError,
-            r"requires='tiled', but no grid holds ranks 4..7 of the world of 8",
+            r"requires='tiled', but .*no grid holds ranks 4..7",
         ),
         (lambda: GridSet.tile(8, a="tp=4", requires="disjoint"), None, None),
         (lambda: GridSet.tile(8, a="tp=4", rank_offset=2), None, None),
         (
             lambda: GridSet.tile(8, a="tp=4", b="dp=6"),
             WorldSizeError,
-            r"grid 'b' \(dp=6 at rank_offset 4\) needs ranks up to 9, but the world has 8",
+            r"grid 'b' \(dp=6 at rank_offset 4\) needs 10 ranks; the world has 8",
         ),
         (lambda: GridSet.tile(8, a="tp=8", requires="all"), LayoutError, "got 'all'"),
         (
@@ -297,17 +297,17 @@ def test_explicit_places():
         (
             lambda: GridSet.colocated(8, a="tp=2,dp=2", b="tp=8"),
             WorldSizeError,
-            "grid 'b': tp=8 = 8 ranks, but 4 are those of grid 'a'",
+            "grid 'b': tp=8 needs 8 ranks; grid 'a' has 4",
         ),
         (
             lambda: GridSet.colocated(9, a="tp=2,dp"),
             WorldSizeError,
-            "grid 'a': tp=2 = 2 ranks, but 9 are there for it.* 8 and 10",
+            "grid 'a': tp=2,dp=-1 needs .* 8 and 10; 9 are left",
         ),
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
             NotationError,
-            "grid 'a': only .* tp, dp are all open",
+            "grid 'a': only one .*tp.*dp.* unspecified",
         ),
         (
             lambda: GridSet(
@@ -316,7 +316,7 @@ def test_explicit_places():
                 world_size=8,
             ),
             WorldSizeError,
-            r"requires='disjoint', but grids 'a' and 'b' both hold ranks 4..5",
+            r"requires='disjoint', but .*a and b share ranks 4..5",
         ),
         (
             lambda: GridSet(
@@ -325,7 +325,7 @@ def test_explicit_places():
                 world_size=8,
             ),
             WorldSizeError,
-            r"grid 'b' holds ranks 6..7, which grid 'a' does not",
+            r"requires='colocated', but .*a and b share ranks 0..5",
         ),
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
@@ -345,12 +345,12 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=2,dp", rank_offset=9),
             WorldSizeError,
-            "no ranks are left for it behind rank_offset 9; make",
+            "no ranks are left",
         ),
         (
             lambda: GridSet.colocated(8, a="tp=2,dp", rank_offset=8),
             WorldSizeError,
-            "no ranks are there for it behind rank_offset 8; make",
+            "no ranks are left",
         ),
     ],
 )

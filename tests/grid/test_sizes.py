@@ -55,7 +55,7 @@ def test_views(sizes):
 
 def test_a_view_that_does_not_fit():
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-    with pytest.raises(WorldSizeError, match="ep=3 = 3 ranks, but the grid has 8 ranks"):
+    with pytest.raises(WorldSizeError, match=r"ep=3,rest=-1 needs .* the grid has 8 ranks"):
         grid.register_view("expert", "ep=3,rest=-1")
     with pytest.raises(LayoutError, match="'ep=8' names the dims"):
         grid.register_view("expert", "ep=8", ["ep"])

@@ -22,8 +22,8 @@ import hypercomm.layout.layout
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, LayoutError, RankOutsideError
 from hypercomm.layout.groups import hosts_touched
-from hypercomm.process_groups import c10d
-from hypercomm.process_groups.creation.strategies import alternatives, choose
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.strategies import alternatives, choose
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 NAMES = ("tp", "cp", "dp", "pp")

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 from hypercomm.cli.check.request import Figures, Timing
 from hypercomm.cli.plan.keys import Key
 from hypercomm.cli.printing import numbers, table
-from hypercomm.layout.rank_layout import RankLayout
-from hypercomm.layout.reading.notation import format_coords
+from hypercomm.layout import RankLayout
+from hypercomm.layout.text import format_coords
 
 
 @attrs.frozen

@@ -23,7 +23,7 @@ from hypercomm.cli.plan.schema import SCHEMA
 from hypercomm.cli.printing import schema_option
 from hypercomm.errors import LayoutError, NotationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.groups.hosts import hosts_touched
+from hypercomm.layout.groups import hosts_touched
 
 _EXAMPLE = 16
 """Ranks of an example group that JSON shows, at most."""

@@ -13,8 +13,7 @@ from hypercomm.cli.plan.keys import AskedViews, Key
 from hypercomm.cli.plan.picture import picture
 from hypercomm.cli.printing import console, numbers, table
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import format_coords
+from hypercomm.layout.text import counted, format_coords
 
 _LINES, _COLUMNS = 24, 80
 """The screen that is thought of where there is none."""

@@ -15,7 +15,7 @@ from hypercomm.errors import GroupMissingError, LayoutError, RankOutsideError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 Fact = TypeVar("Fact")
 Asked = Callable[["Mpu"], Fact]

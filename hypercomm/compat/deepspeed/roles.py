@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.mapping.dim_roles import roles_of
-from hypercomm.layout.reading.checks import as_tuple
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_tuple
+from hypercomm.layout.mapping import roles_of
+from hypercomm.layout.text import shown
 
 Dims = str | Iterable[str] | None
 """What plays a part: a dim, several, or none."""

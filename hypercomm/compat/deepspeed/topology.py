@@ -10,7 +10,7 @@ from hypercomm.compat.deepspeed.roles import Dims, read_roles
 from hypercomm.errors import LayoutError, MissingPackageError
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 _AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 """What DeepSpeed calls the parts; it asks for the first two, be their size 1."""

@@ -17,8 +17,8 @@ from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import positive
-from hypercomm.layout.reading.sizes import misfit
+from hypercomm.layout.checks import positive
+from hypercomm.layout.parsing import misfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self

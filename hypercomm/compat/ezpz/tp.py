@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from hypercomm.compat.ezpz.state import GLOBALS, TABLE, Row, TensorParallelState, current
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import ConfigurationError, LayoutError
-from hypercomm.layout.reading.checks import as_int
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.text import shown
 
 Answer = TypeVar("Answer")
 

@@ -9,7 +9,7 @@ from hypercomm.compat.megatron.process_groups_config import (
 )
 from hypercomm.errors import GridDestroyedError, LayoutError, RankOutsideError
 from hypercomm.grid.grid_set import GridSet
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import world
 
 

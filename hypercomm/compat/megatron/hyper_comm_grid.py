@@ -19,8 +19,7 @@ from hypercomm import grid
 from hypercomm.compat import public_groups
 from hypercomm.errors import CreationError, GroupExistsError, GroupOptionsError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.numbering.numbering import Dims
-from hypercomm.layout.reading.checks import as_dims
+from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.views import BASE as _BASE_VIEW_NAME
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.reshaping import Reshaped

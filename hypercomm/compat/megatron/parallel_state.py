@@ -48,8 +48,8 @@ from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
 from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_ranks
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_ranks
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import (
     check_description,

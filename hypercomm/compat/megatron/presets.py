@@ -15,11 +15,10 @@ from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError, World
 from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_flag, as_offset, as_world_size
+from hypercomm.layout.parsing import OPEN, as_size, close_sizes
 from hypercomm.layout.placement import Requirement
-from hypercomm.layout.reading.checks import as_flag, as_offset, as_world_size
-from hypercomm.layout.reading.notation import OPEN
-from hypercomm.layout.reading.shown import shown
-from hypercomm.layout.reading.sizes import as_size, close_sizes
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import world
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from hypercomm.compat.megatron.training_groups import Group
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
-from hypercomm.layout.reading.checks import as_strings
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_strings
+from hypercomm.layout.text import shown
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from hypercomm.compat.megatron.groups.layouts import GTP, order_layout
 from hypercomm.compat.megatron.releases import version
 from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_few, as_int, positive
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_int, as_ordered, positive
+from hypercomm.layout.text import shown
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -36,7 +36,7 @@ def generate_masked_orthogonal_rank_groups(
         >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
-    mask, sizes = as_few(mask, "mask"), as_few(parallel_size, "parallel_size")
+    mask, sizes = as_ordered(mask, "mask"), as_ordered(parallel_size, "parallel_size")
     for marked in mask:
         if not isinstance(marked, (int, np.integer, np.bool_)):
             raise LayoutError(f"mask must hold True and False, got {shown(mask)}")

@@ -15,8 +15,8 @@ from hypercomm.compat.megatron.groups.table import FIELDS, GLOO
 from hypercomm.compat.megatron.releases import version
 from hypercomm.compat.megatron.state.state import current
 from hypercomm.errors import ConfigurationError
-from hypercomm.layout.reading.checks import as_ordered, positive
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_ordered, positive
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.grid.arguments import GroupArguments, check_keywords
 from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import as_world_size
-from hypercomm.layout.reading.notation import OPEN
-from hypercomm.layout.reading.shown import shown
-from hypercomm.layout.reading.sizes import as_size, close_sizes
+from hypercomm.layout.checks import as_world_size
+from hypercomm.layout.parsing import OPEN, as_size, close_sizes
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import world
 
 if TYPE_CHECKING:

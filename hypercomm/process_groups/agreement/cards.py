@@ -19,7 +19,7 @@ import attrs
 import hypercomm
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.agreement.meeting import (
     End,
     Meeting,

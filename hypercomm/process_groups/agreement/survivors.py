@@ -17,7 +17,7 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import format_ranks
+from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.agreement import Agreement, Joined
 from hypercomm.process_groups.agreement.arrival import absent

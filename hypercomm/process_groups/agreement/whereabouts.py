@@ -13,7 +13,7 @@ import attrs
 
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import format_coords
+from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.agreement.meeting import Meeting, Read, foreign
 from hypercomm.process_groups.job import Job
 from hypercomm.process_groups.torch_internals.gloo import host_in, world_address_key

@@ -26,7 +26,7 @@ import attrs
 from hypercomm.errors import LaunchError
 from hypercomm.launch.local_rank import report
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 _REWRITTEN = "@pytest_ar"
 """What code calls whose asserts pytest has rewritten, to show the values in them."""

@@ -10,8 +10,8 @@ from typing import Any
 from hypercomm.errors import LaunchError
 from hypercomm.launch.run import check_seconds
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.reading.checks import positive
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import positive
+from hypercomm.layout.text import shown
 from hypercomm.testing.kit import running
 from hypercomm.testing.kit.bodies import body_of, packed
 from hypercomm.testing.kit.bound import current

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 _MODULES = {
-    "hypercomm.layout.rank_layout": ("RankLayout", "layouts"),
-    "hypercomm.layout.mapping.rank_mapping": ("RankMapping", "mappings"),
+    "hypercomm.layout.layout": ("RankLayout", "layouts"),
+    "hypercomm.layout.mapping": ("RankMapping", "mappings"),
     "hypercomm.grid.grid": ("HyperCommGrid", "grids"),
 }
 """By the module that defines it, a class and the strategy that draws it."""

@@ -132,7 +132,7 @@ def _too_many(size: int, config: pytest.Config) -> str:
     limit = _most(config)
     if config.getoption("--ranks-max") is not None:
         return f"{size} ranks are more than --ranks-max={limit}"
-    from hypercomm.layout.reading.counting import counted
+    from hypercomm.layout.text import counted
     from hypercomm.testing.kit import running
 
     processors = counted(running.cores(), "processor")

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from hypercomm.layout.reading.shown import some_of
+from hypercomm.layout.text import some_of
 from hypercomm.testing.simulation.creations import Creation, who_waits
 
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[2]}/")

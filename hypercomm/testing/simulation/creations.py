@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import attrs
 
-from hypercomm.layout.reading.shown import some_of
+from hypercomm.layout.text import some_of
 
 _SHOWN = 4
 """Ranks of a group that a text shows."""

@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from hypercomm.errors import DisagreementError
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.tables import as_html
+from hypercomm.layout.text import as_html, counted
 from hypercomm.testing.simulation.calls import CallDisagreement, Collective
 from hypercomm.testing.simulation.creations import Creation, Disagreement
 

@@ -9,14 +9,14 @@ import click
 
 from hypercomm.cli import options
 from hypercomm.cli.diff import read
-from hypercomm.cli.live import machine
 from hypercomm.cli.printing import console
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.difference import difference
-from hypercomm.layout.reading.notation import parse_groups
+from hypercomm.layout.parsing import parse_groups
 from hypercomm.tools.draw.drawing import ENDINGS, checked_file
 from hypercomm.tools.draw.drawing import draw as draw_picture
+from hypercomm.tools.place import machine
 
 
 def _read_shape(_: object, __: object, text: str | None) -> list[int] | None:

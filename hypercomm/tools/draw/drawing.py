@@ -15,17 +15,15 @@ import numpy as np
 
 from hypercomm.errors import DrawingError, LayoutError, MissingPackageError
 from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout.checks import LARGEST_WORLD, as_flag, as_tuple, positive
 from hypercomm.layout.difference import LayoutDifference
-from hypercomm.layout.reading.checks import LARGEST_WORLD, as_dims, as_flag, as_tuple, positive
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.files import as_new_file, write_file
-from hypercomm.layout.reading.notation import parse_groups
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.parsing import as_dims, parse_groups
+from hypercomm.layout.text import counted, shown
 from hypercomm.tools.draw import pictures
 from hypercomm.tools.draw.pictures import Dims, Part, Picture
 from hypercomm.tools.draw.svg import svg_of
-from hypercomm.topology import Topology, read_topology
-from hypercomm.topology.reading import On
+from hypercomm.tools.files import as_new_file, write_file
+from hypercomm.tools.place import On, Topology, read_topology
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout.checks import positive
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
-from hypercomm.layout.reading.checks import positive
-from hypercomm.layout.reading.counting import counted, plural
-from hypercomm.layout.reading.notation import format_coords, format_ranks
-from hypercomm.topology import Level, Topology
+from hypercomm.layout.text import counted, format_coords, format_ranks, plural
+from hypercomm.tools.place import Level, Topology
 
 # Up to so many ranks, an SVG has a panel for each dim; above, for the first.
 EACH_DIM = 64

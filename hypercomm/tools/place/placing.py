@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.counting import counted
-from hypercomm.layout.reading.notation import parse_sizes
-from hypercomm.layout.reading.shown import aligned, shown
+from hypercomm.layout.parsing import parse_sizes
+from hypercomm.layout.text import aligned, counted, shown
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology

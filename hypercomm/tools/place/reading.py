@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import MissingPackageError, TopologyError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 from hypercomm.tools.place.topology import Level, Topology
 
 Source = int | str | os.PathLike[str] | Mapping[str, str]

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import TopologyError
-from hypercomm.layout.reading.checks import as_ranks
-from hypercomm.layout.reading.shown import aligned, did_you_mean, shown
+from hypercomm.layout.checks import as_ranks
+from hypercomm.layout.text import aligned, did_you_mean, shown
 
 
 def _as_units(value: Iterable[int]) -> NDArray[np.int64]:

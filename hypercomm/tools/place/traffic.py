@@ -10,8 +10,8 @@ import attrs
 
 from hypercomm.errors import LayoutError, NotationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.checks import check_choice
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import check_choice
+from hypercomm.layout.text import shown
 
 Dims = tuple[str, ...]
 Pattern = Literal["ring", "chain", "all-to-all"]

@@ -15,7 +15,7 @@ import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, draw, errors
 from hypercomm.layout.difference import difference
 from hypercomm.testing import layouts
-from hypercomm.topology import read_topology
+from hypercomm.tools.place import read_topology
 
 SVG = "{http://www.w3.org/2000/svg}"
 LISTED = RankLayout([2, 4], ["tp", "dp"], ranks=[7, 6, 5, 4, 3, 2, 1, 0])

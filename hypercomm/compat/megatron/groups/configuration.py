@@ -22,15 +22,9 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid.arguments import Share
-from hypercomm.layout.reading.checks import (
-    as_few,
-    as_ordered,
-    as_world_size,
-    check_choice,
-    positive,
-)
-from hypercomm.layout.reading.shown import shown
-from hypercomm.layout.reading.sizes import misfit, nearest_divisors
+from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.parsing import misfit, nearest_divisors
+from hypercomm.layout.text import shown
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
@@ -53,7 +47,7 @@ _EXPERT = {
 
 def _as_levels(value: object) -> tuple[int, ...]:
     name = "hierarchical_context_parallel_sizes"
-    return tuple(positive(size, name) for size in as_few(() if value is None else value, name))
+    return tuple(positive(size, name) for size in as_ordered(() if value is None else value, name))
 
 
 def _check_size(_: object, attribute: attrs.Attribute[Any], value: object) -> None:

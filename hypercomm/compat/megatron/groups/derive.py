@@ -14,10 +14,9 @@ from hypercomm.compat.megatron.groups.configuration import (
 )
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.groups.strided import StridedGroups
-from hypercomm.layout.numbering.axes import Axis
-from hypercomm.layout.reading.checks import as_ordered
-from hypercomm.layout.reading.sizes import divisors
+from hypercomm.layout.checks import as_ordered
+from hypercomm.layout.groups import Axis, StridedGroups
+from hypercomm.layout.parsing import divisors
 
 Derived = RankGroups | list[RankGroups] | dict[int, RankGroups] | None
 Derive = Callable[[Configuration, RankGroups], Derived]

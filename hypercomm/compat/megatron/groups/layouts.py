@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hypercomm.errors import UnknownDimError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.reading.notation import parse_order
+from hypercomm.layout.parsing import parse_order
 
 GTP = "gtp_remat"
 """The dim of generalized tensor parallelism: peers share weights, and gather them to use them."""

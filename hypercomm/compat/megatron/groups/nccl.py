@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hypercomm.compat.megatron.groups.table import NCCL_KEYS
 from hypercomm.errors import ConfigurationError, NcclConfigError
-from hypercomm.layout.reading.checks import as_ordered, positive
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_ordered, positive
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)

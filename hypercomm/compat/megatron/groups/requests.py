@@ -18,8 +18,8 @@ from hypercomm.errors import GroupOptionsError, LayoutError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.reading.checks import as_flag
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.checks import as_flag
+from hypercomm.layout.text import shown
 from hypercomm.process_groups.spec import GroupKey
 
 

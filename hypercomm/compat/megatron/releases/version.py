@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hypercomm.errors import ConfigurationError
-from hypercomm.layout.reading.shown import shown
+from hypercomm.layout.text import shown
 
 Version: TypeAlias = tuple[int, int, int]
 
