@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -17,7 +18,7 @@ from hypercomm.process_groups.batches import only_call
 from hypercomm.process_groups.survival.roll_call import call_the_roll
 
 if TYPE_CHECKING:
-    from hypercomm.watch import Watch
+    from hypercomm.tools.blame.watch import Watch
 
 
 class GridLive(GridShortcuts):
@@ -136,14 +137,14 @@ class GridLive(GridShortcuts):
             >>> [(call["op"], call["number"]) for call in group["calls"]]
             [('barrier', 1)]
         """
-        from hypercomm.watch import Watch
-
         views = self._state.views
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
         owner = self._owner
-        return Watch(
+        tool = importlib.import_module("hypercomm.tools.blame.watch")
+        watch: Watch = tool.Watch(
             seconds, folder, layouts, lambda: {k: one.group for k, one in owner.created.items()}
         )
+        return watch
 
     def survivors(self, timeout: timedelta) -> tuple[int, ...]:
         """Find out who is left of the grid's ranks after a loss: the same answer on all of them.

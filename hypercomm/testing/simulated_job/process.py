@@ -33,7 +33,7 @@ from hypercomm.testing.simulated_job.faults import (
 from hypercomm.testing.simulated_job.gloo import Network, SimulatedGloo
 from hypercomm.testing.simulated_job.scheduler import Scheduler, Task
 from hypercomm.testing.simulated_job.store import Client, Server, Within
-from hypercomm.testing.simulation.stand_in import SimulatedGroup
+from hypercomm.testing.simulation.group import SimulatedGroup
 
 _CONTAINERS = (dict, list, set, Counter, OrderedDict, WeakKeyDictionary, WeakSet)
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())

@@ -11,8 +11,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.stand_in import SimulatedWork
+from hypercomm.testing.simulation.group import RecordingGroup, SimulatedWork
 
 
 def _mine(group: Any) -> RecordingGroup | None:

@@ -10,8 +10,8 @@ import attrs
 from hypercomm.errors import DisagreementError
 from hypercomm.layout.reading.counting import counted
 from hypercomm.layout.reading.tables import as_html
-from hypercomm.testing.simulation.calls import CallDisagreement, Collective
-from hypercomm.testing.simulation.creations import Creation, Disagreement
+from hypercomm.testing.simulation.judging import CallDisagreement, Disagreement
+from hypercomm.testing.simulation.records import Collective, Creation
 
 Result = TypeVar("Result")
 

@@ -18,12 +18,10 @@ from hypercomm.launch.run import check_call
 from hypercomm.layout.reading.checks import as_int, as_tuple, as_world_size
 from hypercomm.process_groups import c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
-from hypercomm.testing.simulation.calls import Collectives, Ledger
-from hypercomm.testing.simulation.creations import Creation
 from hypercomm.testing.simulation.functions import FUNCTIONS
 from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.mail import Mail
-from hypercomm.testing.simulation.meetings import find_disagreements
+from hypercomm.testing.simulation.judging import judge
+from hypercomm.testing.simulation.records import BEGIN, CALL, CREATE, Book, Creation
 from hypercomm.testing.simulation.result import Simulation
 
 Result = TypeVar("Result")
@@ -137,8 +135,12 @@ def simulate(
             except Exception as error:
                 raise RankFailedError(rank, traceback.format_exc()) from error
         creations[rank] = tuple(created)
-    found = find_disagreements(creations, job.ledger)
-    return Simulation(world_size, returned, creations, Collectives(job.ledger), found)
+    collectives = {
+        rank: tuple(item for kind, item in steps if kind in {CALL, BEGIN})
+        for rank, steps in job.book.programs.items()
+    }
+    found = judge(job.book.programs)
+    return Simulation(world_size, returned, creations, collectives, found)
 
 
 class _Job:
@@ -147,12 +149,10 @@ class _Job:
     def __init__(
         self, world_size: int, ranks: Sequence[int], backend: str, timeout: timedelta
     ) -> None:
-        self.ledger = Ledger()
+        self.book = Book(ranks if isinstance(ranks, range) else frozenset(ranks))
         self._everyone = _Everyone(world_size)
-        self._simulated = ranks if isinstance(ranks, range) else frozenset(ranks)
         self._backend = backend
         self._timeout = timeout
-        self._mail = Mail()
         self._known: dict[str, Sequence[int]] = {}
 
     @contextlib.contextmanager
@@ -163,11 +163,7 @@ class _Job:
         jobs = itertools.count(1)
 
         def stand_in(creation: Creation, name: str) -> RecordingGroup:
-            book = self.ledger, self._mail
-            return RecordingGroup(creation, rank, book, later, name)
-
-        def later(ranks: Sequence[int]) -> int:
-            return sum(other > rank and other in self._simulated for other in ranks)
+            return RecordingGroup(creation, rank, self.book, name)
 
         def world() -> RecordingGroup:
             number = next(jobs)
@@ -182,10 +178,10 @@ class _Job:
             known = self._known.setdefault(name, ranks)
             made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
             created.append(made)
-            self.ledger.create()
+            self.book.steps.append((CREATE, made))
             return stand_in(made, name)
 
-        self.ledger.begin(rank)
+        self.book.begin(rank)
         job = c10d.OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
         with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
             yield created

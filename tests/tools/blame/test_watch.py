@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
-from hypercomm.blame.verdict import blame
+from hypercomm.tools.blame.verdict import blame
 from hypercomm.testing import fake_world
 
 
@@ -116,7 +116,7 @@ def test_bad_folders(grid, tmp_path):
         with pytest.raises(WatchError, match="folder must be the path of a folder"):
             grid.watch(1, folder)
     with grid.watch(1, tmp_path / "new" / "er") as watch:
-        with pytest.raises(WatchError, match="is watched already, by the watch that writes /"):
+        with pytest.raises(WatchError, match="this process has a watch, which writes /"):
             grid.watch(1, tmp_path)
         assert not watch.is_over
     assert methods() == before

@@ -5,10 +5,10 @@ import pickle
 import time
 
 import pytest
-from blame_dumps import Dumps
+from tools.blame.dumps import Dumps
 
 from hypercomm import DumpError, RankLayout, WorldSizeError
-from hypercomm.blame.verdict import blame
+from hypercomm.tools.blame.verdict import blame
 
 pytestmark = pytest.mark.torch_free
 
@@ -38,7 +38,7 @@ def test_chain(tmp_path):
     assert verdict.culprits == (1,)
     assert str(verdict) == (
         "rank 1 (tp=1, dp=0) has not entered all_reduce number 2 of tp (ranks 0..1), in which "
-        "rank 0 waits; rank 2 waits for it, too, or for those that do"
+        "rank 0 waits; rank 2 waits indirectly"
     )
     assert verdict.findings[0].waits[0].call.where == "train.py:42 in step"
 
@@ -81,7 +81,7 @@ def test_one_against_one(tmp_path):
         dumps.call(rank, "WORLD", sizes=(rank + 1,), state="runs")
     verdict = blame(dumps.write(tmp_path))
     assert (verdict.outcome, verdict.culprits) == ("unclear", ())
-    assert "the dumps do not tell which is meant" in str(verdict)
+    assert "the dumps do not show which is intended" in str(verdict)
 
 
 def test_swapped_in_one_group_and_left_out(tmp_path):
@@ -93,8 +93,8 @@ def test_swapped_in_one_group_and_left_out(tmp_path):
         (tmp_path / folder).mkdir()
         verdict = blame(dumps.write(tmp_path / folder))
         assert verdict.culprits == (1,)
-        words = {"swap": "in the other order", "skip": "it has left out all_reduce"}
-        assert words[folder] in str(verdict)
+        assert "2 of 3 ranks first call all_reduce over WORLD" in str(verdict)
+        assert "at train.py:41 in step as its first call" in str(verdict)
 
 
 # 0 is in a and not in b, 1 the other way round; without other ranks nobody can tell who is right.
@@ -149,14 +149,10 @@ def test_two_receivers(tmp_path):
     assert verdict.culprits == (0,)
     assert str(verdict) == (
         "rank 0 has not sent what ranks 1..2 wait for in recv number 1 from rank 0 in WORLD "
-        "(ranks 0..3); rank 3 waits for it, too, or for those that do"
+        "(ranks 0..3); rank 3 waits indirectly"
     )
-    (waits,) = verdict.by_group().values()
-    assert [(wait.rank, verdict.waiting_in(wait)) for wait in waits] == [
-        (1, [1]),
-        (2, [2]),
-        (3, [3]),
-    ]
+    (calls,) = verdict.by_group().values()
+    assert [[wait.rank for wait in waits] for waits in calls] == [[1], [2], [3]]
     assert [wait["rank"] for wait in verdict.to_dict()["groups"][0]["waits"]] == [1, 2, 3]
 
 
@@ -260,7 +256,7 @@ def test_files_of_others(tmp_path):
     verdict = blame(folder)
     assert [(f.kind, f.culprits) for f in verdict.findings] == [("absent", (1,))]
     assert (verdict.evidence.world_size, verdict.evidence.unreadable) == (3, {})
-    assert all("no dump is named like it" in note for note in verdict.evidence.notes)
+    assert all("no dump has a name like it" in note for note in verdict.evidence.notes)
     (folder / "nccl_trace_rank_1").unlink()
     assert [(f.kind, f.culprits) for f in blame(folder).findings] == [("no dump", (1,))]
 
@@ -271,8 +267,8 @@ def test_one_of_four(tmp_path):
     verdict = blame(folder)
     assert (verdict.outcome, verdict.culprits) == ("unclear", ())
     assert str(verdict) == (
-        "what 1 of 4 ranks called agrees, and has ended; ranks 0..1, 3 have no dump that can be "
-        "read, and may wait for anybody: the dumps do not tell"
+        "the calls of 1 of 4 ranks agree and have ended; ranks 0..1, 3 have no dump that can be "
+        "read, so it is unknown whether anything waits"
     )
     for rank in (0, 1, 3):
         (folder / f"nccl_trace_rank_{rank}").write_bytes(b"{")
@@ -286,7 +282,7 @@ class Evil:
 
 def test_pickle_that_wants_to_run_code(tmp_path, capsys):
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DumpError, match=r"it wants to load \w+\.print, which a dump has no need"):
+    with pytest.raises(DumpError, match=r"a dump holds only numbers, texts, lists and dicts, and n"):
         blame(tmp_path)
     assert capsys.readouterr().out == ""
 
@@ -304,20 +300,20 @@ def test_versions(tmp_path):
     older = {**job().content(3), "version": "2.4"}
     (folder / "nccl_trace_rank_3").write_bytes(pickle.dumps(older))
     (note,) = blame(folder).evidence.notes
-    assert "nccl_trace_rank_3 has form of the flight recorder 2.4, others 2.10" in note
+    assert "nccl_trace_rank_3 has version 2.4 of the flight recorder, others 2.10" in note
 
 
 def test_rank_twice(tmp_path):
     folder = job().write(tmp_path)
     (folder / "other_1.json").write_text(json.dumps(job().content(1)))
-    with pytest.raises(DumpError, match=r"rank 1 is there twice, in \S+_1 and other_1\.json"):
+    with pytest.raises(DumpError, match=r"rank 1 has two dumps, \S+_1 and other_1\.json"):
         blame(folder)
 
 
 def test_folders(tmp_path):
     with pytest.raises(DumpError, match=r"cannot read the folder '.*/none': No such file"):
         blame(tmp_path / "none")
-    with pytest.raises(DumpError, match="is empty; a dump is what"):
+    with pytest.raises(DumpError, match="is empty; dumps come from"):
         blame(tmp_path)
     (tmp_path / "log.txt").write_text("")
     with pytest.raises(DumpError, match="is 1 files, none of them a dump"):
@@ -327,5 +323,5 @@ def test_folders(tmp_path):
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,dp=4"])
 def test_layout_that_does_not_fit(tmp_path, layout):
     folder = job().write(tmp_path)
-    with pytest.raises(WorldSizeError, match=r"--layout .* ranks, and "):
+    with pytest.raises(WorldSizeError, match=r"--layout .* ranks, but the job has "):
         blame(folder, layout)
