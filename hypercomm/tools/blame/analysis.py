@@ -305,14 +305,12 @@ def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iter
                 left.append((rank, place, by, (most, len(here))))
                 del following[rank]
     for rank, place, by, share in left:
-        rest, theirs, own = tokens[rank][place:], usual[place:], calls[rank]
-        is_extra = _fits(rest[1:], theirs) and not _fits(rest, theirs[1:])
-        last = own[place - 1] if place else None
-        yield Deviation(rank, last, own[place], calls[by][place], by, share, is_extra)
-
-
-def _fits(one: Sequence[object], other: Sequence[object]) -> bool:
-    return all(a == b for a, b in zip(one, other, strict=False))
+        own, last = calls[rank], calls[rank][place - 1] if place else None
+        left_out = Deviation(rank, last, own[place], calls[by][place], by, share, is_extra=False)
+        yield left_out
+        rest = zip(tokens[rank][place + 1 :], usual[place:], strict=False)
+        if all(mine == theirs for mine, theirs in rest):
+            yield attrs.evolve(left_out, is_extra=True)
 
 
 def _from_a_common_start(
@@ -360,7 +358,8 @@ def _matters(
                 return True
         elif (wait.rank == one.rank) if one.is_extra else (one.rank in wait.absent):
             return not leaving.issuperset(evidence.members(wait.call.group))
-    return not call.channel and any(
+    is_left_out = not one.is_extra and not call.channel
+    return is_left_out and any(
         found.call.group in mine and one.rank in found.calls and not leaving.issuperset(found.calls)
         for found in differences
     )

@@ -121,14 +121,15 @@ def _read_files(files: Sequence[Path], notes: list[str]) -> tuple[list[Record], 
     for file in files:
         match = _RANK.search(file.name)
         if match is None or int(match[1]) >= _MOST_RANKS:
-            ignored.append(file.name)
+            ignored.append(_printable(file.name))
             continue
         prefix, rank = file.name[: match.start()], int(match[1])
         try:
             records.append(_read_file(file, rank))
             prefixes.add(prefix)
         except _BROKEN as error:
-            broken.append((prefix, rank, f"{file.name} cannot be read: {_why(error)}"))
+            why = f"{_printable(file.name)} cannot be read: {_why(error)}"
+            broken.append((prefix, rank, why))
     unreadable = {}
     for prefix, rank, why in broken:
         if prefix in prefixes or _USUAL_PREFIX.search(prefix):
@@ -146,8 +147,8 @@ def _why(error: Exception) -> str:
     if isinstance(error, KeyError):
         return "it is not a dump, or has another form: a field is missing"
     if isinstance(error, (EOFError, json.JSONDecodeError)) or "truncated" in str(error):
-        return f"it is cut off, or not a dump: {str(error)[:200]}"
-    return str(error)[:200] or type(error).__name__
+        return f"it is cut off, or not a dump: {_printable(str(error)[:200])}"
+    return _printable(str(error)[:200]) or type(error).__name__
 
 
 def _read_file(file: Path, rank: int) -> Record:
@@ -160,7 +161,7 @@ def _read_file(file: Path, rank: int) -> Record:
     fields = json.loads(content) if is_json else unpickle(content)
     if not isinstance(fields, dict):
         raise TypeError(f"it holds a {type(fields).__name__}; a dump is a dict")
-    record = Record(rank, file=file.name)
+    record = Record(rank, file=_printable(file.name))
     if MARK in fields and is_json:
         _read_watch(record, fields)
     else:
@@ -226,7 +227,12 @@ def _integer(value: object) -> int:
 def _text(value: object, most: int = _MOST_CHARACTERS) -> str:
     if type(value) is not str or len(value) > most:
         raise ValueError(f"a field that must be a text of up to {most} characters is not one")
-    return value
+    return _printable(value)
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, which a terminal would obey."""
+    return text if text.isprintable() else re.sub(r"[^ -~]", "?", text)
 
 
 def _list(value: object, most: int) -> list[Any]:
@@ -352,7 +358,7 @@ def _title(name: str, desc: str) -> str:
 def _read_entry(
     record: Record, group: Group, entry: Mapping[str, Any], coalesced: Mapping[Any, str]
 ) -> Call | None:
-    name = entry["profiling_name"]
+    name = _text(entry["profiling_name"])
     backend, _, op = name.partition(":")
     is_message = entry.get("is_p2p", False) is True
     if op == "coalesced" or (not is_message and op.startswith(("send", "recv"))):

@@ -205,6 +205,8 @@ class _Judge:
     def findings(self) -> Iterator[Finding]:
         """Yield differences, deviations from the common order, then the ends of all waiting."""
         explained = set(self._deviations)
+        extra = {rank for rank, one in self._deviations.items() if one.is_extra}
+        explained.update(rank for w in self._waits if w.rank in extra for rank in w.absent)
         found = [*self._mismatches(explained), *self._ends(explained)]
         yield from found
         stuck = tuple(wait for wait in self._waits if not wait.absent)

@@ -54,7 +54,9 @@ def test_a_skip_of_equal_shape(tmp_path):
     over_tp = line_of(skip_one_of_equal_shape, "# over tp")
     assert f"rank 1 (tp=1, dp=0; host " in finding.says
     assert f"all_reduce number 7 of tp (ranks 0..1) at {over_tp} right after " in finding.says
-    assert f"right after all_reduce number 6 of tp (ranks 0..1) at {over_tp}; 3 of 4" in finding.says
+    assert (
+        f"right after all_reduce number 6 of tp (ranks 0..1) at {over_tp}; 3 of 4" in finding.says
+    )
     over_dp = line_of(skip_one_of_equal_shape, "# over dp")
     assert f"3 of 4 ranks first call all_reduce over dp (rank 0 at {over_dp})" in finding.says
 
@@ -77,6 +79,8 @@ def test_sibling_groups(tmp_path):
     (finding,) = verdict.findings
     assert finding.kind == "order"
     odd, usual = (line_of(skip_before_a_barrier, f"# the {what}") for what in ("odd", "usual"))
-    assert f"calls barrier at {odd} as number 7 of dp (ranks 1, 3), but rank 3 calls" in finding.says
+    assert (
+        f"calls barrier at {odd} as number 7 of dp (ranks 1, 3), but rank 3 calls" in finding.says
+    )
     assert "ranks 0, 2 call all_reduce as number 7 in the other dp groups" in finding.says
     assert f"3 of 4 ranks first call all_reduce over dp (rank 0 at {usual})" in finding.says

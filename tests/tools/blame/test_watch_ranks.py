@@ -30,7 +30,11 @@ def verdict_of(tmp_path, mistake):
 # and what is said of it: with the coordinates, the call, its group's ranks, and the place.
 MISTAKES = {
     "skip": (3, "order", ["all_reduce number 2 of dp", "right after all_reduce number 1 of WORLD"]),
-    "swap": (2, "order", ["all_reduce number 2 of WORLD", "7 of 8 ranks first call all_reduce over tp"]),
+    "swap": (
+        2,
+        "order",
+        ["all_reduce number 2 of WORLD", "7 of 8 ranks first call all_reduce over tp"],
+    ),
     "message": (3, "order", ["all_reduce number 3 of tp", "first call send over WORLD"]),
     "shape": (6, "shape", ["(12,) float32", "(8,) float32", "number 2 of dp (ranks 0, 2, 4, 6)"]),
     "dtype": (5, "dtype", ["(8,) int32", "(8,) float32", "number 2 of dp (ranks 1, 3, 5, 7)"]),
