@@ -29,8 +29,8 @@ PUBLIC = (
     "hypercomm.testing",
     "hypercomm.testing.simulated_job",
     "hypercomm.topology",
+    "hypercomm.tools.blame.watch",
     "hypercomm.training",
-    "hypercomm.watch",
 )
 """The modules whose `__all__` the reference must hold."""
 

@@ -46,6 +46,8 @@ from hypercomm.process_groups.spec import GroupKey
 from hypercomm.tools.blame.calls import FROM_ANYBODY, KEPT
 from hypercomm.tools.blame.reading import FORM, MARK
 
+__all__ = ["Watch"]
+
 logger = logging.getLogger(__name__)
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
