@@ -310,7 +310,7 @@ LEFT_OUT = {
     "notation.format_coords": "writes what was checked",
     "Placed.write": "makes files; layout/test_placing.py has its bad calls",
     "Drawing.save": "writes files; draw/test_drawing_files.py has its bad calls",
-    "HyperCommGrid.watch": "makes folders and a thread; tools/blame/test_watch.py has its bad calls",
+    "HyperCommGrid.watch": "makes folders and a thread; tools/blame has its bad calls",
     "LocalRanks": "made by local_ranks, whose arguments are; test_local_ranks.py has its methods",
     "Simulation": "made by simulate, whose arguments are",
     "create_group": "torch.distributed.new_group, whose errors are torch's",

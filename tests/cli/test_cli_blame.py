@@ -65,7 +65,10 @@ def test_a_dump_is_missing(in_process, tmp_path):
 def test_bad_calls(in_process, folder, tmp_path):
     for arguments, words in [
         ([str(tmp_path / "none")], "cannot read the folder"),
-        ([str(folder), "--layout", "tp=2"], "--layout tp=2 has 2 ranks, but the job has dumps of ranks"),
+        (
+            [str(folder), "--layout", "tp=2"],
+            "--layout tp=2 has 2 ranks, but the job has dumps of ranks",
+        ),
         ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is open; give it"),
         ([str(folder), "--layout", "tp"], "open"),
         ([], "Missing argument 'FOLDER'"),

@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that cannot run on a stand-in: barriers, and those of objects."""
+"""Replacements for barriers and object collectives, which need a real process group."""
 
 from __future__ import annotations
 
@@ -175,4 +175,4 @@ FUNCTIONS: Mapping[str, object] = {
     "_object_to_tensor": _refuse,
     "_get_object_coll_device": _object_device,
 }
-"""What stands in for each of torch's while a rank runs."""
+"""Replacements for functions of torch.distributed while a rank runs, by name."""

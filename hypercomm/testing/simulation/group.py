@@ -45,7 +45,7 @@ class SimulatedGroup:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What DeviceMesh asks for, though this is none."""
+        """ProcessGroup, because DeviceMesh checks for it."""
         return ProcessGroup
 
     def _get_backend(self, _device: object) -> SimulatedGroup:
@@ -62,7 +62,7 @@ class SimulatedGroup:
 
 
 class SimulatedWork(Work):
-    """What a collective of a simulated rank returns: it is done."""
+    """The work of a simulated collective, which is always complete."""
 
     def __init__(
         self, book: Book, index: int, results: Sequence[torch.Tensor], source: int = 0
@@ -139,7 +139,7 @@ class RecordingGroup(SimulatedGroup):
         return self._call("reduce", tensors, reduction=_reduction(opts), root=opts.rootRank)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: ARG002 - torch's arguments
-        """Return at once."""
+        """Record a barrier."""
         return self.barrier_of("barrier")
 
     def barrier_of(self, op: str) -> SimulatedWork:
@@ -186,7 +186,7 @@ class RecordingGroup(SimulatedGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its own part of its own tensors."""
+        """Give this rank its part of its tensors."""
         (parts,) = inputs
         self._check_number("reduce_scatter", parts)
         given = _alike(parts, parts[self._rank])
@@ -195,7 +195,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its own part of its own tensor."""
+        """Give this rank its part of its tensor."""
         how = _reduction(opts)
         self._check_size("reduce_scatter_tensor", own, output)
         work = self._call("reduce_scatter_tensor", own, reduction=how, results=[output])
@@ -207,7 +207,7 @@ class RecordingGroup(SimulatedGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
-        """Give this rank its own part of its own tensors."""
+        """Give this rank its part of its tensors."""
         how = _reduction(opts)
         work = self._call("reduce_scatter_tensor_coalesced", inputs, reduction=how, results=outputs)
         for output, own in zip(outputs, inputs, strict=True):
@@ -308,7 +308,7 @@ class RecordingGroup(SimulatedGroup):
         sender = (self._rank + 1) % self._size if found is None else self.ranks.index(found[0])
         return self._call("recv", tensor, root=source, tag=tag, source=sender)
 
-    # ---- several at once, and objects
+    # ---- coalesced calls, and objects
 
     def _start_coalescing(self, _device: object) -> None:
         pass
@@ -428,7 +428,7 @@ def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _alike(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return one tensor that tells the shapes of all, or all of them."""
+    """Return one tensor if all have its shape, else all of them."""
     return [own] if {part.shape for part in parts} == {own.shape} else parts
 
 

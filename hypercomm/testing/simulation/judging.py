@@ -109,7 +109,9 @@ def judge(
         (call.group, call.channel): call.number for calls in differing for call in calls.values()
     }
     at = _run(steps, first)
-    reached = _evidence({rank: own[: at[rank] + 1] for rank, own in steps.items()})
+    reached = every
+    if any(at[rank] < len(own) for rank, own in steps.items()):
+        reached = _evidence({rank: own[: at[rank] + 1] for rank, own in steps.items()})
     stuck = list(_stuck(find_waits(reached), every, steps, at))
     stuck.sort(key=lambda one: (not any(map(_is_never, one.absent.values())), one.waiting))
     return (*(_disagreement(calls, {}, _describe(calls)) for calls in differing), *stuck)
@@ -166,7 +168,7 @@ def _evidence(steps: Mapping[int, Steps]) -> Evidence:
 
 
 def _run(steps: Mapping[int, Steps], first: Mapping[Lane, int]) -> dict[int, int]:
-    """Let each rank go on until it waits for ever; return the step of each, and set the states."""
+    """Advance each rank until it waits for ever; return its step, and set the states of calls."""
     at = dict.fromkeys(steps, 0)
     arrived: Counter[tuple[Lane, int]] = Counter()
     waiting: dict[tuple[Lane, int], list[int]] = {}

@@ -1,4 +1,4 @@
-"""What the ranks of a simulated job create and call."""
+"""The groups that the ranks of a simulated job create, and the calls that they make."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Book:
 
     Attributes:
         programs: The steps of each rank, in its order.
-        steps: Those of the current rank.
+        steps: The steps of the current rank.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:
@@ -144,7 +144,7 @@ class Book:
 
     def has_later(self, ranks: Sequence[int]) -> bool:
         """Return whether any of some ranks is simulated after the current one."""
-        return any(rank > self._rank and rank in self._ranks for rank in ranks)
+        return any(rank > self._rank and rank in self._ranks for rank in reversed(ranks))
 
     def spread(
         self, group: Creation, is_root: bool, kind: Hashable, value: Callable[[], Any]

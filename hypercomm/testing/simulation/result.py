@@ -1,4 +1,4 @@
-"""What came out of a simulation."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SHOWN = 5
 
 @attrs.frozen(repr=False)
 class Simulation(Generic[Result]):
-    """What the ranks of a simulated job did; str() sums it up.
+    """The result of a simulated job; str() summarises it.
 
     Attributes:
         world_size: The number of ranks of the job.
-        returned: What the function returned, by rank; its keys are the ranks that were simulated.
+        returned: The return values of the function, by simulated rank.
         creations: The process groups that each rank would create as a member, in its order.
         collectives: The collectives, sends and receives that each rank called, in its order.
-        disagreements: The groups that would not come about, each with who waits in it for whom,
-            and the collectives, sends and receives that would not meet.
+        disagreements: The creations, collectives, sends and receives that differ or never end,
+            with the ranks that wait and those that are missing.
     """
 
     world_size: int
@@ -39,10 +39,10 @@ class Simulation(Generic[Result]):
     disagreements: tuple[Disagreement | CallDisagreement, ...]
 
     def check(self) -> None:
-        """Do nothing if all simulated ranks agree.
+        """Raise unless all simulated ranks agree.
 
         Raises:
-            DisagreementError: They do not (an AssertionError); shows the first disagreements.
+            DisagreementError: They do not agree (an AssertionError); shows the first disagreements.
         """
         if self.disagreements:
             raise DisagreementError("\n".join(self._lines()))
@@ -72,7 +72,7 @@ class Simulation(Generic[Result]):
         return told
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the ranks would create as a dict which JSON can hold; not what they return.
+        """Return the groups and disagreements as a dict for JSON, without the return values.
 
         Example:
             >>> from hypercomm.testing import simulate

@@ -1,4 +1,4 @@
-"""What the calls of all ranks show: calls that differ, waits, and ranks that leave the order.
+"""Finds calls that differ, calls that wait, and ranks that leave the common order of calls.
 
 Dumps and simulations are judged by the same functions; they need no file and no text.
 """

@@ -46,7 +46,7 @@ class Call:
         number: The position in its lane (the collectives of a group, or a channel), from 1.
         order: The position among all calls of the rank.
         state: "queued", "started", "finished" or "failed".
-        terms: What must be equal on all members: op, shape, dtype, root and others.
+        terms: The values that must be equal on all members: op, shape, dtype, root and others.
         shapes: The shapes of the first tensors.
         dtypes: Their dtypes.
         where: The line of the user's code; "" if unknown.

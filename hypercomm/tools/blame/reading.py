@@ -231,7 +231,7 @@ def _text(value: object, most: int = _MOST_CHARACTERS) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey."""
+    """Replace control characters, which would change the terminal."""
     return text if text.isprintable() else re.sub(r"[^ -~]", "?", text)
 
 

@@ -58,7 +58,7 @@ class Verdict:
 
     Attributes:
         evidence: The dumps.
-        findings: What is wrong, the worst first.
+        findings: The faults, the worst first.
         waits: The calls that have not ended, with the members that have not entered them.
         outcome: "clear", "blamed", or "unclear" if something is wrong and no rank is blamed.
         culprits: The ranks to blame, in ascending order.

@@ -305,12 +305,12 @@ class Watch:
         draft = self.file.with_suffix(".part")
         with self._writing:
             draft.write_text(json.dumps(record))
-            draft.replace(self.file)  # at once, so that no reader sees half of it
+            draft.replace(self.file)  # atomic: no reader sees half of it
 
     def _record(self, why: str) -> dict[str, Any]:
         stacks = _stacks()
         keys = {group: key for key, group in self._pgs().items() if group is not None}
-        with self._recorder.lock:  # another thread may call meanwhile
+        with self._recorder.lock:  # other threads keep calling
             self._recorder.poll()
             groups = [
                 _group_dict(group, calls, keys.pop(group, None))

@@ -52,7 +52,7 @@ def test_a_skip_of_equal_shape(tmp_path):
     (finding,) = verdict.findings
     assert (finding.kind, finding.waiting) == ("order", (3,))
     over_tp = line_of(skip_one_of_equal_shape, "# over tp")
-    assert f"rank 1 (tp=1, dp=0; host " in finding.says
+    assert "rank 1 (tp=1, dp=0; host " in finding.says
     assert f"all_reduce number 7 of tp (ranks 0..1) at {over_tp} right after " in finding.says
     assert (
         f"right after all_reduce number 6 of tp (ranks 0..1) at {over_tp}; 3 of 4" in finding.says

@@ -5,7 +5,6 @@ import time
 import pytest
 from tools.blame.dumps import Dumps, job
 
-from hypercomm import RankLayout
 from hypercomm.tools.blame.verdict import blame
 
 pytestmark = pytest.mark.torch_free
@@ -53,7 +52,7 @@ def test_differences(tmp_path, more, kind):
 
 
 def alternating(steps, change):
-    """tp=2,dp=2 whose ranks call tp, dp in turn, but for rank 1 in its 6th step; it waits in the end."""
+    """tp=2,dp=2 whose ranks call tp, dp in turn, but for rank 1 in step 5; one waits at the end."""
     dumps = job(calls=0)
     for rank in range(4):
         for step in range(steps):
@@ -70,10 +69,10 @@ def alternating(steps, change):
 @pytest.mark.parametrize(
     ("change", "own", "usual"),
     [
-        ("skip", "all_reduce number 7 of tp (ranks 0..1) at train.py:47 in step right after "
-         "all_reduce number 6 of tp", "3 of 4 ranks first call reduce_scatter_tensor over dp"),
-        ("twice", "reduce_scatter_tensor number 7 of dp (ranks 1, 3) at train.py:47 in step right "
-         "after reduce_scatter_tensor number 6 of dp", "3 of 4 ranks instead call all_reduce"),
+        ("skip", ("all_reduce number 7 of tp (ranks 0..1) at train.py:47 in step right after "
+                  "all_reduce number 6 of tp"), "ranks first call reduce_scatter_tensor over dp"),
+        ("twice", ("reduce_scatter_tensor number 7 of dp (ranks 1, 3) at train.py:47 in step right "
+                   "after reduce_scatter_tensor number 6 of dp"), "ranks instead call all_reduce"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("lost", [0, 7, 8])

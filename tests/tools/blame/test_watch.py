@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
-from hypercomm.tools.blame.verdict import blame
 from hypercomm.testing import fake_world
+from hypercomm.tools.blame.verdict import blame
 
 
 @pytest.fixture
