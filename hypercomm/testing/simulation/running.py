@@ -39,11 +39,11 @@ def simulate(
     """Run a function once for every rank of a job, one after the other, in this process.
 
     torch.distributed returns the values of that rank. `torch.distributed.init_process_group`
-    returns immediately (if called like this, not by a name that was imported before). Groups are stand-ins
-    that know their ranks: no process group of torch is made. `torch.distributed.new_group` and
-    DeviceMesh are recorded like a grid's own creations. The global state of Megatron and ezpz
-    (`hypercomm.compat`) is empty at the start of each rank; other global variables are shared.
-    Other threads see the simulated job too.
+    returns immediately (if called like this, not by a name that was imported before). Groups are
+    stand-ins that know their ranks: no process group of torch is made. Groups of
+    `torch.distributed.new_group` and DeviceMesh are recorded like those of a grid. The global
+    state of Megatron and ezpz (`hypercomm.compat`) is empty at the start of each rank; other
+    global variables are shared. Other threads see the simulated job too.
 
     All collectives of torch.distributed, sends and receives are recorded and return immediately.
     They move values of ranks that ran before, and never those of later ranks:

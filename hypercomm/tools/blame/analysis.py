@@ -316,25 +316,30 @@ def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iter
 def _from_a_common_start(
     evidence: Evidence, calls: Mapping[int, list[Call]]
 ) -> Mapping[int, list[Call]]:
-    """Cut the calls where the oldest are lost, so that all ranks start at the same call."""
-    cut: dict[str, list[Call]] = {}
-    for own in calls.values():
+    """Cut the calls where the oldest are lost, so that all ranks start at the same call.
+
+    A watch keeps the last calls of each group, the flight recorder those of all groups together.
+    """
+    pick = max if evidence.source == "watch" else min
+    cut: dict[int, Call] = {}
+    for rank, own in calls.items():
         first: dict[Group, Call] = {}
         for call in own:
             first.setdefault(call.group, call)
         lost = [call for call in first.values() if call.number > 1 and not call.channel]
         if lost:
-            latest = max(lost, key=lambda call: call.order)
-            cut.setdefault(evidence.title(latest.group), []).append(latest)
+            cut[rank] = pick(lost, key=lambda call: call.order)
     if not cut:
         return calls
-    title = max(cut, key=lambda title: len(cut[title]))
-    number = max(call.number for call in cut[title])
+    titles = Counter(evidence.title(call.group) for call in cut.values())
+    title = titles.most_common(1)[0][0]
+    number = max(c.number for c in cut.values() if evidence.title(c.group) == title)
     starts = {
         rank: place
         for rank, own in calls.items()
         for place, call in enumerate(own)
         if call.number == number and not call.channel and evidence.title(call.group) == title
+        if rank not in cut or call.order >= cut[rank].order
     }
     return {rank: calls[rank][place:] for rank, place in starts.items()}
 

@@ -118,7 +118,7 @@ class Record:
         pid: The process.
         why: Why the dump was written.
         place: The frames of the main thread, innermost first.
-        versions: The versions of the programs that wrote the dump.
+        version: The versions of the programs that wrote the dump.
         layouts: The layouts of the grid ("") and its views.
     """
 
@@ -134,7 +134,7 @@ class Record:
     pid: int | None = None
     why: str = ""
     place: tuple[str, ...] = ()
-    versions: dict[str, str] = attrs.field(factory=dict)
+    version: str = ""
     layouts: dict[str, RankLayout] = attrs.field(factory=dict)
 
     def add(self, call: Call) -> None:

@@ -7,7 +7,6 @@ every field is checked for its type and size before it is used.
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import json
 import os
@@ -80,13 +79,7 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"wrote their dumps to"
         ) from None
     notes: list[str] = []
-    was_enabled = gc.isenabled()
-    gc.disable()  # thousands of small objects, none of them garbage
-    try:
-        records, unreadable = _read_files(files, notes)
-    finally:
-        if was_enabled:
-            gc.enable()
+    records, unreadable = _read_files(files, notes)
     if not records:
         what = f"{len(files)} files, none of them a dump" if files else "empty"
         what += f": {notes[0]}" if notes else ""
@@ -276,7 +269,7 @@ def _read_watch(record: Record, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"its world_size is not in {record.rank + 1}..{_MOST_RANKS}")
     record.job, record.host = _text(fields["job"]), _text(fields["host"])
     record.why = _text(fields["why"])
-    record.versions = {name: _text(fields[name]) for name in ("torch", "hypercomm")}
+    record.version = f"torch {_text(fields['torch'])}, hypercomm {_text(fields['hypercomm'])}"
     record.place = tuple(map(_text, _list(fields["place"], _MOST_ENTRIES)))
     for name, layout in fields["layouts"].items():
         record.layouts[name] = RankLayout.from_json(json.dumps(layout))
@@ -324,7 +317,7 @@ _LIBRARY = re.compile(
 def _read_flight_recorder(record: Record, fields: Mapping[str, Any]) -> None:
     """Read the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components."""
     record.source = "flight recorder"
-    record.versions = {"the flight recorder": _text(fields["version"])}
+    record.version = f"version {_text(fields['version'])} of the flight recorder"
     groups: dict[str, Group] = {}
     for uid, config in fields["pg_config"].items():
         name = _text(config.get("name") or uid)
@@ -431,15 +424,11 @@ def _check_one_job(records: Sequence[Record], notes: list[str]) -> None:
                 f"{known[0].file} and {other.file} are of two jobs; keep the dumps of one of them "
                 f"in the folder"
             )
-    for what in sorted({name for record in records for name in record.versions}):
-        found = Counter(record.versions[what] for record in records)
-        usual = found.most_common(1)[0][0]
-        odd = next((one for one in records if one.versions[what] != usual), None)
-        if odd is not None:
-            notes.append(
-                f"the dumps are of different versions: {odd.file} has version "
-                f"{odd.versions[what]} of {what}, others {usual}"
-            )
+    usual = Counter(record.version for record in records).most_common(1)
+    for record in records:
+        if record.version != usual[0][0]:
+            notes.append(f"{record.file} is of {record.version}, most others of {usual[0][0]}")
+            break
 
 
 def _world_size(

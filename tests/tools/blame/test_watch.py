@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
 from hypercomm.testing import fake_world
+from hypercomm.tools.blame import watch as watch_module
 from hypercomm.tools.blame.verdict import blame
 
 
@@ -147,3 +148,27 @@ def test_a_destroyed_group(grid, tmp_path):
         dist.all_reduce(torch.ones(1), group=tp)
         dist.destroy_process_group(dp)
     assert [group["title"] for group in json.loads(watch.file.read_text())["groups"]] == ["tp"]
+
+
+# A watch keeps the last 100 calls of each group: a skip among them is found, after thousands.
+@pytest.mark.parametrize("times", [1, 3])
+def test_order_after_a_turned_ring(tmp_path, times, monkeypatch):
+    monkeypatch.setattr(watch_module, "_identity", lambda _here: "one job")
+    for rank in range(4):
+        with fake_world(4, rank=rank), HyperCommGrid("tp=2,dp=2") as grid:
+            tp, dp = grid.create_pgs(["tp", "dp"])
+            with grid.watch(60, tmp_path) as watch:
+                for step in range(150):
+                    for _ in range(times):
+                        dist.all_reduce(torch.ones(1), group=tp)
+                    if (rank, step) != (1, 140):
+                        dist.all_reduce(torch.ones(1), group=dp)
+        if rank == 3:  # which waits in the end
+            record = json.loads(watch.file.read_text())
+            next(g for g in record["groups"] if g["title"] == "dp")["calls"][-1]["state"] = (
+                "started"
+            )
+            watch.file.write_text(json.dumps(record))
+    verdict = blame(tmp_path)
+    assert [(f.kind, f.culprits) for f in verdict.findings] == [("order", (1,))]
+    assert f"calls all_reduce number {141 * times + 1} of tp (ranks 0..1)" in str(verdict)
