@@ -253,7 +253,7 @@ def wait_graph(waits: Iterable[Wait]) -> Any:
 
 def find_deviations(
     evidence: Evidence, waits: Sequence[Wait], differences: Sequence[Difference]
-) -> list[Deviation]:
+) -> dict[int, Deviation]:
     """Find ranks that leave the common order, and for whom others wait because of it.
 
     Ranks with groups over the same dims run the same program, so most of them make their calls
@@ -277,9 +277,9 @@ def find_deviations(
         if with_messages:
             every = [one for one in every if one.usual.channel and not one.is_extra]
         found = [one for one in every if _matters(evidence, one, every, waits, differences)]
-        if found:
-            return found
-    return []
+        if found:  # a call that is left out explains more than one that is made twice
+            return {one.rank: one for one in sorted(found, key=lambda one: not one.is_extra)}
+    return {}
 
 
 def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iterator[Deviation]:

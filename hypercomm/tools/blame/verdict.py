@@ -200,7 +200,7 @@ class _Judge:
     ) -> None:
         self._evidence, self._waits, self._differences = evidence, waits, differences
         self._graph = wait_graph(waits)
-        self._deviations = {one.rank: one for one in find_deviations(evidence, waits, differences)}
+        self._deviations = find_deviations(evidence, waits, differences)
 
     def findings(self) -> Iterator[Finding]:
         """Yield differences, deviations from the common order, then the ends of all waiting."""
