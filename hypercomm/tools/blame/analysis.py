@@ -136,7 +136,9 @@ def _sibling_calls(evidence: Evidence, group: Group, number: int) -> Iterator[tu
             continue
         if own.isdisjoint(other.ranks):
             for rank, calls in by_rank.items():
-                yield from ((rank, call) for call in calls if call.number == number)
+                place = number - calls[0].number
+                if 0 <= place < len(calls) and calls[place].number == number:
+                    yield rank, calls[place]
 
 
 def _message_difference(
@@ -190,7 +192,7 @@ def find_waits(evidence: Evidence) -> list[Wait]:
             found += [Wait(rank, call, absent[call.number]) for rank, call in pending.items()]
     if any(wait.absent for wait in found):
         return found
-    return [_queued(evidence, wait) for wait in found]
+    return _with_queued(evidence, found)
 
 
 def _last(evidence: Evidence, group: Group, rank: int) -> float:
@@ -225,13 +227,19 @@ def _message_wait(evidence: Evidence, rank: int, call: Call) -> Wait | None:
     return None if is_lost or (call.group, "recv anybody") in other.lanes else absent
 
 
-def _queued(evidence: Evidence, wait: Wait) -> Wait:
-    if wait.call.state != "started" or wait.call.channel:
-        return wait
-    lane = evidence.lanes[wait.call.group, ""]
-    same = ((rank, call) for rank, calls in lane.items() for call in calls)
-    queued = (rank for rank, c in same if (c.number, c.state) == (wait.call.number, "queued"))
-    return attrs.evolve(wait, absent=tuple(queued))
+def _with_queued(evidence: Evidence, waits: Iterable[Wait]) -> list[Wait]:
+    queued: dict[tuple[Group, int], list[int]] = {}
+    for (group, channel), by_rank in evidence.lanes.items():
+        for rank, calls in by_rank.items() if not channel else ():
+            for call in calls:
+                if call.state == "queued":
+                    queued.setdefault((group, call.number), []).append(rank)
+    return [
+        attrs.evolve(wait, absent=tuple(queued.get((wait.call.group, wait.call.number), ())))
+        if wait.call.state == "started" and not wait.call.channel
+        else wait
+        for wait in waits
+    ]
 
 
 def wait_graph(waits: Iterable[Wait]) -> Any:
