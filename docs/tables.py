@@ -26,10 +26,10 @@ PUBLIC = (
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
+    "hypercomm.tools.blame",
     "hypercomm.tools.draw",
     "hypercomm.tools.place",
     "hypercomm.training",
-    "hypercomm.watch",
 )
 """The modules whose `__all__` the reference must hold."""
 

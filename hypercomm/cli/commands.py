@@ -27,7 +27,9 @@ _COMMANDS = {
     "diff": _Command("hypercomm.cli.diff", "diff", "Compare the groups of two layouts."),
     "check": _Command("hypercomm.cli.check", "check", "Run every group of a layout on real ranks."),
     "doctor": _Command("hypercomm.cli.doctor", "doctor", "Show what is installed and what works."),
-    "blame": _Command("hypercomm.cli.blame", "blame", "Find the rank that a hung job waits for."),
+    "blame": _Command(
+        "hypercomm.tools.blame.command", "blame", "Find the rank that a hung job waits for."
+    ),
 }
 
 

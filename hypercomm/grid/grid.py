@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WATCH = "hypercomm.watch"
+_WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
 
 

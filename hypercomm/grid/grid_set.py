@@ -42,7 +42,7 @@ from hypercomm.layout.placement import (
     colocate,
     tile,
 )
-from hypercomm.layout.text import aligned, as_html, did_you_mean, format_coords, format_ranks, shown
+from hypercomm.layout.text import aligned, did_you_mean, format_coords, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.agreement import Agreement
 from hypercomm.process_groups.agreement.steps import Step, Steps, all_or_none, limit_of
@@ -535,9 +535,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *(f"  {line}" for line in aligned(self._rows()))])
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self), ("grid", "sizes", "ranks", "this rank"), self._rows())
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """Return name, sizes and ranks of each grid, and the position of the calling rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -137,34 +136,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
     ends = [(int(part[0]), int(part[-1])) for part in parts[:_MOST_RANGES] if part.size]
     texts = [f"{first}..{last}" if last > first else f"{first}" for first, last in ends]
     return ", ".join([*texts, "..."] if len(parts) > _MOST_RANGES else texts)
-
-
-def as_html(
-    headline: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    lines: Iterable[str] = (),
-) -> str:
-    """Write a headline, a table and lines below it as HTML.
-
-    Args:
-        headline: The first line.
-        columns: The heads of the columns; empty: no table.
-        rows: A cell for each column.
-        lines: Texts for a list.
-
-    Example:
-        >>> as_html("a < b", [], [], ["one", "two"])
-        '<p><b>a &lt; b</b></p><ul><li>one</li><li>two</li></ul>'
-    """
-    page = f"<p><b>{html.escape(headline)}</b></p>"
-    if columns:
-        body = "".join(_row("td", row) for row in rows)
-        page += f"<table><thead>{_row('th', columns)}</thead><tbody>{body}</tbody></table>"
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return page + (f"<ul>{items}</ul>" if items else "")
-
-
-def _row(tag: str, cells: Sequence[object]) -> str:
-    inside = "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells)
-    return f"<tr>{inside}</tr>"

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups
-from hypercomm.layout.text import as_html
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.meeting import as_entry
 from hypercomm.process_groups.agreement.steps import Step
@@ -348,10 +347,6 @@ class Explanation:
     def _headline(self) -> str:
         backend = f", {self.backend}" if self.backend else ""
         return f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"
-
-    def _repr_html_(self) -> str:
-        headline, *lines = str(self).split("\n")
-        return as_html(headline, (), (), [line.strip() for line in lines])
 
     def __repr__(self) -> str:
         return f"<Explanation of {self._headline}: {self.strategy}>"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from blame_dumps import Dumps
+from tools.blame.dumps import Dumps
 
 pytestmark = pytest.mark.torch_free
 
@@ -52,20 +52,23 @@ def test_json(in_process, folder):
 def test_nobody(in_process, tmp_path):
     done = in_process("blame", str(Dumps(2).write(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("nobody waits for anybody: what 2 ranks called agrees")
+    assert done.stdout.startswith("no rank waits: the calls of 2 ranks agree and have ended")
 
 
 # One finished rank of two is no proof that nobody waits.
 def test_a_dump_is_missing(in_process, tmp_path):
     done = in_process("blame", str(Dumps(2).write(tmp_path, but=[1])))
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("what 1 of 2 ranks called agrees, and has ended; rank 1 has no")
+    assert done.stdout.startswith("the calls of 1 of 2 ranks agree and have ended; rank 1 has no")
 
 
 def test_bad_calls(in_process, folder, tmp_path):
     for arguments, words in [
         ([str(tmp_path / "none")], "cannot read the folder"),
-        ([str(folder), "--layout", "tp=2"], "--layout tp=2 has 2 ranks, and the dumps have ranks"),
+        (
+            [str(folder), "--layout", "tp=2"],
+            "--layout tp=2 has 2 ranks, but the job has dumps of ranks",
+        ),
         ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is open; give it"),
         ([str(folder), "--layout", "tp"], "open"),
         ([], "Missing argument 'FOLDER'"),

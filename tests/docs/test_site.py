@@ -11,7 +11,7 @@ import sys
 import attrs
 import page_runner as runner
 import pytest
-from blame_dumps import Dumps
+from tools.blame.dumps import Dumps
 
 import hypercomm
 from hypercomm import errors

@@ -151,7 +151,7 @@ def test_a_store_that_answers_too_late(from_s):
 def test_no_clock_that_jumps():
     found = []
     package = Path(hypercomm.__file__).parent
-    for path in {*package.rglob("*.py")} - {*package.glob("watch/*.py")}:
+    for path in {*package.rglob("*.py")} - {package / "tools/blame/watch.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 name = f"{node.value.id}.{node.attr}"

@@ -22,7 +22,7 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.other_world import OtherWorld, new_gloo
-from hypercomm.testing.simulation.stand_in import SimulatedGroup
+from hypercomm.testing.simulation.group import SimulatedGroup
 from simulated_job import substitutes
 from simulated_job.faults import (
     AnswersLate,

@@ -30,8 +30,8 @@ from hypercomm.errors import (
     StateError,
 )
 from hypercomm.testing import fake_world, registered_groups, simulate
-from hypercomm.testing.simulation.creations import Creation
-from hypercomm.testing.simulation.meetings import find_disagreements
+from hypercomm.testing.simulation.judging import judge
+from hypercomm.testing.simulation.records import CREATE, Creation
 
 
 def five_groups():
@@ -292,7 +292,7 @@ def test_uneven_memberships_in_torch():
         ),
         (
             lambda grid, odd: grid.create_pg("tp", backend="gloo" if odd else None),
-            "of ranks (4, 5): ranks see it differently: backend 'nccl' on rank 4, 'gloo' on rank 5",
+            "the ranks create it differently: backend 'nccl' on rank 4, 'gloo' on rank 5",
         ),
         (
             lambda grid, odd: grid.create_pg("tp", timeout=timedelta(minutes=1 + odd)),
@@ -341,8 +341,8 @@ def test_orders_that_work(data):
     for rank in world:
         own = [number for number, ranks in enumerate(groups) if rank in ranks]
         orders[rank] = data.draw(st.permutations(own))
-    creations = {
-        rank: [creation(str(number), groups[number]) for number in order]
+    programs = {
+        rank: [(CREATE, creation(str(number), groups[number])) for number in order]
         for rank, order in orders.items()
     }
     graph = graphlib.TopologicalSorter()
@@ -354,7 +354,7 @@ def test_orders_that_work(data):
         works = True
     except graphlib.CycleError:
         works = False
-    found = find_disagreements(creations)
+    found = judge(programs)
     assert works == (found == ())
     for one in found:
         assert one.absent

@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that cannot run on a stand-in: barriers, and those of objects."""
+"""Replacements for barriers and object collectives, which need a real process group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.stand_in import SimulatedWork
+from hypercomm.testing.simulation.group import RecordingGroup, SimulatedWork
 
 
 def _mine(group: Any) -> RecordingGroup | None:
@@ -176,4 +175,4 @@ FUNCTIONS: Mapping[str, object] = {
     "_object_to_tensor": _refuse,
     "_get_object_coll_device": _object_device,
 }
-"""What stands in for each of torch's while a rank runs."""
+"""Replacements for functions of torch.distributed while a rank runs, by name."""

@@ -1,20 +1,108 @@
-"""A process group of a simulated rank: what is called on it is recorded and returns at once."""
+"""Stands for a process group of a simulated rank: calls are recorded and return immediately."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.calls import OBJECTS, Ledger
-from hypercomm.testing.simulation.creations import Creation
-from hypercomm.testing.simulation.mail import Mail
-from hypercomm.testing.simulation.stand_in import SimulatedGroup, SimulatedWork
+from hypercomm.testing.simulation.records import OBJECTS, Book, Creation
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Splits = tuple[Sequence[Any], Sequence[Any]]
+
+
+class SimulatedGroup:
+    """Stands in for a process group of the calling rank: knows all but how to communicate."""
+
+    bound_device_id = None
+
+    def __init__(
+        self, name: str, rank: int, size: int, timeout: timedelta, description: str
+    ) -> None:
+        self.group_name = name
+        self.group_desc = description
+        self.options = SimpleNamespace(_timeout=timeout)
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        """Return the position of the calling rank among the members."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self._size
+
+    def name(self) -> str:
+        """Return what kind of backend this is."""
+        return "simulated"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """ProcessGroup, because DeviceMesh checks for it."""
+        return ProcessGroup
+
+    def _get_backend(self, _device: object) -> SimulatedGroup:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise SimulationError(
+            f"a simulated process group has no {name!r}: no rank is there to communicate with; "
+            f"leave communication out of what is simulated, or start ranks with run_ranks()"
+        )
+
+    def __repr__(self) -> str:
+        return f"<simulated group {self.group_name}: rank {self._rank} of {self._size}>"
+
+
+class SimulatedWork(Work):
+    """The work of a simulated collective, which is always complete."""
+
+    def __init__(
+        self, book: Book, index: int, results: Sequence[torch.Tensor], source: int = 0
+    ) -> None:
+        super().__init__()
+        self._book, self._steps, self._index = book, book.steps, index
+        self._results = list(results)
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
+        """Record that the rank waits here."""
+        self._book.wait(self._steps, self._index)
+        return True
+
+    synchronize = wait  # type: ignore[assignment]
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the outputs."""
+        return self._results
+
+    def get_future(self) -> Any:
+        """Return a future that has the outputs."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    def source_rank(self) -> int:
+        """Return who sent, by its position in the group."""
+        return self._source
+
+    _source_rank = source_rank
 
 
 class RecordingGroup(SimulatedGroup):
@@ -23,30 +111,18 @@ class RecordingGroup(SimulatedGroup):
     Args:
         creation: The group; its name is what the members know it by.
         rank: The rank of the job whose group this is.
-        book: Where its calls are written down, and what earlier ranks have left for it.
-        later: Counts those of some ranks that are simulated after this one.
+        book: Records its calls.
         name: The name that torch knows.
     """
 
     supports_coalescing = False
 
-    def __init__(
-        self,
-        creation: Creation,
-        rank: int,
-        book: tuple[Ledger, Mail],
-        later: Callable[[Sequence[int]], int],
-        name: str,
-    ) -> None:
+    def __init__(self, creation: Creation, rank: int, book: Book, name: str) -> None:
         ranks = creation.ranks
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
         self.ranks = ranks
-        self._me = rank
-        self._ledger, self._mail = book
-        self._number = self._ledger.number_of(creation)
-        self._later = later
-        self._turn = 0
+        self._me, self._book, self._creation = rank, book, creation
 
     # ---- the same on all members
 
@@ -63,7 +139,7 @@ class RecordingGroup(SimulatedGroup):
         return self._call("reduce", tensors, reduction=_reduction(opts), root=opts.rootRank)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: ARG002 - torch's arguments
-        """Return at once."""
+        """Record a barrier."""
         return self.barrier_of("barrier")
 
     def barrier_of(self, op: str) -> SimulatedWork:
@@ -110,7 +186,7 @@ class RecordingGroup(SimulatedGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its own part of its own tensors."""
+        """Give this rank its part of its tensors."""
         (parts,) = inputs
         self._check_number("reduce_scatter", parts)
         given = _alike(parts, parts[self._rank])
@@ -119,7 +195,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its own part of its own tensor."""
+        """Give this rank its part of its tensor."""
         how = _reduction(opts)
         self._check_size("reduce_scatter_tensor", own, output)
         work = self._call("reduce_scatter_tensor", own, reduction=how, results=[output])
@@ -131,7 +207,7 @@ class RecordingGroup(SimulatedGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
-        """Give this rank its own part of its own tensors."""
+        """Give this rank its part of its tensors."""
         how = _reduction(opts)
         work = self._call("reduce_scatter_tensor_coalesced", inputs, reduction=how, results=outputs)
         for output, own in zip(outputs, inputs, strict=True):
@@ -214,7 +290,7 @@ class RecordingGroup(SimulatedGroup):
         """Keep the tensor for a rank that runs later."""
         (tensor,) = _listed(tensors)
         self._post(to, tag, _kind(tensor), lambda: _copy(tensor))
-        return self._call("send", tensor, root=to, tag=tag, counts=False)
+        return self._call("send", tensor, root=to, tag=tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> SimulatedWork:
         """Give this rank what was sent to it, if the sender ran before."""
@@ -230,15 +306,15 @@ class RecordingGroup(SimulatedGroup):
         if found is not None and found[1] is not None:
             _fill([tensor], found[1])
         sender = (self._rank + 1) % self._size if found is None else self.ranks.index(found[0])
-        return self._call("recv", tensor, root=source, tag=tag, counts=False, source=sender)
+        return self._call("recv", tensor, root=source, tag=tag, source=sender)
 
-    # ---- several at once, and objects
+    # ---- coalesced calls, and objects
 
     def _start_coalescing(self, _device: object) -> None:
         pass
 
     def _end_coalescing(self, _device: object) -> SimulatedWork:
-        return SimulatedWork(self._ledger, len(self._ledger.current) - 1, [])
+        return SimulatedWork(self._book, len(self._book.steps) - 1, [])
 
     def get_backend(self, _device: object) -> RecordingGroup:
         """Return itself."""
@@ -269,7 +345,7 @@ class RecordingGroup(SimulatedGroup):
 
     def _object_message(self, op: str, peer: int | None, count: int) -> None:
         shapes = ((count,),)
-        self._call(op, (), shapes=shapes, dtype=OBJECTS, root=peer, counts=False).wait()
+        self._call(op, (), shapes=shapes, dtype=OBJECTS, root=peer).wait()
 
     # ---- what they share
 
@@ -279,47 +355,39 @@ class RecordingGroup(SimulatedGroup):
         tensors: Tensors,
         *,
         shapes: tuple[Any, ...] | None = None,
-        dtype: object = None,
+        dtype: str = "",
         reduction: str = "",
         root: int | None = None,
         splits: Splits | None = None,
         tag: int = 0,
         results: Sequence[torch.Tensor] | None = None,
-        counts: bool = True,
         source: int = 0,
     ) -> SimulatedWork:
         given = _listed(tensors)
         if shapes is None:
             shapes = tuple(tensor.shape for tensor in given)
-        place = self._ledger.call(
-            self._number,
+        dtype = str(given[0].dtype).removeprefix("torch.") if given else dtype
+        index = self._book.call(
             op,
-            shapes,
-            given[0].dtype if given else dtype,
+            self._creation,
+            tuple(tuple(map(int, shape)) for shape in shapes),
+            dtype,
             reduction,
             None if root is None else self.ranks[root],
             *((None, None) if splits is None else map(tuple, splits)),
             tag,
         )
-        if counts:
-            self._turn = self._ledger.count(self._number)
-        return SimulatedWork(self._ledger, place, given if results is None else results, source)
+        return SimulatedWork(self._book, index, given if results is None else results, source)
 
     def _spread(self, root: int, kind: Hashable, value: Callable[[], Any]) -> Any:
-        call = (self._number, self._turn)
-        if self._rank == root:
-            self._mail.spread(call, kind, value, self._later(self.ranks))
-            return None
-        return self._mail.take(call, kind)
+        return self._book.spread(self._creation, self._rank == root, kind, value)
 
     def _post(self, to: int, tag: int, kind: Hashable, value: Callable[[], Any]) -> None:
-        peer = self.ranks[to]
-        if self._later([peer]):
-            self._mail.send((self._number, peer, tag), self._me, kind, value())
+        self._book.send(self._creation, self.ranks[to], tag, kind, value)
 
     def _get(self, source: int | None, tag: int, kind: Hashable) -> tuple[int, Any] | None:
         sender = None if source is None else self.ranks[source]
-        return self._mail.receive((self._number, self._me, tag), sender, kind)
+        return self._book.receive(self._creation, sender, tag, kind)
 
     def _check_number(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._size:
@@ -360,7 +428,7 @@ def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _alike(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return one tensor that tells the shapes of all, or all of them."""
+    """Return one tensor if all have its shape, else all of them."""
     return [own] if {part.shape for part in parts} == {own.shape} else parts
 
 

@@ -1,4 +1,4 @@
-"""What came out of a simulation."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from hypercomm.errors import DisagreementError
-from hypercomm.layout.text import as_html, counted
-from hypercomm.testing.simulation.calls import CallDisagreement, Collective
-from hypercomm.testing.simulation.creations import Creation, Disagreement
+from hypercomm.layout.text import counted
+from hypercomm.testing.simulation.judging import CallDisagreement, Disagreement
+from hypercomm.testing.simulation.records import Collective, Creation
 
 Result = TypeVar("Result")
 
@@ -20,15 +20,15 @@ _SHOWN = 5
 
 @attrs.frozen(repr=False)
 class Simulation(Generic[Result]):
-    """What the ranks of a simulated job did; str() sums it up.
+    """The result of a simulated job; str() summarises it.
 
     Attributes:
         world_size: The number of ranks of the job.
-        returned: What the function returned, by rank; its keys are the ranks that were simulated.
+        returned: The return values of the function, by simulated rank.
         creations: The process groups that each rank would create as a member, in its order.
         collectives: The collectives, sends and receives that each rank called, in its order.
-        disagreements: The groups that would not come about, each with who waits in it for whom,
-            and the collectives, sends and receives that would not meet.
+        disagreements: The creations, collectives, sends and receives that differ or never end,
+            with the ranks that wait and those that are missing.
     """
 
     world_size: int
@@ -38,10 +38,10 @@ class Simulation(Generic[Result]):
     disagreements: tuple[Disagreement | CallDisagreement, ...]
 
     def check(self) -> None:
-        """Do nothing if all simulated ranks agree.
+        """Raise unless all simulated ranks agree.
 
         Raises:
-            DisagreementError: They do not (an AssertionError); shows the first disagreements.
+            DisagreementError: They do not agree (an AssertionError); shows the first disagreements.
         """
         if self.disagreements:
             raise DisagreementError("\n".join(self._lines()))
@@ -71,7 +71,7 @@ class Simulation(Generic[Result]):
         return told
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the ranks would create as a dict which JSON can hold; not what they return.
+        """Return the groups and disagreements as a dict for JSON, without the return values.
 
         Example:
             >>> from hypercomm.testing import simulate
@@ -94,10 +94,6 @@ class Simulation(Generic[Result]):
             ],
             "disagreements": [str(disagreement) for disagreement in self.disagreements],
         }
-
-    def _repr_html_(self) -> str:
-        headline, *lines = str(self).split("\n")
-        return as_html(headline, (), (), [line.strip() for line in lines])
 
     def __repr__(self) -> str:
         agree = f"{len(self.disagreements):,} disagreements" if self.disagreements else "all agree"

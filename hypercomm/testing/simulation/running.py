@@ -19,12 +19,10 @@ from hypercomm.layout.checks import as_int, as_tuple, as_world_size
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.other_world import OtherWorld
-from hypercomm.testing.simulation.calls import Collectives, Ledger
-from hypercomm.testing.simulation.creations import Creation
 from hypercomm.testing.simulation.functions import FUNCTIONS
 from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.mail import Mail
-from hypercomm.testing.simulation.meetings import find_disagreements
+from hypercomm.testing.simulation.judging import judge
+from hypercomm.testing.simulation.records import BEGIN, CALL, CREATE, Book, Creation
 from hypercomm.testing.simulation.result import Simulation
 
 Result = TypeVar("Result")
@@ -41,52 +39,51 @@ def simulate(
 ) -> Simulation[Result]:
     """Run a function once for every rank of a job, one after the other, in this process.
 
-    torch.distributed answers as on that rank, `torch.distributed.init_process_group` returns at
-    once (called like this, not as a name that was imported), and groups are stand-ins that know
-    their ranks: no process group of torch is made. `torch.distributed.new_group` and DeviceMesh
-    are recorded like a grid's own creations. Globals of Megatron and ezpz (`hypercomm.compat`)
-    begin empty for each rank; other globals are the function's own concern. Other threads see the
-    simulated job too.
+    torch.distributed returns the values of that rank. `torch.distributed.init_process_group`
+    returns immediately (if called like this, not by a name that was imported before). Groups are
+    stand-ins that know their ranks: no process group of torch is made. Groups of
+    `torch.distributed.new_group` and DeviceMesh are recorded like those of a grid. The global
+    state of Megatron and ezpz (`hypercomm.compat`) is empty at the start of each rank; other
+    global variables are shared. Other threads see the simulated job too.
 
-    All collectives of torch.distributed, sends and receives are recorded and return at once, on
-    WORLD and on any group. What of a later rank would come does not: only ranks that ran before
-    have left anything.
+    All collectives of torch.distributed, sends and receives are recorded and return immediately.
+    They move values of ranks that ran before, and never those of later ranks:
 
-    - all_reduce, reduce: the tensor stays this rank's own.
-    - all_gather, gather: this rank's own in every slot; reduce_scatter: this rank's part of its
-      own; all_to_all: its own tensor, where that fits.
-    - broadcast, scatter, recv: what the root or sender gave if it ran before; otherwise the tensor
-      stays as it is.
-    - Those of objects do likewise, with copies; they too are to be called as attributes of
+    - all_reduce, reduce: the tensor keeps this rank's values.
+    - all_gather, gather: this rank's values in every slot; reduce_scatter: this rank's part of its
+      tensor; all_to_all: its own tensor, if the shapes are equal.
+    - broadcast, scatter, recv: the values of the root or sender if it ran before; otherwise the
+      tensor is unchanged.
+    - Collectives of objects do the same with copies; call them as attributes of
       torch.distributed.
 
-    The ranks are then compared. The members of a group have to call the same in the same order:
-    op, shapes, dtype, reduction and root, as TORCH_DISTRIBUTED_DEBUG=DETAIL would ask of real
-    ranks; of an all-to-all, what each sends to each. A rank waits in a collective for all members,
-    with `async_op=True` where it waits for the work, and in a receive for the send; a send waits
-    for nothing, and tags are told apart, which NCCL does not do. Of each group the first
-    difference is told. What does not work: functional collectives, hence DTensor, and what hands
-    a group to C++, as DistributedDataParallel does.
+    Then the ranks are compared. The members of a group must make the same calls in the same order:
+    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL; of an all-to-all,
+    the sizes that each member sends to each other. A rank waits in a collective for all members
+    (with `async_op=True`, where it waits for the work), and in a receive for the send. A send does
+    not wait. Messages match by tag, which NCCL ignores. Only the first difference of each group is
+    reported. Functional collectives (DTensor) and code that passes a group to C++
+    (DistributedDataParallel) cannot be simulated.
 
     Args:
         function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
         world_size: The number of ranks of the job, at most 2**24.
-        ranks: Those to simulate; default: all. Then only members among them are compared.
+        ranks: The ranks to simulate; default: all. Members among them are compared.
         args: Arguments of the function.
-        backend: The backend of WORLD, available here or not.
+        backend: The backend of WORLD; it need not be available on this machine.
         timeout: The timeout of WORLD.
 
     Returns:
-        What each rank returned, would create and would call, and where the ranks disagree: a
-        group with another backend, timeout or description, one that a member does not create,
-        collectives that differ, that a member does not call, messages without their other end, or
-        any of these in orders that wait for each other.
+        The return values, creations and calls of each rank, and the disagreements: a group with
+        another backend, timeout or description, one that a member does not create, collectives
+        that differ or that a member does not call, messages without their other end, and any of
+        these in orders that wait for each other.
 
     Raises:
         RankFailedError: The function raised; names the rank, and holds the traceback.
-        LayoutError: `world_size` or a rank is no int, or out of range.
-        GroupOptionsError: torch does not know the backend, or `timeout` is no length of time.
-        LaunchError: `function` cannot be called, or `args` is no sequence.
+        LayoutError: `world_size` or a rank is not an int, or is out of range.
+        GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
+        LaunchError: `function` cannot be called, or `args` is not a sequence.
 
     Example:
         >>> import torch.distributed as dist
@@ -103,7 +100,7 @@ def simulate(
         >>> print(simulate(program, 16, args=(7,)).disagreements[1])
         tp of ranks (4, 5, 6, 7): ranks 4, 5, 6 wait for rank 7, which waits in tp+dp
 
-        Rank 3 takes part in another collective than the others.
+        Rank 3 calls a collective of another shape.
 
         >>> import torch
         >>> def start(odd=None):
@@ -138,8 +135,12 @@ def simulate(
             except Exception as error:
                 raise RankFailedError(rank, traceback.format_exc()) from error
         creations[rank] = tuple(created)
-    found = find_disagreements(creations, job.ledger)
-    return Simulation(world_size, returned, creations, Collectives(job.ledger), found)
+    collectives = {
+        rank: tuple(item for kind, item in steps if kind in {CALL, BEGIN})
+        for rank, steps in job.book.programs.items()
+    }
+    found = judge(job.book.programs)
+    return Simulation(world_size, returned, creations, collectives, found)
 
 
 class _Job:
@@ -148,27 +149,21 @@ class _Job:
     def __init__(
         self, world_size: int, ranks: Sequence[int], backend: str, timeout: timedelta
     ) -> None:
-        self.ledger = Ledger()
+        self.book = Book(ranks if isinstance(ranks, range) else frozenset(ranks))
         self._everyone = _Everyone(world_size)
-        self._simulated = ranks if isinstance(ranks, range) else frozenset(ranks)
         self._backend = backend
         self._timeout = timeout
-        self._mail = Mail()
         self._known: dict[str, Sequence[int]] = {}
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[list[Creation]]:
-        """Let torch.distributed answer as on a rank, and yield what it creates."""
+        """Replace torch.distributed by that of a rank, and yield the list of its creations."""
         created: list[Creation] = []
         size = len(self._everyone)
         jobs = itertools.count(1)
 
         def stand_in(creation: Creation, name: str) -> RecordingGroup:
-            book = self.ledger, self._mail
-            return RecordingGroup(creation, rank, book, later, name)
-
-        def later(ranks: Sequence[int]) -> int:
-            return sum(other > rank and other in self._simulated for other in ranks)
+            return RecordingGroup(creation, rank, self.book, name)
 
         def world() -> RecordingGroup:
             number = next(jobs)
@@ -183,10 +178,10 @@ class _Job:
             known = self._known.setdefault(name, ranks)
             made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
             created.append(made)
-            self.ledger.create()
+            self.book.steps.append((CREATE, made))
             return stand_in(made, name)
 
-        self.ledger.begin(rank)
+        self.book.begin(rank)
         job = OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
         with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
             yield created
@@ -194,7 +189,7 @@ class _Job:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set variables, and hide what a launcher has left for the process that simulates."""
+    """Set variables, and hide those that a launcher has set for this process."""
     others = [name for name in VARIABLES if name in os.environ and name not in variables]
     before = {name: os.environ.get(name) for name in (*variables, *others)}
     for name in others:

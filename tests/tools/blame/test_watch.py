@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
-from hypercomm.blame.verdict import blame
 from hypercomm.testing import fake_world
+from hypercomm.tools.blame import watch as watch_module
+from hypercomm.tools.blame.verdict import blame
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_bad_folders(grid, tmp_path):
         with pytest.raises(WatchError, match="folder must be the path of a folder"):
             grid.watch(1, folder)
     with grid.watch(1, tmp_path / "new" / "er") as watch:
-        with pytest.raises(WatchError, match="is watched already, by the watch that writes /"):
+        with pytest.raises(WatchError, match="this process has a watch, which writes /"):
             grid.watch(1, tmp_path)
         assert not watch.is_over
     assert methods() == before
@@ -147,3 +148,27 @@ def test_a_destroyed_group(grid, tmp_path):
         dist.all_reduce(torch.ones(1), group=tp)
         dist.destroy_process_group(dp)
     assert [group["title"] for group in json.loads(watch.file.read_text())["groups"]] == ["tp"]
+
+
+# A watch keeps the last 100 calls of each group: a skip among them is found, after thousands.
+@pytest.mark.parametrize("times", [1, 3])
+def test_order_after_a_turned_ring(tmp_path, times, monkeypatch):
+    monkeypatch.setattr(watch_module, "_identity", lambda _here: "one job")
+    for rank in range(4):
+        with fake_world(4, rank=rank), HyperCommGrid("tp=2,dp=2") as grid:
+            tp, dp = grid.create_pgs(["tp", "dp"])
+            with grid.watch(60, tmp_path) as watch:
+                for step in range(150):
+                    for _ in range(times):
+                        dist.all_reduce(torch.ones(1), group=tp)
+                    if (rank, step) != (1, 140):
+                        dist.all_reduce(torch.ones(1), group=dp)
+        record = json.loads(watch.file.read_text())
+        for group in record["groups"]:
+            for call in group["calls"]:  # which do not end in a fake world
+                waits = (rank, group["title"], call["number"]) == (3, "dp", 150)
+                call["state"] = "started" if waits else "finished"
+        watch.file.write_text(json.dumps(record))
+    verdict = blame(tmp_path)
+    assert [(f.kind, f.culprits) for f in verdict.findings] == [("order", (1,))]
+    assert f"calls all_reduce number {141 * times + 1} of tp (ranks 0..1)" in str(verdict)

@@ -8,7 +8,7 @@ from ranks import blame_ranks
 from ranks.mortal_ranks import exit_codes
 
 from hypercomm import RankFailedError, RankLayout, run_ranks
-from hypercomm.blame.verdict import blame
+from hypercomm.tools.blame.verdict import blame
 
 pytestmark = pytest.mark.long
 
@@ -29,9 +29,13 @@ def verdict_of(tmp_path, mistake):
 # mistake: who makes it, what it is, who must wait (all others but those who wait for nobody),
 # and what is said of it: with the coordinates, the call, its group's ranks, and the place.
 MISTAKES = {
-    "skip": (3, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
-    "swap": (2, "order", ["all_reduce number 4 of tp (ranks 2..3)", "number 2 of WORLD"]),
-    "message": (3, "order", ["not sent what rank 4 waits for in recv number 1", "2 of dp"]),
+    "skip": (3, "order", ["all_reduce number 2 of dp", "right after all_reduce number 1 of WORLD"]),
+    "swap": (
+        2,
+        "order",
+        ["all_reduce number 2 of WORLD", "7 of 8 ranks first call all_reduce over tp"],
+    ),
+    "message": (3, "order", ["all_reduce number 3 of tp", "first call send over WORLD"]),
     "shape": (6, "shape", ["(12,) float32", "(8,) float32", "number 2 of dp (ranks 0, 2, 4, 6)"]),
     "dtype": (5, "dtype", ["(8,) int32", "(8,) float32", "number 2 of dp (ranks 1, 3, 5, 7)"]),
     "loop": (5, "absent", ["all_reduce number 3 of tp (ranks 4..5)", "in endless_loop"]),
@@ -104,7 +108,7 @@ def test_from_anybody(tmp_path, is_awaited):
     verdict = blame(tmp_path / "kept")
     assert (verdict.culprits, verdict.outcome) == ((), "unclear"), str(verdict)
     assert str(verdict).startswith("rank 2 (dp=2; host ")
-    assert "waits in recv number 1 from anybody in WORLD (ranks 0..2) at " in str(verdict)
+    assert "waits in recv number 1 from any rank in WORLD (ranks 0..2) at " in str(verdict)
     assert "in takes_from_anybody, and no member is known to have sent to it" in str(verdict)
     missed = "has not entered all_reduce number 2 of WORLD (ranks 0..2), in which ranks 0..1 wait"
     assert (missed in str(verdict)) == is_awaited

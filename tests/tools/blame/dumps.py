@@ -2,6 +2,8 @@
 
 import pickle
 
+from hypercomm import RankLayout
+
 STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
 
 
@@ -76,3 +78,15 @@ class Dumps:
                 content = pickle.dumps(self.content(rank), protocol=2)
                 (folder / f"nccl_trace_rank_{rank}").write_bytes(content)
         return folder
+
+
+def job(tp=2, dp=2, calls=1):
+    """tp=2,dp=2 with as many calls over each group, all of which have ended."""
+    dumps, layout = Dumps(tp * dp), RankLayout([tp, dp], ["tp", "dp"])
+    for dims in layout.dim_names:
+        for index, ranks in enumerate(layout.groups(dims)):
+            dumps.group(f"{dims}{index}", dims, ranks)
+            for rank in ranks:
+                for _ in range(calls):
+                    dumps.call(rank, f"{dims}{index}")
+    return dumps

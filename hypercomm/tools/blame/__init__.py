@@ -1,0 +1,1 @@
+"""Blame: which rank a hung job waits for, from the calls that its ranks recorded."""

@@ -1,0 +1,66 @@
+"""`hypercomm blame`: find the rank that a hung job waits for, from its dumps."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.markup import escape
+
+from hypercomm.cli import options
+from hypercomm.cli.printing import console, table
+from hypercomm.layout.text import format_ranks
+from hypercomm.tools.blame.reading import read_folder
+from hypercomm.tools.blame.verdict import CLEAR, Verdict, judge
+
+_COLOURS = {"clear": "green", "blamed": "red"}
+
+_MOST_ROWS = 20
+
+
+@click.command(short_help="Find the rank that a hung job waits for, from its dumps.")
+@click.argument("folder")
+@click.option("--layout", "sizes", help="Coordinates, as in tp=2,dp=4, if the dumps have none.")
+@options.as_json
+def blame(folder: str, sizes: str | None, as_json: bool) -> int:
+    """Show which rank has not entered which collective, and who waits for whom.
+
+    FOLDER holds the dumps of torch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT) or of
+    grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
+    waits, 1 if one does, 2 for a folder that cannot be judged.
+    """
+    layout = None if sizes is None else options.read_layout(sizes, None, "all sizes")
+    verdict = judge(read_folder(folder, layout))
+    if as_json:
+        click.echo(json.dumps(verdict.to_dict()))
+    else:
+        _show(verdict)
+    return 0 if verdict.outcome == CLEAR else 1
+
+
+def _show(verdict: Verdict) -> None:
+    out, evidence = console(), verdict.evidence
+    colour = _COLOURS.get(verdict.outcome, "yellow")
+    for line in str(verdict).splitlines():
+        out.print(f"[{colour}]{escape(line)}[/]", soft_wrap=True)
+    rows = table("group", "ranks", "call", "waiting in it", "not entered by")
+    shown = [waits for every in verdict.by_group().values() for waits in every]
+    for waits in shown[:_MOST_ROWS]:
+        call, inside = waits[0].call, sorted(wait.rank for wait in waits)
+        rows.add_row(
+            escape(evidence.title(call.group)),
+            format_ranks(call.group.ranks),
+            escape(f"{call.op} {call.number}"),
+            format_ranks(inside),
+            format_ranks(waits[0].absent) or "-",
+        )
+    if shown:
+        out.print(rows)
+    if len(shown) > _MOST_ROWS:
+        out.print(f"and {len(shown) - _MOST_ROWS} more; --json has all of them")
+    out.print(
+        f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks, by {evidence.source}",
+        soft_wrap=True,
+    )
+    for note in evidence.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
