@@ -86,12 +86,12 @@ def test_modules_that_a_grid_loads():
     assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
 
 
-# Private names of torch are used in one folder only.
+# Private names of torch are used in one folder, and where the fake world stands in for torch's.
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
         for file, tree in trees().items()
-        if "torch_internals" not in file
+        if "torch_internals" not in file and file != "testing/other_world.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -135,7 +135,7 @@ def test_public_names_have_docstrings(name):
         for where, thing in public_things(module)
         if not (getattr(thing, "__doc__", None) or "").strip()
     ]
-    overrides = {"group_size", "locate", "members", "to_array", "results"}
+    overrides = {"group_size", "locate", "members", "of", "to_array", "results"}
     assert [where for where in silent if where.rpartition(".")[2] not in overrides] == []
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -28,7 +28,6 @@ from hypercomm.errors import (
     PlanMismatchError,
     UnknownDimError,
 )
-from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_names
 from hypercomm.layout.text import aligned, counted, did_you_mean, format_ranks, shown
 from hypercomm.process_groups import torch_internals as c10d
@@ -48,6 +47,9 @@ from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import only_call
 from hypercomm.process_groups.planned import PlannedGroup
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
+
+if TYPE_CHECKING:
+    from hypercomm.grid.grid import GridView
 
 CALL = "connect()"
 PIPELINES = ("pp",)

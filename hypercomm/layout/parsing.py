@@ -24,7 +24,7 @@ VARIABLE = "HYPERCOMM_LAYOUT"
 Dims = str | Iterable["Dims"]
 """Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
 
-_SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,10})\s*)?")
+_SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
 _LOOSE_SIZE = r"([^\W\d]+)[\s:=]*(-1|[0-9]+)[\s,;]*"
 _LONGEST_CORRECTED = 200
 

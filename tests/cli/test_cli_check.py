@@ -167,7 +167,7 @@ BROKEN = "cannot be loaded (no such device)"
         ({"RANK": "0", "WORLD_SIZE": "8"}, "MASTER_ADDR and MASTER_PORT are missing"),
         (
             {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "tp=2 = 2 ranks, but the job has 8 (RANK=0 and WORLD_SIZE=8, of the environment);",
+            "tp=2 needs 2 ranks; the job has 8 (RANK=0 and WORLD_SIZE=8, of the environment)",
         ),
         ({"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
         ({"RANK": "1", "WORLD_SIZE": "8"}, None),
@@ -296,5 +296,5 @@ def test_a_wrong_size_under_torchrun():
         env=rank_free(),
     )
     assert done.returncode != 0
-    assert done.stderr.count("tp=2 = 2 ranks, but the job has 3 (RANK=0 and WORLD_SIZE=3") == 1
+    assert done.stderr.count("tp=2 needs 2 ranks; the job has 3 (RANK=0 and WORLD_SIZE=3") == 1
     assert done.stderr.count("hypercomm: ") == 1

@@ -230,7 +230,7 @@ def test_places(in_process):
         (("--ranks", "0..9999999999"), "--ranks '0..9999999999' are more than 1,048,576, the most"),
         (("--max-dims", "0"), "0 is not in the range x>=1"),
         (("--max-dims", "1", "--groups", "tp"), "--groups and --max-dims both say which groups"),
-        (("--view", "ep=3"), "ep=3 = 3 ranks, but the layout tp=2,dp=4 has 8; change"),
+        (("--view", "ep=3"), "ep=3 needs 3 ranks; the layout tp=2,dp=4 has 8"),
         (("--view", "base:ep=8"), "View 'base' is that of the grid's own dims"),
         (("--groups", "ep"), "unknown dim 'ep'; this layout has dims ('tp', 'dp')"),
         (("--nccl-channels", "0"), "0 is not in the range 1<=x<=64"),

@@ -26,7 +26,6 @@ def test_looks_of_a_view():
         view = grid.view("expert")
         assert repr(view) == "view expert (ep=4,edp=2) of HyperCommGrid(tp=2,dp=4, name='train')"
         assert str(view).splitlines()[1] == "  this is rank 5, at ep=1, edp=1"
-        assert "view expert (ep=4,edp=2) of" in view._repr_html_()
 
 
 # A dim of a view that is asked of the grid: whatever the call, the error says where it is.

@@ -194,7 +194,7 @@ def test_open_sizes(layout, ranks):
         ("tp=3,dp=-1", WorldSizeError, "8"),
         ("tp=4,dp=-1,cp=-1", LayoutError, "dp"),
         ("tp=x", NotationError, "tp=x"),
-        ("", NotationError, "empty|dim"),
+        ("", NotationError, "cannot be read as a size"),
         ("tp=4,tp=2", LayoutError, "tp"),
         (RankLayout([4], ["dp"]), WorldSizeError, "target dp=4 and the grid .* ranks 4..7"),
         (RankLayout([8], ["dp"], 1), WorldSizeError, "ranks 0, 8"),

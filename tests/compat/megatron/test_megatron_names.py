@@ -377,7 +377,7 @@ BAD = [
         errors.LayoutError,
         (
             "embd: pick() must name at least one rank, all from group 0 (0,); the function "
-            "returned (99,)"
+            "returned [99]"
         ),
     ),
     (

@@ -448,8 +448,8 @@ def test_other_sets():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"tp": 3}, WorldSizeError, "tp=3 .* but training's dense layers must fit on 16, no"),
-        ({"ep": 3}, WorldSizeError, "ep=3 .* but training's expert layers must fit on 16, no"),
+        ({"tp": 3}, WorldSizeError, "tp=3.* training's dense layers must fit on 16"),
+        ({"ep": 3}, WorldSizeError, "ep=3.* training's expert layers must fit on 16"),
         ({"tp": 0}, LayoutError, "'tp' must be at least 1, got 0"),
         ({"tp": None}, LayoutError, "'tp' must be an int, got None"),
         ({"tp": -1}, LayoutError, "only dp of training may be open"),
@@ -470,10 +470,10 @@ def test_other_sets():
         ({"inference": {"xx": 2}}, UnknownDimError, "unknown dim 'xx' of inference"),
         ({"inference": 4}, LayoutError, "inference must map dims to sizes"),
         ({"inference": {"tp": None}}, LayoutError, "'tp' must be an int, got None"),
-        ({"inference": {"dp": 4}}, WorldSizeError, "'training' holds ranks 4..15, which grid"),
+        ({"inference": {"dp": 4}}, WorldSizeError, "share ranks 0..3"),
         ({"inference": {}, "beside": True}, WorldSizeError, "give dp= of training"),
         ({"dp": 16, "inference": {}, "beside": True}, WorldSizeError, "leaves none of the"),
-        ({"tp": 2, "dp": 3}, WorldSizeError, r"no grid holds ranks 6..15 of the world of 16"),
+        ({"tp": 2, "dp": 3}, WorldSizeError, r"no grid holds ranks 6..15"),
         ({"tp": 2, "dp": 3, "pp": 2, "ep": 5}, WorldSizeError, "training's expert layers"),
         ({"rank_offset": 16}, WorldSizeError, "no ranks .* left behind rank_offset=16; make it"),
         ({"requires": "all"}, LayoutError, "requires must be one of"),
