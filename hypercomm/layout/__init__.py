@@ -8,4 +8,4 @@ from hypercomm.layout.layout import RankLayout as RankLayout
 from hypercomm.layout.layout import read_layout as read_layout
 from hypercomm.layout.mapping import RankMapping as RankMapping
 
-__all__ = ["RankGroups", "RankLayout", "RankMapping", "pipelines", "read_layout"]
+__all__ = ["RankGroups", "RankLayout", "RankMapping", "pipelines"]
