@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, errors
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.layout.difference import difference
 from hypercomm.testing import fake_world, simulate
 
