@@ -91,6 +91,7 @@ TEXTS = [
     (lambda: RankLayout.parse("tp=2;dp=4"), errors.NotationError, "comma", "tp=2,dp=4"),
     (lambda: RankLayout.parse("tp2,dp4"), errors.NotationError, "tp=2,dp=4"),
     (lambda: RankLayout.parse("tp2dp4"), errors.NotationError, "tp=2,dp=4"),
+    (lambda: RankLayout.parse("t\x1bp=2"), errors.NotationError, "'t\\x1bp'", "printable"),
     (lambda: RankLayout.parse("tp:8"), errors.NotationError, "'tp:8'"),
     (lambda: RankLayout.parse("tp=2,tp=2"), errors.NotationError, "'tp'", "twice"),
     (lambda: RankLayout.parse("tp=2,dp=-1"), errors.NotationError, "'dp'", "world_size"),

@@ -49,8 +49,10 @@ def parse_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
-        if not match or not match[1].isprintable() or (match[2] is None and ":" in part):
+        if not match or (match[2] is None and ":" in part):
             raise _unreadable(text, part)
+        if not match[1].isprintable():
+            raise NotationError(f"dim name {shown(match[1])} must be printable")
         name, size = match[1], int(match[2] or OPEN)
         if size == 0:
             raise NotationError(f"the size in {shown(part)} must be at least 1, or -1 to infer it")
