@@ -20,7 +20,7 @@ import hypercomm
 from hypercomm import errors
 
 PACKAGE = Path(hypercomm.__file__).parent
-CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
+CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages([str(PACKAGE)], "hypercomm.")

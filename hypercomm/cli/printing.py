@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -14,6 +12,8 @@ import click
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+
+from hypercomm.launch.local_rank import no_stdout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -36,22 +36,10 @@ def numbers(title: str) -> Column:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what libraries print and warn of from the user: the command says what is wrong itself.
-
-    Older versions of gloo greet on stdout for every group.
-    """
-    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    sys.stdout.flush()
-    os.dup2(null, 1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(null)
+    """Discard what libraries print on stdout, and their warnings, within a `with` block."""
+    with no_stdout(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def one_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ to the other ranks, and b"leave" once every rank has returned.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, reduction
 from typing import Any
@@ -176,15 +177,31 @@ def _join_job(job: RankJob, rank: int, inbox: queue.Queue[bytes]) -> None:
     if rank == 0:
         _parent.send("port", port)
     os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group(
-        job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
-    )
+    with no_stdout():
+        dist.init_process_group(
+            job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
+        )
     # gloo cannot connect to a rank that has left, and a function may begin by leaving.
     if store.add(_JOINED, 1) == job.nprocs:
         store.set(_ALL_JOINED, "")
     store.wait([_ALL_JOINED])
     # The store waits as long as the job's groups do, as it does where torch makes it itself.
     store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
+
+
+@contextlib.contextmanager
+def no_stdout() -> Iterator[None]:
+    """Discard what is written to stdout: gloo of torch 2.10 prints a line for each group."""
+    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
 
 
 def _leave_job() -> None:

@@ -10,10 +10,8 @@ from hypercomm.process_groups.job import current
 from hypercomm.process_groups.torch_internals import capabilities
 from ranks.common import registered, sum_over
 
-NAMES = [
-    name for name, value in vars(capabilities).items() if name.isupper() and value in (True, False)
-]
-"""The flags."""
+NAMES = [name for name, value in vars(capabilities).items() if name.isupper() and value is True]
+"""The flags that are set: torch 2.10 lacks one of the names."""
 
 
 def use():

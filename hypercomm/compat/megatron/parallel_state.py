@@ -302,7 +302,7 @@ def get_data_parallel_group(
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return _dp_cp_ag_group()
     name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _groups[not with_gtp_remat][name]()
+    return _groups[int(not with_gtp_remat)][name]()
 
 
 def get_data_parallel_group_gloo(
@@ -385,7 +385,7 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _groups[not with_gtp_remat][name](check_initialized)
+    return _groups[int(not with_gtp_remat)][name](check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -479,7 +479,7 @@ def get_data_parallel_world_size(
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(SIZE)
     name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _dp_sizes[not with_gtp_remat][name]()
+    return _dp_sizes[int(not with_gtp_remat)][name]()
 
 
 def get_data_parallel_rank(
@@ -492,7 +492,7 @@ def get_data_parallel_rank(
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(RANK)
     name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _dp_ranks[not with_gtp_remat][name]()
+    return _dp_ranks[int(not with_gtp_remat)][name]()
 
 
 def _of_no_group(fact: str) -> int:
@@ -507,7 +507,7 @@ def get_expert_data_parallel_world_size(
 ) -> int:
     """Return the size of the expert data parallel group."""
     name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _expt_dp_sizes[not with_gtp_remat][name]()
+    return _expt_dp_sizes[int(not with_gtp_remat)][name]()
 
 
 def get_expert_data_parallel_rank(
@@ -515,7 +515,7 @@ def get_expert_data_parallel_rank(
 ) -> int:
     """Return the position of the calling rank in the expert data parallel group."""
     name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _expt_dp_ranks[not with_gtp_remat][name]()
+    return _expt_dp_ranks[int(not with_gtp_remat)][name]()
 
 
 def get_all_ranks() -> str:
