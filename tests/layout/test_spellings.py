@@ -150,7 +150,7 @@ def test_corrected_texts(text):
         ("tp=0", "'tp=0' must be at least 1"),
         ("tp=-2", "'tp=-2'"),
         ("tp=2,tp=2", "'tp' is given twice"),
-        ("tp\x1b=2", r"'tp\\x1b=2'"),
+        ("tp\x1b=2", r"'tp\\x1b' must be printable"),
         ("tp8", "did you mean 'tp=8'"),
         ("tp,dp", "only one size"),
         (8, "got 8"),
