@@ -140,7 +140,8 @@ class Drawing:
         from hypercomm.tools.draw.terminal import lines_of
 
         # A column of a matrix needs about 14 letters.
-        return lines_of(self._picture(max(1, options.max_width // 14)), options.max_width)
+        picture = self._picture(max(1, options.max_width // 14))
+        return lines_of(picture, options.max_width, "|" if options.ascii_only else "│")
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{self.svg()}</div>'

@@ -189,7 +189,7 @@ def _hosts_of(layout: RankLayout, levels: Levels) -> dict[str, list[int]]:
     hosts: dict[str, list[int]] = {}
     for rank in sorted(layout.ranks):
         names = [level.name_of(rank) for level in (*reversed(outer), *levels[:1])]
-        hosts.setdefault(" · ".join(names), []).append(rank)
+        hosts.setdefault(", ".join(names), []).append(rank)
     return hosts
 
 
@@ -340,15 +340,15 @@ def _factors(
         else:
             blocks *= times
             drawn = range(times if blocks <= MOST_DRAWN else 1)
-        text = " · ".join(filter(None, words))
+        text = ", ".join(filter(None, words))
         factors.append(_Factor(dim, times, text, stride, drawn, is_staged))
         stride *= times
     return sorted(factors, key=lambda factor: factor.is_staged)
 
 
 def _ranks(ranks: Sequence[int] | NDArray[np.int64]) -> str:
-    text = format_ranks(np.sort(ranks, axis=None).tolist())
-    return f"ranks {text}" if len(text) <= 24 else f"ranks {text[:24]}…"
+    ranges = format_ranks(np.sort(ranks, axis=None).tolist()).split(", ")
+    return f"ranks {', '.join([*ranges[:2], '...'] if len(ranges) > 2 else ranges)}"
 
 
 # ---- changes and mappings ----------------------------------------------------------------------

@@ -142,7 +142,7 @@ def _box(box: Box) -> _Block:
 def _titled(box: Box, inside: _Block) -> _Block:
     if not box.title and not box.bold:
         return inside
-    start = _width(box.bold, 14) + 10 if box.bold else 0
+    start = _width(box.bold, 15.5) + 10 if box.bold else 0
     head = _text(0, 14, box.bold, "h2") + _text(start, 14, box.title, "soft")
     width = max(inside.width, start + _width(box.title))
     return _Block(width, inside.height + 24, head + _moved(inside, 0, 24))

@@ -11,31 +11,29 @@ from rich.text import Text
 
 from hypercomm.tools.draw.pictures import Box, Cell, Part, Picture, Ranks, Table
 
-BAR = "│"
 
-
-def lines_of(picture: Picture, width: int) -> Iterator[Text | RichTable | Columns]:
-    """Return the lines and tables of a picture."""
+def lines_of(picture: Picture, width: int, bar: str) -> Iterator[Text | RichTable | Columns]:
+    """Return the lines and tables of a picture; `bar` separates names from ranks."""
     yield from map(Text, [picture.title, *picture.lines])
     for part in picture.parts:
         yield Text("")
-        yield from _lines(part, width, 0)
+        yield from _lines(part, width, bar, 0)
 
 
-def _lines(part: Part, width: int, depth: int) -> Iterator[Text | RichTable | Columns]:
+def _lines(part: Part, width: int, bar: str, depth: int) -> Iterator[Text | RichTable | Columns]:
     if isinstance(part, Ranks):
-        yield from _ranks(part, width)
+        yield from _ranks(part, width, bar)
     elif isinstance(part, list):
         yield _table(part)
     elif isinstance(part, Box):
         head = Text("  " * depth + "  ".join(filter(None, [part.bold, part.title])))
         cells = [one for one in part.inside if isinstance(one, Cell)]
         if cells:
-            head.append(f" {BAR}").append_text(_row((one.text, one.fill) for one in cells))
+            head.append(f" {bar}").append_text(_row((one.text, one.fill) for one in cells))
         if head:
             yield head
         for index, one in enumerate(part.inside[len(cells) :]):
-            yield from _lines(one, width, depth + part.framed)
+            yield from _lines(one, width, bar, depth + part.framed)
             if index < len(part.arrows):
                 yield Text("  " * depth + f"-> {part.arrows[index]}")
 
@@ -48,7 +46,7 @@ def _row(texts: Iterable[tuple[str, str]], wide: int = 0) -> Text:
     return row
 
 
-def _ranks(ranks: Ranks, width: int) -> Iterator[Text | Columns]:
+def _ranks(ranks: Ranks, width: int, bar: str) -> Iterator[Text | Columns]:
     """Return hosts next to each other: a column for each rank, a row for each dim."""
     if ranks.caption:
         yield Text(ranks.caption)
@@ -61,10 +59,10 @@ def _ranks(ranks: Ranks, width: int) -> Iterator[Text | Columns]:
         for some in (held[at : at + most] for at in range(0, len(held), most)):
             lines = [Text(f"{'':{left}}   {host}")] if host else []
             numbers = _row(((f"{rank}", "") for rank in some), wide)
-            lines.append(Text(f"{'rank':{left}} {BAR}").append_text(numbers))
+            lines.append(Text(f"{'rank':{left}} {bar}").append_text(numbers))
             for row in ranks.rows:
                 groups = ((row.cells[rank].group, row.cells[rank].fill) for rank in some)
-                lines.append(Text(f"{row.name:{left}} {BAR}").append_text(_row(groups, wide)))
+                lines.append(Text(f"{row.name:{left}} {bar}").append_text(_row(groups, wide)))
             blocks.append(Text("\n").join(lines))
     yield Columns(blocks, padding=(1, 3))
     yield Text("")

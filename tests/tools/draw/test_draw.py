@@ -1,5 +1,6 @@
 """Pictures of layouts, changes, mappings and sets: what is in them follows from the layouts."""
 
+import io
 import itertools
 import math
 import re
@@ -9,6 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from hypothesis import given
+from rich.console import Console
 
 import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, draw, errors
@@ -297,6 +299,15 @@ def test_colours_of_text():
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
     assert coloured != plain
     assert str(picture) == picture.text(color=False)
+
+
+# A stream that has ASCII only gets ASCII.
+@pytest.mark.parametrize("sizes", ["tp=2,dp=4", "tp=8,cp=2,dp=8,pp=8"])
+def test_ascii(sizes):
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    Console(file=stream, width=80).print(draw(RankLayout.parse(sizes), on="4,16"))
+    stream.flush()
+    assert b"host0" in stream.buffer.getvalue()
 
 
 # The ending of a file selects the kind; a file that exists is kept unless force is given.
