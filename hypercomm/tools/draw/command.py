@@ -30,8 +30,8 @@ from hypercomm.tools.place import machine
 )
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
 @click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
-@click.option("--rank-offset", default=0, help="The smallest rank.")
-@click.option("--to-offset", default=0, help="With --to: its smallest rank.")
+@click.option("--rank-offset", type=click.IntRange(0), default=0, help="The smallest rank.")
+@click.option("--to-offset", type=click.IntRange(0), default=0, help="Smallest rank of --to.")
 @click.option("--along", default="dp", help="With --to: the dim that splits the batch.")
 @click.option("-o", "--output", metavar="FILE", help=f"Write a file: {', '.join(ENDINGS)}.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
@@ -51,7 +51,7 @@ def draw(
     """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
 
     With a second layout, draw which groups a change keeps, ends and creates; with --to, the
-    messages of a mapping. Above 64 ranks, draw a schematic. Without -o, print to the terminal.
+    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal.
     """
     if after is not None and target is not None:
         raise click.UsageError("a second layout draws a change, --to a mapping; give one of them")

@@ -56,7 +56,7 @@ class Cell(NamedTuple):
         fill: The colour.
         below: A smaller text below.
         tip: The text for hovering.
-        group: What a terminal prints in the row of the group.
+        group: The text of a terminal, in the row of the groups.
     """
 
     text: str
