@@ -32,7 +32,7 @@ from hypercomm.tools.place import machine
 @click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
 @click.option("--rank-offset", type=click.IntRange(0), default=0, help="The smallest rank.")
 @click.option("--to-offset", type=click.IntRange(0), default=0, help="Smallest rank of --to.")
-@click.option("--along", default="dp", help="With --to: the dim that splits the batch.")
+@click.option("--along", default="dp", show_default=True, help="With --to: the batch dim.")
 @click.option("-o", "--output", metavar="FILE", help=f"Write a file: {', '.join(ENDINGS)}.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def draw(
