@@ -4,8 +4,10 @@ import fcntl
 import importlib.util
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from launched import rank_free
 
 NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
 """What the whole suite imports beside torch; the extras `cli` and `test` bring it."""
@@ -119,6 +121,22 @@ def fork_server():
         process = CONTEXT.Process(target=int)
         process.start()
         process.join()
+
+
+@pytest.fixture
+def in_process(capsys, monkeypatch):
+    """Call the command line in this process; return its exit code and output."""
+    from hypercomm.cli import main
+
+    for name in set(os.environ) - set(rank_free()):
+        monkeypatch.delenv(name)
+
+    def call(*arguments):
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return call
 
 
 @pytest.fixture

@@ -10,18 +10,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.checks import positive
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
 from hypercomm.layout.text import counted, format_coords, format_ranks, plural
-from hypercomm.tools.place import Level, Topology
+from hypercomm.tools.place import Level
 
-# Up to so many ranks, an SVG has a panel for each dim; above, for the first.
-EACH_DIM = 64
+# Up to so many ranks, a picture shows each rank; above, a schematic.
+EACH_RANK = 64
 
-# Up to so many ranks, a picture shows each rank; above, a schematic only.
-EACH_RANK = 256
+# The same for a change, and where the caller selects the groups.
+EACH_RANK_SELECTED = 256
 
 # The most repetitions that a schematic draws one by one.
 MOST_DRAWN = 4
@@ -32,8 +30,13 @@ LINKS = {"host": "NVLink", "sub-domain": "NVLink", "domain": "NVLink domain"}
 # Dims whose coordinates are stages, with an arrow from each to the next.
 PIPELINES = {"pp", "pipe", "pipeline"}
 
-# The fill and the mark of a group that a change keeps, ends or creates.
-FATES = {"kept": ("#99DDFF", "="), "gone": ("#EE8866", "-"), "new": ("#BBCC33", "+")}
+# The fill and the mark of what a change does to groups.
+FATES = {
+    "kept": ("#99DDFF", "="),
+    "partly": ("#EEDD88", "~"),
+    "gone": ("#EE8866", "-"),
+    "new": ("#BBCC33", "+"),
+}
 
 # From little to much, in one hue.
 AMOUNTS = ("#E1EEF9", "#BCD8F0", "#8FBDE3", "#5C9CD0")
@@ -42,29 +45,37 @@ AMOUNTS = ("#E1EEF9", "#BCD8F0", "#8FBDE3", "#5C9CD0")
 FILLS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 
 Dims = tuple[str, ...]
-Sizes = list[tuple[str, int]]
+Levels = Sequence[Level]
 
 
 class Cell(NamedTuple):
-    """A text on a fill, with a smaller text below, a pattern (1 to 3), and a text for hovering."""
+    """A text on a fill.
+
+    Args:
+        text: The text, such as a rank.
+        fill: The colour.
+        below: A smaller text below.
+        tip: The text for hovering.
+        group: The text of a terminal, in the row of the groups.
+    """
 
     text: str
     fill: str = ""
     below: str = ""
-    pattern: int = 0
     tip: str = ""
+    group: str = ""
 
 
 class Box(NamedTuple):
-    """A frame with a title and a bold text, around cells or boxes.
+    """A frame with a title and a bold text, around cells or other parts.
 
     Args:
         title: The text at the left; without a frame, a line above.
         bold: The text at the right.
-        inside: Cells, boxes or other parts.
-        columns: How many cells fit into a row.
+        inside: Cells only, or other parts only.
+        columns: How many of them fit into a row.
         sheets: How many further frames lie behind, where what is inside repeats.
-        arrows: The text of the arrow from each part inside to the next; None for no arrow.
+        arrows: The text of the arrow from each part inside to the next.
         framed: Whether there is a frame.
     """
 
@@ -73,367 +84,326 @@ class Box(NamedTuple):
     inside: Sequence[Part]
     columns: int = 8
     sheets: int = 0
-    arrows: tuple[str | None, ...] = ()
+    arrows: Sequence[str] = ()
     framed: bool = True
 
 
 class Row(NamedTuple):
-    """The groups over some dims: their name, a line of words, each rank's cell and group."""
+    """The groups over some dims: their name, a line of words, and the cell of each rank."""
 
     name: str
     words: str
     cells: dict[int, Cell]
-    groups: dict[int, str]
 
 
 class Ranks(NamedTuple):
-    """Every rank of a layout on its host; an SVG has a panel for each of the first rows."""
+    """Every rank of a layout on its host: a row of a terminal, or a panel, for each of the rows."""
 
     hosts: dict[str, list[int]]
     rows: list[Row]
-    panels: int
     caption: str = ""
 
 
 # Rows of cells, of which the first has the heads.
 Table = list[list[Cell]]
 
-Part = Box | Cell | Ranks | Table
+Part = Cell | Box | Ranks | Table
 
 
 class Picture(NamedTuple):
     """A title, lines below it, and the parts below these."""
 
     title: str
-    lines: list[str]
+    lines: Sequence[str]
     parts: Sequence[Part]
 
 
 # ---- layouts -----------------------------------------------------------------------------------
 
 
-def long_dims(layout: RankLayout) -> Dims:
-    """Return the dims larger than 1; the first one where there is none."""
-    return tuple(dim for dim in layout.dim_names if layout.size_of(dim) > 1) or layout.dim_names[:1]
-
-
-def parts_of(
-    layout: RankLayout, topology: Topology | None, lit: Sequence[Dims], each_dim: int = EACH_DIM
-) -> list[Part]:
-    """Return the parts of one layout; without `lit`, panels of each dim up to `each_dim` ranks."""
-    every = list(lit) or [(dim,) for dim in long_dims(layout)]
+def layout_picture(layout: RankLayout, levels: Levels, lit: Sequence[Dims]) -> Picture:
+    """Return the picture of one layout; `lit` are the groups that have colours, if selected."""
+    every = lit or _each_dim(layout)
     parts: list[Part] = []
-    if layout.size > (EACH_RANK if lit else EACH_DIM):
-        parts += [scheme_of(layout, topology, dims) for dims in lit or every[:1]]
-    if layout.size <= EACH_RANK:
-        rows = [row_of(layout, topology, dims) for dims in every]
-        panels = len(rows) if lit or layout.size <= each_dim else 1
-        parts.append(Ranks(hosts_of(layout, topology), rows, panels))
-    return parts
+    if layout.size <= (EACH_RANK_SELECTED if lit else EACH_RANK):
+        rows = [_row_of(layout, levels, dims) for dims in every]
+        parts.append(Ranks(_hosts_of(layout, levels), rows))
+    else:
+        parts += [_schematic_of(layout, levels, dims) for dims in lit or every[:1]]
+        parts.append(_dims_table(layout, levels, lit))
+    return Picture(str(layout), [_size_of([layout], levels)], parts)
 
 
-def grids_of(
-    layouts: Mapping[str, RankLayout],
-    topology: Topology | None,
-    lit: Sequence[Dims],
-    edges: Sequence[tuple[str, str]],
-) -> Box:
-    """Return the grids of a set next to each other, with an arrow for each of the edges."""
+def set_picture(layouts: Mapping[str, RankLayout], levels: Levels, lit: Sequence[Dims]) -> Picture:
+    """Return the picture of a set of grids, next to each other."""
     boxes = []
     for name, layout in layouts.items():
-        own = [dims for dims in lit if {*dims} <= {*layout.dim_names}]
-        words = f"{layout}, ranks {layout.rank_offset}..{layout.last_rank}"
-        boxes.append(Box(words, name, parts_of(layout, topology, own, each_dim=1)))
-    near = [*pairwise(layouts)]
-    arrows = tuple("" if pair in edges else None for pair in near) if edges else ()
-    far = ", ".join(
-        f"{here} sends to {there}" for here, there in edges if (here, there) not in near
-    )
-    return Box(far, "", boxes, len(boxes), arrows=arrows, framed=False)
+        parts = layout_picture(layout, levels, _within(layout, lit)).parts
+        boxes.append(Box(f"{layout}, {_ranks(layout.ranks)}", name, parts, columns=1))
+    lines = [_size_of(layouts.values(), levels)]
+    return Picture(" + ".join(layouts), lines, [Box("", "", boxes, framed=False)])
 
 
-def row_of(
-    layout: RankLayout, topology: Topology | None, dims: Dims, fates: Sequence[str] = ()
-) -> Row:
+def _each_dim(layout: RankLayout) -> list[Dims]:
+    """Return the dims larger than 1; the first one where there is none."""
+    names = [dim for dim in layout.dim_names if layout.size_of(dim) > 1]
+    return [(dim,) for dim in names or layout.dim_names[:1]]
+
+
+def _within(layout: RankLayout, lit: Sequence[Dims]) -> list[Dims]:
+    """Return the selected dims that a layout has."""
+    return [dims for dims in lit if {*dims} <= {*layout.dim_names}]
+
+
+def _size_of(layouts: Iterable[RankLayout], levels: Levels) -> str:
+    ranks = np.unique(np.concatenate([np.array(layout.ranks) for layout in layouts]))
+    units = [counted(np.unique(level.of_rank[ranks]).size, level.name) for level in levels]
+    where = f" on {', '.join(units)}" if units else ""
+    return f"{counted(ranks.size, 'rank')}{where}; the first dim varies fastest"
+
+
+def _row_of(layout: RankLayout, levels: Levels, dims: Dims, fates: Sequence[str] = ()) -> Row:
     """Return the groups over some dims; below a rank are the coordinates that its group shares."""
-    cells, groups, long = {}, {}, long_dims(layout)
+    cells, name, long = {}, "+".join(dims), _each_dim(layout)
     for index, ranks in enumerate(layout.groups(*dims)):
-        pattern, fill = index // len(FILLS) % 4, FILLS[index % len(FILLS)]
-        mark, words = "", f"{'+'.join(dims)} group {index}"
+        fill, mark, fate = FILLS[index % len(FILLS)], "", ""
         if fates:
-            pattern, words = list(FATES).index(fates[index]), f"{words}: {fates[index]}"
             fill, mark = FATES[fates[index]]
+            fate = f": {fates[index]}"
         for rank in ranks:
             coords = layout.coords(rank)
-            below = ",".join("*" if dim in dims else f"{coords[dim]}" for dim in long)
-            below = below if len(below) < 9 and {*long} - {*dims} else f"g{index}"
-            places = [level.name_of(rank) for level in (topology.levels if topology else ())]
-            tip = "\n".join([f"rank {rank}: {format_coords(coords)}", words, ", ".join(places)])
-            cells[rank] = Cell(f"{rank}", fill, below + mark, pattern, tip.strip())
-            groups[rank] = f"{index}{mark}"
-    return Row("+".join(dims), reach(layout, topology, dims)[0], cells, groups)
+            below = ",".join("*" if dim in dims else f"{coords[dim]}" for (dim,) in long)
+            if len(below) > 8 or all(dim in dims for (dim,) in long):
+                below = f"g{index}"
+            places = ", ".join(level.name_of(rank) for level in levels)
+            tip = f"rank {rank}: {format_coords(coords)}\n{name} group {index}{fate}\n{places}"
+            cells[rank] = Cell(f"{rank}", fill, below + mark, tip.strip(), f"{index}{mark}")
+    counts = ", ".join(f"{fates.count(one):,} {one}" for one in dict.fromkeys(fates))
+    words, _ = _reach(layout, levels, dims)
+    return Row(name, f"{words}: {counts}" if counts else words, cells)
 
 
-def hosts_of(layout: RankLayout, topology: Topology | None) -> dict[str, list[int]]:
+def _hosts_of(layout: RankLayout, levels: Levels) -> dict[str, list[int]]:
     """Return the ranks of each host, with the names of the outer units that hold several hosts."""
-    levels = topology.levels if topology else ()
+    outer = [level for level in levels[1:] if 1 < level.units < levels[0].units]
     hosts: dict[str, list[int]] = {}
     for rank in sorted(layout.ranks):
-        names = [level.name_of(rank) for level in levels[:1]]
-        names += [level.name_of(rank) for level in levels[1:] if 1 < level.units < levels[0].units]
-        hosts.setdefault(" · ".join(reversed(names)), []).append(rank)
+        names = [level.name_of(rank) for level in (*reversed(outer), *levels[:1])]
+        hosts.setdefault(", ".join(names), []).append(rank)
     return hosts
 
 
-def reach(layout: RankLayout, topology: Topology | None, dims: Iterable[str]) -> tuple[str, str]:
+def _reach(layout: RankLayout, levels: Levels, dims: Iterable[str]) -> tuple[str, str]:
     """Return how many groups there are and how far each reaches, and what connects its ranks."""
     groups = layout.groups(*dims).to_array()
     words, link = f"{counted(len(groups), 'group')} of {groups.shape[1]:,}", ""
     each = " each" if len(groups) > 1 else ""
-    for level in topology.levels if topology else ():
+    for level in levels:
         units = np.sort(level.of_rank[groups], axis=1)
         counts = 1 + np.count_nonzero(np.diff(units, axis=1), axis=1)
         least, most = int(counts.min()), int(counts.max())
         if most == 1:
             return f"{words},{each} inside one {level.name}", LINKS.get(level.name, level.name)
         some = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        words, link = f"{words},{each} on {some} {plural(level.name)}", level.name
-    return words, f"across {plural(link)}" if link else ""
+        link = f"across {plural(level.name)}"
+        words += f",{each} on {some} {plural(level.name)}"
+    return words, link
 
 
-def dims_table(layout: RankLayout, topology: Topology | None, lit: Sequence[Dims]) -> Table:
+def _dims_table(layout: RankLayout, levels: Levels, lit: Sequence[Dims]) -> Table:
     """Return a table of the dims: sizes, distances, groups and links."""
-    rows = [["dim", "size", "ranks apart", "groups", "link"][: 5 if topology else 4]]
+    rows = [["dim", "size", "ranks apart", "groups", "link"]]
     for dims in dict.fromkeys([*((dim,) for dim in layout.dim_names), *lit]):
-        steps = np.unique(np.diff(layout.groups(*dims).to_array(), axis=1))
-        apart = f"{steps[0]:,}" if steps.size == 1 else "varies" if steps.size else "-"
-        words, link = reach(layout, topology, dims)
-        row = ["+".join(dims), f"{layout.size_of(*dims):,}", apart, words, link]
-        rows.append(row[: len(rows[0])])
-    return [[Cell(text) for text in row] for row in rows]
+        steps = np.diff(layout.groups(*dims).to_array(), axis=1)
+        size = f"{layout.size_of(*dims):,}"
+        rows.append(["+".join(dims), size, _one_of(steps) or "-", *_reach(layout, levels, dims)])
+    columns = 5 if levels else 4  # links are known on a machine
+    return [[Cell(text) for text in row[:columns]] for row in rows]
+
+
+def _one_of(steps: NDArray[np.int64]) -> str:
+    """Return the one number that all of these are, or nothing."""
+    return f"{steps.flat[0]:,}" if np.unique(steps).size == 1 else ""
 
 
 # ---- schematics --------------------------------------------------------------------------------
-
-
-def scheme_of(layout: RankLayout, topology: Topology | None, lit: Dims, caption: str = "") -> Box:
-    """Return a schematic: one block of ranks, what repeats it, and pipeline stages as columns.
-
-    A block is a host where the dims fill hosts evenly, else some ranks that the first dims number.
-    """
-    ranks = np.array(layout.ranks)
-    sizes: list[tuple[Level | None, int]] = [(None, size) for size in range(16, 0, -1)]
-    for host in topology.levels[:1] if topology else ():
-        size = int(np.count_nonzero(host.of_rank[ranks] == host.of_rank[ranks[0]]))
-        sizes = [(host, size)] * _are_alike(host, ranks, size) + sizes
-    level, size, split = next(
-        (level, size, split) for level, size in sizes if (split := _split(layout, size))
-    )
-    note = "; the dims do not fill hosts evenly" if topology and not level else ""
-    blocks, groups = ranks.reshape(-1, size), layout.groups(*lit)
-    factors = _factors(layout, topology, split[1], blocks[:, 0])
-    has_stages = any(factor.is_staged for factor in factors)
-    columns = min(4 if has_stages else 8, split[0][0][1]) if split[0] else 1
-
-    def cell(rank: int) -> Cell:
-        group, coords = groups.index_of(rank), format_coords(layout.coords(rank))
-        tip = f"rank {rank}: {coords}\n{'+'.join(lit)} group {group}"
-        return Cell(f"{rank}", FILLS[group % len(FILLS)], "", group // len(FILLS) % 4, tip)
-
-    def nested(factors: Sequence[_Factor], first: int) -> Box:
-        if not factors:
-            held = blocks[first].tolist()
-            title = level.name_of(held[0]) if level else _ranks(blocks[first])
-            return Box(title, "", [*map(cell, held)], columns)
-        *inner, (is_staged, dim, times, words, stride, drawn) = factors
-        inside = [nested(inner, first + index * stride) for index in drawn]
-        if is_staged:
-            stages = blocks.reshape(-1, times, stride * size)
-            inside = [
-                Box(_ranks(stages[:, index]), f"{dim}={index}", [part])
-                for index, part in zip(drawn, inside, strict=True)
-            ]
-            gaps = (there - here - 1 for here, there in pairwise(drawn))
-            arrows = tuple(f"{gap:,} more" if gap else "" for gap in gaps)
-            return Box(words, f"{times:,} stages of {dim}", inside, 9, arrows=arrows, framed=False)
-        repeats = 2 if len(drawn) < times else 0
-        return Box(words, f"x {times:,} {dim}", inside, 1 if has_stages else 8, repeats)
-
-    product = " x ".join(f"{times:,} {dim}" for dim, times in split[0]) or "1"
-    product = f"({product} in each {level.name if level else 'box'})"
-    product += "".join(f" x {times:,} {dim}" for _, dim, times, *_ in factors)
-    title = f"{layout.size:,} ranks = {product}; colours: {'+'.join(lit)} groups{note}"
-    return Box(f"{caption}{title}", "", [nested(factors, 0)], framed=False)
 
 
 class _Factor(NamedTuple):
     """A dim, or a part of one, that repeats blocks.
 
     Args:
-        is_staged: Whether the repetitions are stages of a pipeline.
         dim: Its name.
         times: How many times it repeats.
         words: The ranks from each repetition to the next, and what connects them.
         stride: The blocks from each repetition to the next.
         drawn: The repetitions that a picture shows.
+        is_staged: Whether the repetitions are stages of a pipeline.
     """
 
-    is_staged: bool
     dim: str
     times: int
     words: str
     stride: int
     drawn: Sequence[int]
+    is_staged: bool
+
+
+def _schematic_of(layout: RankLayout, levels: Levels, lit: Dims, caption: str = "") -> Box:
+    """Return a schematic: one block of ranks, what repeats it, and pipeline stages as columns.
+
+    A block is a host where the dims fill hosts evenly, else some ranks that the first dims number.
+    """
+    host, blocks = _blocks_of(layout, levels)
+    size = blocks.shape[1]
+    inner, outer = _split(layout, size) or ({}, {})
+    factors = _factors(layout, levels, outer, blocks[:, 0])
+    has_stages = any(factor.is_staged for factor in factors)
+    groups = layout.groups(*lit)
+    name = "+".join(lit)
+
+    def cell(rank: int) -> Cell:
+        group = groups.index_of(rank)
+        tip = f"rank {rank}: {format_coords(layout.coords(rank))}\n{name} group {group}"
+        return Cell(f"{rank}", FILLS[group % len(FILLS)], tip=tip)
+
+    def nested(factors: Sequence[_Factor], first: int) -> Box:
+        if not factors:
+            held = blocks[first].tolist()
+            title = host.name_of(held[0]) if host else _ranks(blocks[first])
+            columns = min(4 if has_stages else 8, next(iter(inner.values()), 1))
+            return Box(title, "", [cell(rank) for rank in held], columns)
+        *others, last = factors
+        inside = [nested(others, first + index * last.stride) for index in last.drawn]
+        if not last.is_staged:
+            sheets = 2 if len(last.drawn) < last.times else 0
+            columns = 1 if has_stages else 8
+            return Box(last.words, f"x {last.times:,} {last.dim}", inside, columns, sheets)
+        stages = blocks.reshape(-1, last.times, last.stride * size)
+        columns_of_stages = [
+            Box(_ranks(stages[:, index]), f"{last.dim}={index}", [part])
+            for index, part in zip(last.drawn, inside, strict=True)
+        ]
+        left_out = [there - here - 1 for here, there in pairwise(last.drawn)]
+        arrows = [f"{count:,} more" if count else "" for count in left_out]
+        title = f"{last.times:,} stages of {last.dim}"
+        return Box(last.words, title, columns_of_stages, arrows=arrows, framed=False)
+
+    product = " x ".join(f"{times:,} {dim}" for dim, times in inner.items()) or "1"
+    repeats = "".join(f" x {factor.times:,} {factor.dim}" for factor in factors)
+    note = "; the dims do not fill hosts evenly" if levels and not host else ""
+    title = (
+        f"{caption}{layout.size:,} ranks = ({product} in each {host.name if host else 'box'})"
+        f"{repeats}; colours: {name} groups{note}"
+    )
+    return Box(title, "", [nested(factors, 0)], framed=False)
+
+
+def _blocks_of(layout: RankLayout, levels: Levels) -> tuple[Level | None, NDArray[np.int64]]:
+    """Return the level of hosts, if the dims fill them evenly, and the ranks of each block."""
+    ranks = np.array(layout.ranks)
+    for host in levels[:1]:
+        units = host.of_rank[ranks]
+        size = int(np.count_nonzero(units == units[0]))
+        if size <= EACH_RANK_SELECTED and ranks.size % size == 0 and _split(layout, size):
+            rows = units.reshape(-1, size)
+            if (rows == rows[:, :1]).all() and np.unique(units).size == len(rows):
+                return host, ranks.reshape(rows.shape)
+    size = next(size for size in range(16, 0, -1) if _split(layout, size))
+    return None, ranks.reshape(-1, size)
+
+
+def _split(layout: RankLayout, size: int) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Split the dims into those inside a block of some ranks and those outside, if that is even."""
+    inside, outside, left = {}, {}, size
+    for (dim,) in _each_dim(layout):
+        inside[dim] = math.gcd(left, layout.size_of(dim))
+        outside[dim] = layout.size_of(dim) // inside[dim]
+        if inside[dim] != left and outside[dim] > 1:
+            return None
+        left //= inside[dim]
+    inner = {dim: times for dim, times in inside.items() if times > 1}
+    return inner, {dim: times for dim, times in outside.items() if times > 1}
 
 
 def _factors(
-    layout: RankLayout, topology: Topology | None, repeats: Sizes, firsts: NDArray[np.int64]
+    layout: RankLayout, levels: Levels, repeats: Mapping[str, int], firsts: NDArray[np.int64]
 ) -> list[_Factor]:
     """Return what repeats the blocks with these first ranks, innermost first, the pipeline last."""
-    factors, stride, shown = [], 1, 1
-    for dim, times in repeats:
-        steps = np.unique(np.diff(firsts.reshape(-1, times, stride), axis=1))
-        link = reach(layout, topology, [dim])[1]
-        words = [f"ranks +{steps[0]:,}"] * (steps.size == 1) + [link] * bool(link)
+    factors, stride, blocks = [], 1, 1
+    for dim, times in repeats.items():
+        apart = _one_of(np.diff(firsts.reshape(-1, times, stride), axis=1))
+        words = [f"ranks +{apart}" if apart else "", _reach(layout, levels, [dim])[1]]
         is_staged = dim in PIPELINES and times == layout.size_of(dim)
-        shown *= 1 if is_staged else times
-        least = (0, 1, times - 1) if is_staged else (0,)
-        is_shown = times <= MOST_DRAWN and (is_staged or shown <= MOST_DRAWN)
-        drawn = range(times) if is_shown else least
-        factors.append(_Factor(is_staged, dim, times, " · ".join(words), stride, drawn))
+        if is_staged:
+            drawn: Sequence[int] = range(times) if times <= MOST_DRAWN else (0, 1, times - 1)
+        else:
+            blocks *= times
+            drawn = range(times if blocks <= MOST_DRAWN else 1)
+        text = ", ".join(filter(None, words))
+        factors.append(_Factor(dim, times, text, stride, drawn, is_staged))
         stride *= times
     return sorted(factors, key=lambda factor: factor.is_staged)
 
 
-def _split(layout: RankLayout, size: int) -> tuple[Sizes, Sizes] | None:
-    """Split the dims into those inside a block of some ranks and those outside, if that is even."""
-    inside, outside, left = [], [], size
-    for dim in long_dims(layout):
-        times = math.gcd(left, layout.size_of(dim))
-        if times not in (left, layout.size_of(dim)):
-            return None
-        left //= times
-        inside += [(dim, times)] * (times > 1)
-        outside += [(dim, layout.size_of(dim) // times)] * (layout.size_of(dim) > times)
-    return inside, outside
+def _ranks(ranks: Sequence[int] | NDArray[np.int64]) -> str:
+    ranges = format_ranks(np.sort(ranks, axis=None).tolist()).split(", ")
+    return f"ranks {', '.join([*ranges[:2], '...'] if len(ranges) > 2 else ranges)}"
 
 
-def _are_alike(level: Level, ranks: NDArray[np.int64], size: int) -> bool:
-    """Return whether each host holds so many of the ranks, which follow each other."""
-    if ranks.size % size or size > EACH_RANK:
-        return False
-    hosts = level.of_rank[ranks].reshape(-1, size)
-    return bool((hosts == hosts[:, :1]).all()) and np.unique(hosts).size == len(hosts)
+# ---- changes and mappings ----------------------------------------------------------------------
 
 
-def _ranks(ranks: NDArray[np.int64]) -> str:
-    return f"ranks {format_ranks(np.sort(ranks, axis=None).tolist())}"
-
-
-# ---- changes -----------------------------------------------------------------------------------
-
-
-def change_of(found: LayoutDifference, topology: Topology | None, lit: Dims = ()) -> list[Part]:
+def change_picture(found: LayoutDifference, levels: Levels, lit: Sequence[Dims]) -> Picture:
     """Return both layouts of a change, and a table of what happens to the groups."""
     parts: list[Part] = []
-    for here, there, otherwise in (
-        (found.before, found.after, "gone"),
-        (found.after, found.before, "new"),
-    ):
-        caption = "before: " if otherwise == "gone" else "after: "
-        if not {*lit} <= {*here.dim_names}:
-            parts.append(Box(f"no {'+'.join(lit)}", f"{caption}{here}", [Cell("")], framed=False))
+    for side, other, otherwise in (("before", "after", "gone"), ("after", "before", "new")):
+        here, there = getattr(found, side), getattr(found, other)
+        own = _within(here, lit) or _each_dim(here)
+        if max(here.size, there.size) > EACH_RANK_SELECTED:
+            parts.append(_schematic_of(here, levels, own[0], f"{side}: "))
             continue
-        wanted = [lit] if lit else [(dim,) for dim in long_dims(here)]
-        if max(here.size, there.size) > EACH_RANK:
-            parts.append(scheme_of(here, topology, wanted[0], caption))
-            continue
+        theirs = [getattr(change, other) for change in found.changes if change.kept]
+        kept = {(rank,) for rank in there.ranks}.union(*(there.groups(*dims) for dims in theirs))
         rows = []
-        for dims in wanted:
-            kept = {(rank,) for rank in there.ranks}
-            for change in found.changes:
-                ours, theirs = (change.before, change.after)[:: 1 if otherwise == "gone" else -1]
-                kept |= {*there.groups(*theirs)} if ours == dims and change.kept else set()
-            fates = ["kept" if one in kept else otherwise for one in here.groups(*dims)]
-            counts = ", ".join(f"{fates.count(one):,} {one}" for one in dict.fromkeys(fates))
-            words = f"{counted(len(fates), 'group')} of {here.size_of(*dims):,}: {counts}"
-            rows.append(row_of(here, topology, dims, fates)._replace(words=words))
-        parts.append(Ranks(hosts_of(here, topology), rows, len(rows), f"{caption}{here}"))
+        for dims in own:
+            fates = ["kept" if ranks in kept else otherwise for ranks in here.groups(*dims)]
+            rows.append(_row_of(here, levels, dims, fates))
+        parts.append(Ranks(_hosts_of(here, levels), rows, f"{side}: {here}"))
     table = [[Cell(text) for text in COLUMNS]]
     for change in found.changes:
         *texts, result = change.cells
-        fill = FATES.get(change.result, ("#EEDD88",))[0]
-        table.append([*map(Cell, texts), Cell(result, fill)])
-    return [*parts, table]
+        table.append([*map(Cell, texts), Cell(result, FATES[change.result][0])])
+    title, _, summary = found.summary.partition(": ")
+    return Picture(title, [summary], [*parts, table])
 
 
-# ---- mappings ----------------------------------------------------------------------------------
-
-
-def matrix_of(
-    mapping: RankMapping, shape: Sequence[int] | None, itemsize: int | None, most: int
-) -> Picture:
-    """Return the amounts from each source to each target, in at most so many rows and columns."""
-    each = 1 if itemsize is None else positive(itemsize, "itemsize")
-    if shape is None and itemsize is not None:
-        raise LayoutError(f"itemsize {itemsize} needs the shape of the tensor; give shape=")
+def mapping_picture(mapping: RankMapping, most: int) -> Picture:
+    """Return what each source sends to each target, in at most so many rows and columns."""
     table = mapping.table()
-    source, target = table["source"], table["target"]
     amounts = (table["stop"] - table["start"]).prod(axis=1)
-    whole, unit = math.prod(table["stop"].max(axis=0).tolist()), "parts"
-    if shape is not None:
-        mapping.sends(int(source[0]))[0].global_slices(shape)  # checks the shape
-        total = math.prod(shape) * each
-        if total > np.iinfo(np.int64).max:
-            raise LayoutError(f"a tensor of shape {tuple(shape)} is too large to count its parts")
-        amounts, unit = amounts * (total // whole), "elements" if itemsize is None else "B"
-    ends = [np.sort(mapping.source_ranks), np.sort(mapping.target_ranks)]
-    size = -(-max(map(len, ends)) // most)  # ranks of each row and column
+    is_moved = table["source"] != table["target"]
+    sources, targets = np.sort(mapping.source_ranks), np.sort(mapping.target_ranks)
+    size = -(-max(len(sources), len(targets)) // most)  # ranks of each row and column
     rows, columns = (
-        [format_ranks(end[at : at + size].tolist()) for at in range(0, len(end), size)]
-        for end in ends
+        [format_ranks(ranks[at : at + size].tolist()) for at in range(0, len(ranks), size)]
+        for ranks in (sources, targets)
     )
-    place = np.searchsorted(ends[0], source) // size, np.searchsorted(ends[1], target) // size
-    is_moved = (source != target).astype(np.int64)
-    found = np.zeros((2, len(rows), len(columns)), dtype=np.int64)
-    np.add.at(found, (is_moved, *place), amounts)
-    stays, moves = found.tolist()
+    row = np.searchsorted(sources, table["source"]) // size
+    column = np.searchsorted(targets, table["target"]) // size
+    moved = np.zeros((len(rows), len(columns)), dtype=np.int64)
+    np.add.at(moved, (row, column), amounts * is_moved)
     cells = [[Cell("from \\ to"), *map(Cell, columns), Cell("sends")]]
-    for name, kept, moved in zip(rows, stays, moves, strict=True):
-        line = [
-            _amount(f"{name} to {there}", pair, unit, int(found[1].max()))
-            for there, *pair in zip(columns, kept, moved, strict=True)
-        ]
-        cells.append([Cell(name), *line, Cell(amount_words(sum(moved), unit, short=True))])
-    in_place, moving = (amount_words(int(one.sum()), unit) for one in found)
-    lines = [f"{moving} moved in {counted(int(is_moved.sum()), 'message')}"]
-    lines[0] += f", {in_place} kept in place" * bool(found[0].any())
-    lines += [f"a part is 1/{whole:,} of the tensor"] * (unit == "parts")
+    for source, sent in zip(rows, moved.tolist(), strict=True):
+        line = [Cell(source)]
+        for target, amount in zip(columns, sent, strict=True):
+            fill = AMOUNTS[min(3, 4 * amount // moved.max())] if amount else ""
+            tip = f"{source} to {target}: {counted(amount, 'part')}"
+            line.append(Cell(f"{amount:,}" if amount else ".", fill, tip=tip))
+        cells.append([*line, Cell(f"{sum(sent):,}")])
+    whole = table["stop"].max(axis=0).prod()
+    messages = counted(is_moved.sum(), "message")
+    kept = counted(amounts[~is_moved].sum(), "part")
+    summary = f"{counted(moved.sum(), 'part')} moved in {messages}, {kept} kept in place"
+    lines = [summary, f"a part is 1/{whole:,} of the tensor"]
     return Picture(str(mapping), lines, [cells])
-
-
-def _amount(ends: str, pair: Sequence[int], unit: str, largest: int) -> Cell:
-    """Return the cell of what is kept in place and what moves from some ranks to others."""
-    kept, moved = pair
-    if not kept and not moved:
-        return Cell(".")
-    text = amount_words(moved or kept, unit, short=True)
-    fill = AMOUNTS[min(3, 4 * moved // largest)] if moved else "#DDDDDD"
-    tip = f"{ends}: {amount_words(moved, unit)} moved, {amount_words(kept, unit)} kept in place"
-    return Cell(text if moved else f"({text})", fill, tip=tip)
-
-
-def amount_words(amount: int, unit: str, short: bool = False) -> str:
-    """Return an amount with its unit, or shortly without it.
-
-    >>> amount_words(1536, "B"), amount_words(1536, "B", short=True), amount_words(1, "parts")
-    ('1.5 KiB', '1.5K', '1 part')
-    """
-    if unit != "B" and not short:
-        return counted(amount, unit.removesuffix("s"))
-    base, value, power = 1024 if unit == "B" else 1000, float(amount), 0
-    while round(value, 1) >= base:
-        value, power = value / base, power + 1
-    text = f"{value:.0f}" if power == 0 or value >= 99.95 else f"{value:.1f}".removesuffix(".0")
-    prefix = ("", "K", "M", "G", "T", "P", "E")[power]
-    return f"{text}{prefix}" if short else f"{text} {prefix}{'i' * bool(prefix)}{unit}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.columns import Columns
@@ -13,20 +13,11 @@ from hypercomm.tools.draw.pictures import Box, Cell, Part, Picture, Ranks, Table
 
 
 def lines_of(picture: Picture, width: int, bar: str) -> Iterator[Text | RichTable | Columns]:
-    """Return the lines and tables of a picture; `bar` is put between hosts."""
-    yield from map(_text, [picture.title, *picture.lines])
-    shows_ranks = any(isinstance(part, Ranks) for part in picture.parts)
+    """Return the lines and tables of a picture; `bar` separates names from ranks."""
+    yield from map(Text, [picture.title, *picture.lines])
     for part in picture.parts:
-        if isinstance(part, list) and shows_ranks and part[0][0].text == "dim":
-            continue  # each row of ranks has the same words
         yield Text("")
         yield from _lines(part, width, bar, 0)
-
-
-def _text(text: str, fill: str = "") -> Text:
-    """Return a text that cannot move the cursor."""
-    shown = "".join(one if one.isprintable() else "?" for one in text)
-    return Text(shown, f"black on {fill}" if fill else "")
 
 
 def _lines(part: Part, width: int, bar: str, depth: int) -> Iterator[Text | RichTable | Columns]:
@@ -35,45 +26,54 @@ def _lines(part: Part, width: int, bar: str, depth: int) -> Iterator[Text | Rich
     elif isinstance(part, list):
         yield _table(part)
     elif isinstance(part, Box):
-        head = _text("  " * depth + "  ".join(filter(None, [part.bold, part.title])))
+        head = Text("  " * depth + "  ".join(filter(None, [part.bold, part.title])))
         cells = [one for one in part.inside if isinstance(one, Cell)]
-        yield head.append(f" {bar}" * bool(cells)).append_text(_row(cells, 0))
+        if cells:
+            head.append(f" {bar}").append_text(_row((one.text, one.fill) for one in cells))
+        if head:
+            yield head
         for index, one in enumerate(part.inside[len(cells) :]):
             yield from _lines(one, width, bar, depth + part.framed)
-            if index < len(part.arrows) and part.arrows[index] is not None:
-                yield _text("  " * depth + f"-> {part.arrows[index]}")
+            if index < len(part.arrows):
+                yield Text("  " * depth + f"-> {part.arrows[index]}")
 
 
-def _row(cells: Sequence[Cell], wide: int) -> Text:
-    return Text("").join(_text(f" {cell.text:>{wide}}", cell.fill) for cell in cells)
+def _row(texts: Iterable[tuple[str, str]], wide: int = 0) -> Text:
+    """Return texts on fills, each with at least so many letters."""
+    row = Text()
+    for text, fill in texts:
+        row.append(f" {text:>{wide}}", f"black on {fill}" if fill else "")
+    return row
 
 
 def _ranks(ranks: Ranks, width: int, bar: str) -> Iterator[Text | Columns]:
-    """Hosts next to each other: a column for each rank, a row of group numbers for each dims."""
-    yield from [_text(ranks.caption)] * bool(ranks.caption)
-    own = {rank: f"{rank}" for rank in ranks.rows[0].cells}
-    rows = [("rank", own, {}), *((row.name, row.groups, row.cells) for row in ranks.rows)]
-    left = max(len(name[: max(4, width // 4)]) for name, *_ in rows)
-    wide = max(len(text) for _, texts, _ in rows for text in texts.values())
+    """Return hosts next to each other: a column for each rank, a row for each dim."""
+    if ranks.caption:
+        yield Text(ranks.caption)
+    left = max(len(name) for name in ["rank", *(row.name for row in ranks.rows)])
+    cells = [cell for row in ranks.rows for cell in row.cells.values()]
+    wide = max(len(text) for cell in cells for text in (cell.text, cell.group))
     most = max(1, (width - left - 3) // (wide + 1))
     blocks = []
     for host, held in ranks.hosts.items():
         for some in (held[at : at + most] for at in range(0, len(held), most)):
-            tail = host[-max(8, len(some) * (wide + 1)) :]  # names of hosts differ at their ends
-            lines = [_text(f"{'':{left}}   {tail}")] * bool(host)
-            for name, texts, fills in rows:
-                cells = [Cell(texts[rank], fills[rank].fill if fills else "") for rank in some]
-                head = _text(f"{name[:left]:{left}} {bar}")
-                lines.append(head.append_text(_row(cells, wide)))
+            lines = [Text(f"{'':{left}}   {host}")] if host else []
+            numbers = _row(((f"{rank}", "") for rank in some), wide)
+            lines.append(Text(f"{'rank':{left}} {bar}").append_text(numbers))
+            for row in ranks.rows:
+                groups = ((row.cells[rank].group, row.cells[rank].fill) for rank in some)
+                lines.append(Text(f"{row.name:{left}} {bar}").append_text(_row(groups, wide)))
             blocks.append(Text("\n").join(lines))
     yield Columns(blocks, padding=(1, 3))
     yield Text("")
-    yield from (_text(f"{row.name}: {row.words}") for row in ranks.rows)
+    yield from (Text(f"{row.name}: {row.words}") for row in ranks.rows)
 
 
 def _table(table: Table) -> RichTable:
     heads, *rows = table
     found = RichTable(*(cell.text for cell in heads), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        found.add_row(*(_text(cell.text, cell.fill) for cell in row))
+        found.add_row(
+            *(Text(cell.text, f"black on {cell.fill}" if cell.fill else "") for cell in row)
+        )
     return found

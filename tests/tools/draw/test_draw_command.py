@@ -27,15 +27,15 @@ def test_terminal(in_process, monkeypatch):
     ("arguments", "picture"),
     [
         (["tp=2,dp=4", "--on", "4"], draw(LAYOUT, on="4")),
-        (["tp=2,dp=4", "--on", "none", "--dims", "dp"], draw(LAYOUT, dims="dp")),
+        (["tp=2,dp=4", "--on", "none", "--groups", "dp"], draw(LAYOUT, groups="dp")),
         (["tp=2,dp=4", "--groups", "tp,tp+dp"], draw(LAYOUT, on="8", groups=["tp", "tp+dp"])),
         (
             ["tp=2,dp=-1", "tp=4,dp=2"],
             draw(difference(LAYOUT, RankLayout.parse("tp=4,dp=2")), on="8"),
         ),
         (
-            ["tp=2,dp=4", "--to", "tp=4,dp=2", "--shape", "8,16", "--itemsize", "2"],
-            draw(RankMapping("tp=2,dp=4", "tp=4,dp=2"), on="8", shape=[8, 16], itemsize=2),
+            ["tp=2,dp=4", "--to", "tp=4,dp=-1"],
+            draw(RankMapping("tp=2,dp=4", "tp=4,dp=2")),
         ),
         (
             ["tp=2,dp=4", "--to", "tp=2,dp=4", "--to-offset", "4", "--along", "tp"],
@@ -57,15 +57,13 @@ def test_files(in_process, tmp_path, arguments, picture):
     ("arguments", "value"),
     [
         (["tp=2,dp=4", "-o", "grid.pdf"], ".svg, .png, .txt"),
-        (["tp=2,dp=4", "--dims", "pp"], "'pp'"),
+        (["tp=2,dp=4", "--groups", "pp"], "'pp'"),
         (["tp=2,dp=0"], "'dp=0'"),
         (["tp=2,dp=-1"], "--world-size"),
+        (["tp=2", "--to", "dp=2", "--to-offset", "-1"], "--to-offset"),
         (["tp=2,dp=4", "--on", "0"], "'0'"),
         (["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"], "--to"),
-        (["tp=2", "--to", "tp=2", "--dims", "tp"], "dims"),
-        (["tp=2", "--shape", "8"], "shape"),
-        (["tp=2", "tp=2", "--to-offset", "4"], "--to-offset"),
-        (["tp=2", "--to", "dp=2", "--shape", "8,x"], "'8,x'"),
+        (["tp=2", "--to", "tp=2", "--groups", "tp"], "along"),
     ],
 )
 def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, value):
