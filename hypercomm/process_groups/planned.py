@@ -231,17 +231,6 @@ class PooledGroup:
         return any(planned.is_filed for planned in self.users())
 
 
-def plans_of(group: ProcessGroup) -> list[PlannedGroup]:
-    """Return what the grids of this process have a process group for."""
-    return [
-        planned
-        for pooled in list(_pooled)
-        if pooled.created is not None and pooled.created.group is group
-        for planned in pooled.users()
-        if planned.is_filed
-    ]
-
-
 class Pool:
     """The process groups that the keys of one grid have, and those that they may share.
 

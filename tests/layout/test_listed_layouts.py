@@ -509,7 +509,7 @@ def test_device_mesh(rank, dims):
 
 
 def old_new_group(**_ranks_and_options):
-    """One without `sort_ranks`, as in torch 2.6."""
+    """A `new_group` without `sort_ranks`, as in torch 2.10."""
 
 
 # What cannot keep the order of members is refused, with what can; "auto" takes that.
