@@ -87,7 +87,7 @@ def files_of(folder, ranks):
             record = json.loads(Path(folder, f"hypercomm_watch_{rank}.json").read_text())
         except (OSError, ValueError):
             return None
-        found[rank] = sum(len(group["calls"]) for group in record["groups"])
+        found[rank] = len(record["entries"])
     return found
 
 
