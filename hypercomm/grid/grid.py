@@ -770,8 +770,9 @@ class GridView:
         created. From then on every call that a ProcessGroup of this process gets from Python, of
         any grid, is recorded (4 to 7 microseconds each); the last 500 are kept. When no call has
         started or ended for `seconds`, a thread writes them, with the stacks of all threads, to
-        `hypercomm_watch_RANK.json`, in the form of torch's flight recorder. The file is removed when calls move again. Leaving
-        the `with` block writes it too, with the exception if there is one.
+        `hypercomm_watch_RANK.json`, in the form of torch's flight recorder. The file is
+        removed when calls move again. Leaving the `with` block writes it too, with the exception
+        if there is one.
 
         Not recorded: calls from C++ (DistributedDataParallel's buckets), functional collectives
         (DTensor, compiled code). Do not use it while CUDA graphs are captured.

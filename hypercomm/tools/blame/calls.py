@@ -123,7 +123,7 @@ class Record:
         """Append a call to its lane."""
         lane = call.group, call.channel
         self.lanes.setdefault(lane, []).append(call)
-        self.counts[lane] = max(call.number, self.counts.get(lane, 0))
+        self.counts[lane] = call.number
 
     def is_at(self, call: Call) -> bool:
         """Return whether the rank may be inside a call, going by its stack."""

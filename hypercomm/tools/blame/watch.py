@@ -23,7 +23,6 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,17 +88,13 @@ class _Recorder:
 
     def start(self) -> None:
         for method, op in c10d.calls_of_groups().items():
-            self._originals[method] = vars(ProcessGroup).get(method)  # None if it is inherited
+            self._originals[method] = vars(ProcessGroup)[method]
             setattr(ProcessGroup, method, self._recorded(op, getattr(ProcessGroup, method)))
 
     def stop(self) -> None:
         """Restore torch's methods, except those that another library has replaced since."""
         for method, original in self._originals.items():
-            if getattr(getattr(ProcessGroup, method), "recorder", None) is not self:
-                continue
-            if original is None:
-                delattr(ProcessGroup, method)
-            else:
+            if getattr(getattr(ProcessGroup, method), "recorder", None) is self:
                 setattr(ProcessGroup, method, original)
 
     def poll(self, most: int = _MOST_PENDING) -> None:
@@ -229,23 +224,15 @@ class Watch:
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.stop()
-        else:
-            text = " ".join(f"raised {type(error).__name__}: {error}".split())
-            self._stop(text[:_MOST_CHARACTERS], error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.stop(error)
 
-    def stop(self) -> None:
-        """Stop recording and write the record; a second call does nothing."""
-        self._stop("left the watch")
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop recording and write the record; a second call does nothing.
 
-    def _stop(self, why: str, error: BaseException | None = None) -> None:
+        Args:
+            error: The exception that ended the program, which is recorded too.
+        """
         global _current  # noqa: PLW0603
         if self._over.is_set():
             return
@@ -253,7 +240,8 @@ class Watch:
         self._recorder.stop()
         _current = None
         self._thread.join()
-        self._write(why, error)
+        text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
+        self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
     def _run(self) -> None:
         poll = min(max(self._seconds / 4, _SHORTEST_POLL_S), _LONGEST_POLL_S)

@@ -111,9 +111,10 @@ def test_bad_folders(grid, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WatchError, match=r"cannot write to the folder '.*/file': File exists"):
         grid.watch(1, tmp_path / "file")
-    with grid.watch(1, tmp_path / "new" / "er"):
-        with pytest.raises(WatchError, match="this process has a watch, which writes /"):
-            grid.watch(1, tmp_path)
+    watch = grid.watch(1, tmp_path / "new" / "er")
+    with pytest.raises(WatchError, match="this process has a watch, which writes /"):
+        grid.watch(1, tmp_path)
+    watch.stop()
     assert methods() == before
 
 
