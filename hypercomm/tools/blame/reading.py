@@ -233,6 +233,7 @@ _OPS = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
     "all_reduce_barrier": "barrier",
+    "allreduce_coalesced": "all_reduce_coalesced",
 }
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
 _LIBRARY = re.compile(

@@ -223,8 +223,6 @@ class _Judge:
         for rank in sorted(node for node in self._graph.nodes - known.nodes):
             if any(not explained.issuperset(wait.calls) for wait in self._awaiting(rank)):
                 yield self._absent(rank)
-            elif rank not in evidence.unreadable:
-                evidence.notes.append(f"rank {rank} left no dump; this does not explain the hang")
 
     def _awaiting(self, rank: int) -> list[Wait]:
         return [wait for wait in self.waits if rank in wait.absent]

@@ -55,6 +55,13 @@ _MOST_PENDING = 1000
 
 _MOST_CHARACTERS = 120
 _MOST_TENSORS = 8
+_NAMES = {
+    "all_gather_into_tensor": "_all_gather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_reduce_coalesced": "allreduce_coalesced",
+}
+"""Names of the flight recorder that differ from those of torch.distributed."""
+
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, hypercomm)),
@@ -140,7 +147,7 @@ class _Recorder:
             known = self.groups.get(group)
             if known is None:
                 known = self.groups[group] = _Group(group)
-        name, lane, is_p2p = op, "", op in {"send", "recv"} and len(args) == 3
+        name, lane, is_p2p = _NAMES.get(op, op), "", op in {"send", "recv"} and len(args) == 3
         if is_p2p:
             own, peer, tag = known.own, args[1], f" tag {args[2]}" if args[2] else ""
             name = f"{op} {own}{'->' if op == 'send' else '<-'}{peer}{tag}"

@@ -46,8 +46,8 @@ def test_all_calls(grid, tmp_path):
     (name,) = (name for name, group in record["pg_config"].items() if group["desc"] == "tp")
     assert record["pg_config"][name]["ranks"] == "[4, 5]"
     entries = record["entries"]
-    names = ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"]
-    names += ["reduce_scatter_tensor", "reduce_scatter", "all_to_all_single", "barrier"]
+    names = ["all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base"]
+    names += ["_reduce_scatter_base", "reduce_scatter", "all_to_all_single", "barrier"]
     names += ["send 1->0", "recv 1<-0", "send 1->0"]
     assert [entry["profiling_name"] for entry in entries] == [f"fake:{name}" for name in names]
     assert [entry["collective_seq_id"] for entry in entries] == [*range(1, 10), 0, 0, 0]

@@ -1,6 +1,8 @@
 """Real gloo ranks with a planted mistake: each is found and named, and nobody else."""
 
 import contextlib
+import json
+import pickle
 
 import pytest
 from ranks import blame_ranks
@@ -107,3 +109,18 @@ def test_from_anybody(tmp_path, is_awaited):
     assert (verdict.culprits, verdict.outcome) == ((), "unclear"), str(verdict)
     assert "recv number 1 from any rank in WORLD (ranks 0..2) at " in str(verdict)
     assert "in takes_from_anybody has not ended on rank 2" in str(verdict)
+
+
+# Torch's own tool reads the records as pickles, and finds no mistake in the collectives.
+def test_torchfrtrace(tmp_path):
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    (tmp_path / "pickles").mkdir()
+    run_ranks(blame_ranks.each_kind, 4, args=(str(tmp_path),), timeout=60)
+    for rank in range(4):
+        record = json.loads((tmp_path / f"hypercomm_watch_{rank}.json").read_text())
+        (tmp_path / "pickles" / f"trace_{rank}").write_bytes(pickle.dumps(record))
+    fr_trace.main([str(tmp_path / "pickles"), "-p", "trace_", "-o", str(tmp_path / "found")])
+    _, found = pickle.loads((tmp_path / "found").read_bytes())
+    assert {call.pg_desc.rpartition(":")[2] for call in found.collectives} == {"tp", "dp"}
+    assert len(found.collectives) == 12
+    assert all(call.pass_check for call in found.collectives)
