@@ -768,10 +768,11 @@ class GridView:
 
         Call it on every rank, between the same collectives, before or after the groups are
         created. From then on every call that a ProcessGroup of this process gets from Python, of
-        any grid, is recorded (4 to 7 microseconds each); the last 100 of each group are kept. When
-        no call has started or ended for `seconds`, a thread writes them, with the stacks of all
-        threads, to `hypercomm_watch_RANK.json`. The file is removed when calls move again. Leaving
-        the `with` block writes it too, with the exception if there is one.
+        any grid, is recorded (4 to 7 microseconds each); the last 500 are kept. When no call has
+        started or ended for `seconds`, a thread writes them, with the stacks of all threads, to
+        `hypercomm_watch_RANK.json`, in the form of torch's flight recorder. The file is
+        removed when calls move again. Leaving the `with` block writes it too, with the exception
+        if there is one.
 
         Not recorded: calls from C++ (DistributedDataParallel's buckets), functional collectives
         (DTensor, compiled code). Do not use it while CUDA graphs are captured.
@@ -797,11 +798,9 @@ class GridView:
             ...         with grid.watch(60, folder) as watch:
             ...             dist.barrier(group=grid.create_pg("dp"))
             ...         record = json.loads(watch.file.read_text())
-            >>> group = record["groups"][0]
-            >>> record["rank"], group["title"], group["ranks"]
-            (5, 'dp', [1, 3, 5, 7])
-            >>> [(call["op"], call["number"]) for call in group["calls"]]
-            [('barrier', 1)]
+            >>> entry, = record["entries"]
+            >>> entry["profiling_name"], entry["process_group"][1], entry["collective_seq_id"]
+            ('fake:barrier', 'dp', 1)
         """
         views, owner = self._state.views, self._owner
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}

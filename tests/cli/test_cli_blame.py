@@ -30,7 +30,7 @@ def test_words(in_process, folder):
         ),
         "group   ranks   call           waiting in it   not entered by",
         "WORLD   0..3    all_reduce 2   0..1, 3         2",
-        "4 dumps of 4 ranks, by flight recorder",
+        "4 dumps of 4 ranks",
     ]
 
 
@@ -44,9 +44,9 @@ def test_json(in_process, folder):
         (2, {"tp": 0, "dp": 1})
     ]
     assert finding["waiting"] == [0, 1, 3]
-    (group,) = found["groups"]
-    assert (group["dims"], group["ranks"]) == ("WORLD", [0, 1, 2, 3])
-    assert [(wait["call"]["number"], wait["absent"]) for wait in group["waits"]] == [(2, [2])]
+    (wait,) = found["waits"]
+    assert (wait["group"], wait["members"], wait["number"]) == ("WORLD", [0, 1, 2, 3], 2)
+    assert (wait["waiting"], wait["absent"]) == ([0, 1, 3], [2])
 
 
 def test_nobody(in_process, tmp_path):
@@ -67,7 +67,7 @@ def test_bad_calls(in_process, folder, tmp_path):
         ([str(tmp_path / "none")], "cannot read the folder"),
         (
             [str(folder), "--layout", "tp=2"],
-            "--layout tp=2 has 2 ranks, but the job has dumps of ranks",
+            "--layout tp=2 has 2 ranks, but the job has 4",
         ),
         ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is open; give it"),
         ([str(folder), "--layout", "tp"], "open"),

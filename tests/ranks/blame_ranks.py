@@ -87,7 +87,7 @@ def files_of(folder, ranks):
             record = json.loads(Path(folder, f"hypercomm_watch_{rank}.json").read_text())
         except (OSError, ValueError):
             return None
-        found[rank] = sum(len(group["calls"]) for group in record["groups"])
+        found[rank] = len(record["entries"])
     return found
 
 
@@ -218,3 +218,15 @@ def from_anybody(folder, kept, is_awaited):
         elif is_awaited:
             dist.all_reduce(torch.ones(1))
     time.sleep(60)
+
+
+def each_kind(folder):
+    """Call some collectives over both dims of a grid."""
+    grid = HyperCommGrid("tp=2,dp=2")
+    groups = grid.create_pgs(["tp", "dp"])
+    with grid.watch(60, folder):
+        for group in groups:
+            dist.all_reduce(torch.ones(4), group=group)
+            dist.all_gather_into_tensor(torch.empty(8), torch.ones(4), group=group)
+            dist.barrier(group=group)
+    grid.destroy()

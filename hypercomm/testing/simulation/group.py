@@ -83,11 +83,6 @@ class SimulatedWork(Work):
         """Return True."""
         return True
 
-    is_success = is_completed
-
-    def exception(self) -> None:
-        """Return None."""
-
     def result(self) -> list[torch.Tensor]:
         """Return the outputs."""
         return self._results
@@ -122,7 +117,7 @@ class RecordingGroup(SimulatedGroup):
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
         self.ranks = ranks
-        self._me, self._book, self._creation = rank, book, creation
+        self._book, self._creation = book, creation
 
     # ---- the same on all members
 
@@ -152,13 +147,6 @@ class RecordingGroup(SimulatedGroup):
         self._check_number("all_gather", outputs)
         work = self._call("all_gather", _alike(outputs, own), results=outputs)
         _fill(outputs, own)
-        return work
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Put this rank's tensors in every slot."""
-        work = self._call("all_gather_coalesced", inputs)
-        for slots, own in zip(outputs, inputs, strict=False):
-            _fill(slots, own)
         return work
 
     def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
@@ -273,16 +261,6 @@ class RecordingGroup(SimulatedGroup):
             self._check_number("gather", outputs[0])
             _fill(outputs[0], inputs[0])
         return work
-
-    def gather_single(self, output: Any, own: Any, opts: Any) -> SimulatedWork:
-        """Put the destination's own tensor in every slot."""
-        work = self._call("gather_single", own, root=opts.rootRank)
-        if self._rank == opts.rootRank:
-            self._check_size("gather_single", output, own)
-            self._fill_whole(output, own)
-        return work
-
-    gather_into_tensor = gather_single
 
     # ---- from one to one
 

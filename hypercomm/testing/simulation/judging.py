@@ -213,16 +213,16 @@ def _stuck(
     waits: Iterable[Wait], every: Evidence, steps: Mapping[int, Steps], at: Mapping[int, int]
 ) -> Iterator[Disagreement | CallDisagreement]:
     """Yield the first call of each lane that never ends."""
-    lanes: dict[Lane, dict[int, list[Wait]]] = {}
+    first: dict[Lane, Wait] = {}
     for wait in waits:
-        by_number = lanes.setdefault((wait.call.group, wait.call.channel), {})
-        by_number.setdefault(wait.call.number, []).append(wait)
-    for lane, by_number in lanes.items():
-        number = min(by_number)
-        calls = {wait.rank: wait.call for wait in by_number[number]}
+        known = first.setdefault((wait.call.group, wait.call.channel), wait)
+        if wait.call.number < known.call.number:
+            first[wait.call.group, wait.call.channel] = wait
+    for lane, wait in first.items():
+        calls, number = wait.calls, wait.call.number
         absent = {}
-        way = lane[1][:4] or next(iter(calls.values())).op
-        for rank in by_number[number][0].absent:
+        way = lane[1][:4] or wait.call.op
+        for rank in wait.absent:
             absent[rank] = _NEVER.get(way, "never calls it")
             if len(every.lanes.get(_answer(lane), {}).get(rank, ())) >= number:
                 source = steps[rank][at[rank]][1].source

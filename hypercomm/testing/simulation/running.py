@@ -162,14 +162,11 @@ class _Job:
         size = len(self._everyone)
         jobs = itertools.count(1)
 
-        def stand_in(creation: Creation, name: str) -> RecordingGroup:
-            return RecordingGroup(creation, rank, self.book, name)
-
         def world() -> RecordingGroup:
             number = next(jobs)
             name = "WORLD" if number == 1 else f"WORLD (job {number})"
             whole = Creation(name, range(size), self._backend, self._timeout, name)
-            return stand_in(whole, "0")
+            return RecordingGroup(whole, rank, self.book, "0")
 
         def create(
             name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
@@ -179,7 +176,7 @@ class _Job:
             made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
             created.append(made)
             self.book.steps.append((CREATE, made))
-            return stand_in(made, name)
+            return RecordingGroup(made, rank, self.book, name)
 
         self.book.begin(rank)
         job = OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)

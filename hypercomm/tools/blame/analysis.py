@@ -12,18 +12,27 @@ from typing import Any
 
 import attrs
 
-from hypercomm.tools.blame.calls import FROM_ANYBODY, KEPT, Call, Evidence, Group
+from hypercomm.tools.blame.calls import Call, Evidence, Group
 
 _ANSWERS = {"send": "recv", "recv": "send"}
 
 
 @attrs.frozen(eq=False)
 class Wait:
-    """A call of a rank that has not ended, and the members that have not entered it."""
+    """A call that has not ended.
 
-    rank: int
-    call: Call
+    Attributes:
+        calls: The call by rank, of the ranks that are in it.
+        absent: The members that have not entered it.
+    """
+
+    calls: Mapping[int, Call]
     absent: tuple[int, ...]
+
+    @property
+    def call(self) -> Call:
+        """The call of the first rank."""
+        return next(iter(self.calls.values()))
 
 
 @attrs.frozen(eq=False)
@@ -33,19 +42,27 @@ class Difference:
     Attributes:
         calls: The calls by rank; all have the same group and number.
         odd: The ranks that differ from most; empty if there is no majority.
-        what: "order", "shape", "dtype", "root" or "other".
         siblings: The ranks of sibling groups whose calls decided it.
     """
 
     calls: Mapping[int, Call]
-    odd: tuple[int, ...]
-    what: str
+    odd: tuple[int, ...] = ()
     siblings: tuple[int, ...] = ()
 
     @property
     def call(self) -> Call:
         """The call of the first rank."""
         return next(iter(self.calls.values()))
+
+    @property
+    def what(self) -> str:
+        """What differs: "order", "shape", "dtype" or "root"."""
+        columns = zip(*(call.terms for call in self.calls.values()), strict=False)
+        names = ("order", "shape", "dtype", "root")
+        return next(
+            (name for name, values in zip(names, columns, strict=False) if len(set(values)) > 1),
+            "order",
+        )
 
 
 @attrs.frozen(eq=False)
@@ -78,15 +95,16 @@ def find_differences(evidence: Evidence) -> list[Difference]:
     """Find the first difference of each group and of each channel."""
     found = []
     for (group, channel), by_rank in evidence.lanes.items():
-        if not channel:
+        if channel.startswith("recv "):
+            ends = {**evidence.lanes.get((group, f"send {channel[5:]}"), {}), **by_rank}
+            records = [evidence.ranks[rank] for rank in ends]
+            is_known = all(
+                record.is_whole and (group, "recv anybody") not in record.lanes
+                for record in records
+            )
+            found.append(_first_difference(evidence, group, ends) if is_known else None)
+        elif not channel:
             found.append(_first_difference(evidence, group, by_rank))
-        elif channel.startswith("recv "):
-            senders = evidence.lanes.get((group, f"send {channel[5:]}"), {})
-            found += [
-                _message_difference(evidence, (rank, calls), (sender, sent))
-                for rank, calls in by_rank.items()
-                for sender, sent in senders.items()
-            ]
     return [difference for difference in found if difference is not None]
 
 
@@ -109,60 +127,32 @@ def _decide(
     evidence: Evidence, group: Group, here: Mapping[int, Call], votes: Counter[Any]
 ) -> Difference:
     """Find the odd ranks by the majority of the group, else by that of its sibling groups."""
-    what = _what_differs(list(here.values()))
     usual, most = votes.most_common(1)[0]
     siblings: dict[int, Call] = {}
     if 2 * most <= len(here):
-        number = next(iter(here.values())).number
         siblings = {
             rank: call
-            for rank, call in _sibling_calls(evidence, group, number)
+            for rank, call in _sibling_calls(evidence, group, next(iter(here.values())))
             if call.terms in votes
         }
         votes = votes + Counter(call.terms for call in siblings.values())
         usual, most = votes.most_common(1)[0]
-    if 2 * most <= sum(votes.values()):
-        return Difference(here, (), what)
+    if 2 * most <= votes.total():
+        return Difference(here)
     odd = tuple(rank for rank, call in here.items() if call.terms != usual)
     agreeing = tuple(sorted(rank for rank, call in siblings.items() if call.terms == usual))
-    return Difference(here, odd, what, agreeing)
+    return Difference(here, odd, agreeing)
 
 
-def _sibling_calls(evidence: Evidence, group: Group, number: int) -> Iterator[tuple[int, Call]]:
+def _sibling_calls(evidence: Evidence, group: Group, like: Call) -> Iterator[tuple[int, Call]]:
     """Yield the calls of a number in the other groups over the same dims of the same grid."""
     title, own = evidence.title(group), set(group.ranks)
     for (other, channel), by_rank in evidence.lanes.items():
-        if channel or evidence.title(other) != title or len(other.ranks) != len(own):
+        if channel or like.channel or evidence.title(other) != title:
             continue
-        if own.isdisjoint(other.ranks):
+        if len(other.ranks) == len(own) and own.isdisjoint(other.ranks):
             for rank, calls in by_rank.items():
-                place = number - calls[0].number
-                if 0 <= place < len(calls) and calls[place].number == number:
-                    yield rank, calls[place]
-
-
-def _message_difference(
-    evidence: Evidence, receiver: tuple[int, list[Call]], sender: tuple[int, list[Call]]
-) -> Difference | None:
-    records = [evidence.ranks[rank] for rank, _ in (receiver, sender)]
-    group = receiver[1][0].group
-    is_known = all(record.is_whole for record in records) and records[0] is not records[1]
-    if not is_known or (group, "recv anybody") in records[0].lanes:
-        return None
-    received = {call.number: call for call in receiver[1]}
-    for sent in sender[1]:
-        other = received.get(sent.number)
-        if other is not None and other.terms != sent.terms:
-            calls = {sender[0]: sent, receiver[0]: other}
-            return Difference(calls, (), _what_differs([sent, other]))
-    return None
-
-
-def _what_differs(calls: Sequence[Call]) -> str:
-    columns = zip(
-        ("order", "shape", "dtype", "root"), *(call.terms for call in calls), strict=False
-    )
-    return next((what for what, *values in columns if len(set(values)) > 1), "other")
+                yield from ((rank, call) for call in calls if call.number == like.number)
 
 
 # ---- waits --------------------------------------------------------------------------------------
@@ -175,84 +165,49 @@ def find_waits(evidence: Evidence) -> list[Wait]:
     """
     found: list[Wait] = []
     for (group, channel), by_rank in evidence.lanes.items():
-        pending = {
-            rank: call
-            for rank, calls in by_rank.items()
-            if (call := next((one for one in calls if one.state != "finished"), None))
-        }
-        if channel:
-            waits = (_message_wait(evidence, rank, call) for rank, call in pending.items())
-            found += [wait for wait in waits if wait is not None]
-        elif pending:
-            last = {rank: _last(evidence, group, rank) for rank in evidence.members(group)}
-            absent = {
-                number: tuple(rank for rank in last if last[rank] < number)
-                for number in {call.number for call in pending.values()}
-            }
-            found += [Wait(rank, call, absent[call.number]) for rank, call in pending.items()]
+        pending: dict[int, dict[int, Call]] = {}
+        for rank, calls in by_rank.items():
+            call = next((one for one in calls if one.state != "finished"), None)
+            if call is not None and channel:
+                found += _message_wait(evidence, rank, call)
+            elif call is not None:
+                pending.setdefault(call.number, {})[rank] = call
+        for number, inside in pending.items():
+            members = evidence.members(group)
+            absent = tuple(rank for rank in members if evidence.last(rank, group) < number)
+            found.append(Wait(inside, absent))
     if any(wait.absent for wait in found):
         return found
-    return _with_queued(evidence, found)
+    return [_on_devices(wait) for wait in found]
 
 
-def _last(evidence: Evidence, group: Group, rank: int) -> float:
-    """Return the number of the last call that a rank has entered; infinite if unknown."""
-    record = evidence.ranks.get(rank)
-    if record is None:
-        return 0
-    if (group, "") in record.lanes:
-        return record.lanes[group, ""][-1].number
-    return 0 if record.is_whole else float("inf")
-
-
-def _message_wait(evidence: Evidence, rank: int, call: Call) -> Wait | None:
-    record = evidence.ranks[rank]
-    is_at = record.is_at(call)
+def _message_wait(evidence: Evidence, rank: int, call: Call) -> Iterator[Wait]:
+    record, other = evidence.ranks[rank], evidence.ranks.get(call.peer)  # type: ignore[arg-type]
+    if call.peer == rank or (call.op != "recv" and not record.is_at(call)):
+        return  # gloo reports the end of a send only to a rank that waits for it
     if call.peer is None:
-        return Wait(rank, call, ()) if call.op == FROM_ANYBODY and is_at else None
-    if call.peer == rank or (call.op == "send" and not is_at):
-        return None  # gloo reports the end of a send only to a rank that waits for it
-    absent = Wait(rank, call, (call.peer,))
-    other = evidence.ranks.get(call.peer)
-    if other is None:
-        return absent
-    if not (other.is_whole and record.is_whole):
-        return None
-    kind, _, route = call.channel.partition(" ")
-    answers = other.lanes.get((call.group, f"{_ANSWERS[kind]} {route}"))
-    if answers is not None:
-        return attrs.evolve(absent, absent=()) if answers[-1].number >= call.number else absent
-    held = [len(calls) for (group, _), calls in other.lanes.items() if group == call.group]
-    is_lost = other.source == "watch" and sum(held) >= KEPT
-    return None if is_lost or (call.group, "recv anybody") in other.lanes else absent
+        yield Wait({rank: call}, ())
+    elif other is None or (record.is_whole and (call.group, "recv anybody") not in other.lanes):
+        way, _, route = call.channel.partition(" ")
+        answered = evidence.last(call.peer, call.group, f"{_ANSWERS[way]} {route}")
+        yield Wait({rank: call}, (call.peer,) if answered < call.number else ())
 
 
-def _with_queued(evidence: Evidence, waits: Iterable[Wait]) -> list[Wait]:
-    queued: dict[tuple[Group, int], list[int]] = {}
-    for (group, channel), by_rank in evidence.lanes.items():
-        for rank, calls in by_rank.items() if not channel else ():
-            for call in calls:
-                if call.state == "queued":
-                    queued.setdefault((group, call.number), []).append(rank)
-    return [
-        attrs.evolve(wait, absent=tuple(queued.get((wait.call.group, wait.call.number), ())))
-        if wait.call.state == "started" and not wait.call.channel
-        else wait
-        for wait in waits
-    ]
+def _on_devices(wait: Wait) -> Wait:
+    started = {rank: call for rank, call in wait.calls.items() if call.state == "started"}
+    queued = tuple(rank for rank in wait.calls if rank not in started)
+    return Wait(started, queued) if started and queued else wait
 
 
 def wait_graph(waits: Iterable[Wait]) -> Any:
-    """Return a directed graph from ranks over their calls to the ranks that are absent there."""
+    """Return a directed graph from ranks over their waits to the ranks that are absent there."""
     import networkx as nx  # comes with torch
 
     graph = nx.DiGraph()
     for wait in waits:
         if wait.absent:
-            place = (wait.call.group, wait.call.channel, wait.call.number)
-            if place not in graph:
-                graph.add_edges_from((place, rank) for rank in wait.absent)
-            graph.add_edge(wait.rank, place, wait=wait)
+            graph.add_edges_from((rank, wait) for rank in wait.calls)
+            graph.add_edges_from((wait, rank) for rank in wait.absent)
     return graph
 
 
@@ -296,7 +251,7 @@ def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iter
         rank: [(evidence.title(call.group), call.op) for call in own] for rank, own in calls.items()
     }
     following = dict(tokens)
-    left: list[tuple[int, int, int, tuple[int, int]]] = []
+    left: list[Deviation] = []
     usual: list[tuple[str, str]] = []
     for place in count():
         here = {rank: own[place] for rank, own in following.items() if place < len(own)}
@@ -308,46 +263,39 @@ def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iter
             break
         usual.append(token)
         by = next(rank for rank in here if here[rank] == token)
-        for rank in here if len(votes) > 1 else ():
-            if here[rank] != token:
-                left.append((rank, place, by, (most, len(here))))
-                del following[rank]
-    for rank, place, by, share in left:
-        own, last = calls[rank], calls[rank][place - 1] if place else None
-        left_out = Deviation(rank, last, own[place], calls[by][place], by, share, is_extra=False)
-        yield left_out
-        rest = zip(tokens[rank][place + 1 :], usual[place:], strict=False)
+        share = most, len(here)
+        for rank in [rank for rank in here if here[rank] != token]:
+            own, last = calls[rank][place], calls[rank][place - 1] if place else None
+            left.append(Deviation(rank, last, own, calls[by][place], by, share, is_extra=False))
+            del following[rank]
+    for one in left:
+        yield one
+        place = calls[one.rank].index(one.own)
+        rest = zip(tokens[one.rank][place + 1 :], usual[place:], strict=False)
         if all(mine == theirs for mine, theirs in rest):
-            yield attrs.evolve(left_out, is_extra=True)
+            yield attrs.evolve(one, is_extra=True)
 
 
 def _from_a_common_start(
     evidence: Evidence, calls: Mapping[int, list[Call]]
 ) -> Mapping[int, list[Call]]:
-    """Cut the calls where the oldest are lost, so that all ranks start at the same call.
-
-    A watch keeps the last calls of each group, the flight recorder those of all groups together.
-    """
-    pick = max if evidence.source == "watch" else min
-    cut: dict[int, Call] = {}
-    for rank, own in calls.items():
+    """Cut the calls where the oldest are lost, so that all ranks start at the same call."""
+    cut: list[Call] = []
+    for own in calls.values():
         first: dict[Group, Call] = {}
         for call in own:
-            first.setdefault(call.group, call)
-        lost = [call for call in first.values() if call.number > 1 and not call.channel]
-        if lost:
-            cut[rank] = pick(lost, key=lambda call: call.order)
+            if not call.channel:
+                first.setdefault(call.group, call)
+        cut += [call for call in first.values() if call.number > 1][:1]
     if not cut:
         return calls
-    titles = Counter(evidence.title(call.group) for call in cut.values())
-    title = titles.most_common(1)[0][0]
-    number = max(c.number for c in cut.values() if evidence.title(c.group) == title)
+    title = Counter(evidence.title(call.group) for call in cut).most_common(1)[0][0]
+    number = max(call.number for call in cut if evidence.title(call.group) == title)
     starts = {
         rank: place
         for rank, own in calls.items()
         for place, call in enumerate(own)
         if call.number == number and not call.channel and evidence.title(call.group) == title
-        if rank not in cut or call.order >= cut[rank].order
     }
     return {rank: calls[rank][place:] for rank, place in starts.items()}
 
@@ -364,12 +312,10 @@ def _matters(
     mine = {g for g, name in evidence.ranks[one.rank].titles.items() if name == title}
     leaving = {o.rank for o in every if (o.usual.op, o.own.op) == (one.usual.op, one.own.op)}
     for wait in waits:
-        if wait.call.group not in mine:
-            continue
-        if call.channel:
-            if one.rank in wait.absent and wait.call.op == _ANSWERS.get(call.op):
-                return True
-        elif (wait.rank == one.rank) if one.is_extra else (one.rank in wait.absent):
+        concerned = wait.calls if one.is_extra else wait.absent
+        if wait.call.group in mine and one.rank in concerned:
+            if call.channel:
+                return wait.call.op == _ANSWERS.get(call.op)
             return not leaving.issuperset(evidence.members(wait.call.group))
     is_left_out = not one.is_extra and not call.channel
     return is_left_out and any(

@@ -18,9 +18,6 @@ WORLD = "WORLD"
 FROM_ANYBODY = "recv_anysource"
 """The op of a receive without a source."""
 
-KEPT = 100
-"""The number of calls of a group that a watch keeps."""
-
 _ONE_SHAPE = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"}
     | {"reduce_scatter_tensor", "send", "recv"}
@@ -45,7 +42,7 @@ class Call:
         group: The group.
         number: The position in its lane (the collectives of a group, or a channel), from 1.
         order: The position among all calls of the rank.
-        state: "queued", "started", "finished" or "failed".
+        state: "queued", "started" or "finished".
         terms: The values that must be equal on all members: op, shape, dtype, root and others.
         shapes: The shapes of the first tensors.
         dtypes: Their dtypes.
@@ -53,7 +50,6 @@ class Call:
         peer: The other rank of a send or receive.
         channel: "" for a collective, "send 0->1" for a message, "recv anybody" without a source.
         root: The root of a broadcast, as a rank of the group.
-        error: The error of a failed call.
         source: The object that the call was made from.
     """
 
@@ -69,7 +65,6 @@ class Call:
     peer: int | None = None
     channel: str = ""
     root: int | None = None
-    error: str = ""
     source: Any = None
 
     def __str__(self) -> str:
@@ -91,11 +86,6 @@ class Call:
         dtypes = self.dtypes if is_even else tuple(sorted(set(self.dtypes)))
         self.terms = op, sizes, dtypes, self.root
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the call as a dict for JSON."""
-        fields = ("op", "number", "state", "shapes", "dtypes", "peer", "where")
-        return {field: getattr(self, field) for field in fields}
-
 
 Lane = tuple[Group, str]
 """A group and a channel: calls of one lane are numbered together."""
@@ -108,38 +98,32 @@ class Record:
     Attributes:
         rank: The rank.
         lanes: The calls of each lane, in order.
+        counts: The number of the last call of each lane.
         titles: The names of groups by dims: "tp", "cp+dp of expert".
-        is_whole: False if older calls are lost.
-        source: "watch" or "flight recorder".
+        is_whole: Whether a lane that is not counted had no calls; False if older ones are lost.
         file: The name of the dump.
-        world_size: The number of ranks of the job, if known.
-        job: An identity of the job; "" if unknown.
         host: The host; "" if unknown.
-        pid: The process.
         why: Why the dump was written.
         place: The frames of the main thread, innermost first.
-        version: The versions of the programs that wrote the dump.
-        layouts: The layouts of the grid ("") and its views.
+        layout: The layout of the grid; None if unknown.
     """
 
     rank: int
     lanes: dict[Lane, list[Call]] = attrs.field(factory=dict)
+    counts: dict[Lane, int] = attrs.field(factory=dict)
     titles: dict[Group, str] = attrs.field(factory=dict)
     is_whole: bool = True
-    source: str = ""
     file: str = ""
-    world_size: int | None = None
-    job: str = ""
     host: str = ""
-    pid: int | None = None
     why: str = ""
     place: tuple[str, ...] = ()
-    version: str = ""
-    layouts: dict[str, RankLayout] = attrs.field(factory=dict)
+    layout: RankLayout | None = None
 
     def add(self, call: Call) -> None:
         """Append a call to its lane."""
-        self.lanes.setdefault((call.group, call.channel), []).append(call)
+        lane = call.group, call.channel
+        self.lanes.setdefault(lane, []).append(call)
+        self.counts[lane] = call.number
 
     def is_at(self, call: Call) -> bool:
         """Return whether the rank may be inside a call, going by its stack."""
@@ -153,7 +137,6 @@ class Evidence:
     Attributes:
         ranks: The records by rank.
         world_size: The number of ranks.
-        source: "watch" or "flight recorder".
         unreadable: Why the dump of a rank cannot be read, by rank.
         layout: A layout from the user, which replaces those of the dumps.
         notes: Remarks about the files.
@@ -161,10 +144,16 @@ class Evidence:
 
     ranks: dict[int, Record]
     world_size: int
-    source: str = ""
     unreadable: dict[int, str] = attrs.field(factory=dict)
     layout: RankLayout | None = None
     notes: list[str] = attrs.field(factory=list)
+
+    def last(self, rank: int, group: Group, channel: str = "") -> float:
+        """Return the number of the last call of a rank in a lane; infinite if it is unknown."""
+        record = self.ranks.get(rank)
+        if record is None:
+            return 0
+        return record.counts.get((group, channel), 0 if record.is_whole else math.inf)
 
     @cached_property
     def lanes(self) -> dict[Lane, dict[int, list[Call]]]:
@@ -195,15 +184,14 @@ class Evidence:
             return range(self.world_size)
         return group.ranks or [rank for rank, one in self.ranks.items() if group in one.titles]
 
-    @cached_property
-    def _layouts(self) -> list[RankLayout]:
-        if self.layout is not None:
-            return [self.layout]
-        return list({one.layouts[""]: None for one in self.ranks.values() if "" in one.layouts})
-
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank; empty if no layout is known."""
-        return next((layout.coords(rank) for layout in self._layouts if rank in layout), {})
+        layout = self.layout or self._grid
+        return layout.coords(rank) if layout is not None and rank in layout else {}
+
+    @cached_property
+    def _grid(self) -> RankLayout | None:
+        return next((one.layout for one in self.ranks.values() if one.layout is not None), None)
 
     def describe_rank(self, rank: int) -> str:
         """Return a rank with its position: "rank 3 (tp=1, dp=1; host a)"."""

@@ -44,23 +44,18 @@ def _show(verdict: Verdict) -> None:
     for line in str(verdict).splitlines():
         out.print(f"[{colour}]{escape(line)}[/]", soft_wrap=True)
     rows = table("group", "ranks", "call", "waiting in it", "not entered by")
-    shown = [waits for every in verdict.by_group().values() for waits in every]
-    for waits in shown[:_MOST_ROWS]:
-        call, inside = waits[0].call, sorted(wait.rank for wait in waits)
+    for wait in verdict.waits[:_MOST_ROWS]:
         rows.add_row(
-            escape(evidence.title(call.group)),
-            format_ranks(call.group.ranks),
-            escape(f"{call.op} {call.number}"),
-            format_ranks(inside),
-            format_ranks(waits[0].absent) or "-",
+            escape(evidence.title(wait.call.group)),
+            format_ranks(wait.call.group.ranks),
+            escape(f"{wait.call.op} {wait.call.number}"),
+            format_ranks(sorted(wait.calls)),
+            format_ranks(wait.absent) or "-",
         )
-    if shown:
+    if verdict.waits:
         out.print(rows)
-    if len(shown) > _MOST_ROWS:
-        out.print(f"and {len(shown) - _MOST_ROWS} more; --json has all of them")
-    out.print(
-        f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks, by {evidence.source}",
-        soft_wrap=True,
-    )
+    if len(verdict.waits) > _MOST_ROWS:
+        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json has all of them")
+    out.print(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks", soft_wrap=True)
     for note in evidence.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)

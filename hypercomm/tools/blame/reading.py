@@ -1,4 +1,4 @@
-"""Reads a folder of dumps: those of torch's flight recorder and those of `grid.watch`.
+"""Reads a folder of dumps in the form of torch's flight recorder, which `grid.watch` writes too.
 
 A dump is data from elsewhere. A pickle is decoded to numbers, texts, lists and dicts only, and
 every field is checked for its type and size before it is used.
@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,15 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks, shown
 from hypercomm.tools.blame.calls import FROM_ANYBODY, WORLD, Call, Evidence, Group, Record
 
-MARK, FORM = "hypercomm_watch", 1
-"""The field that marks the file of a watch, and the form that is written."""
-
 _MOST_BYTES = 64 * 2**20
 _MOST_CHARACTERS = 4096
 _MOST_RANKS = 2**20
 _MOST_ENTRIES = 200_000
 _MOST_TENSORS = 8
 _MOST_DIMS = 64
+_MOST_FRAMES = 200
 
-_RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle|bin|dump))?$")
-_USUAL_PREFIX = re.compile(r"(trace|rank|watch|dump)\w*$")
-"""How a dump is named if no readable dump has the same prefix."""
+_RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
 
 _BROKEN = (
     *(EOFError, OSError, pickle.UnpicklingError, ArithmeticError, RecursionError, MemoryError),
@@ -46,9 +41,6 @@ _BROKEN = (
 
 def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None) -> Evidence:
     """Read the dumps of a job from a folder.
-
-    The dumps of torch's flight recorder are judged if every watched rank has one; the files of a
-    watch then add hosts, stacks and layouts.
 
     Args:
         folder: The folder; the name of each dump ends with the rank: "nccl_trace_rank_3",
@@ -66,8 +58,8 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         ...     for rank in range(2):
         ...         _ = Path(folder, f"trace_{rank}").write_text(json.dumps(empty))
         ...     evidence = read_folder(folder)
-        >>> evidence.world_size, evidence.source
-        (2, 'flight recorder')
+        >>> evidence.world_size, list(evidence.ranks)
+        (2, [0, 1])
     """
     try:
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
@@ -78,8 +70,8 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"wrote their dumps to"
         ) from None
     notes: list[str] = []
-    records, unreadable = _read_files(files, notes)
-    if not records:
+    ranks, unreadable = _read_files(files, notes)
+    if not ranks:
         what = f"{len(files)} files, none of them a dump" if files else "empty"
         what += f": {notes[0]}" if notes else ""
         raise DumpError(
@@ -87,60 +79,42 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"torch's flight recorder, and their names end with the rank: "
             f"hypercomm_watch_3.json, nccl_trace_rank_3"
         )
-    watches = _by_rank([record for record in records if record.source == "watch"])
-    traces = _by_rank([record for record in records if record.source != "watch"])
-    ranks = traces
-    if watches and not watches.keys() <= traces.keys():
-        ranks = watches
-        why = "is of torch's flight recorder; the files of the watch are judged"
-        unreadable.update({rank: f"{traces[rank].file} {why}" for rank in traces})
-    elif watches:
-        for rank, other in watches.items():
-            for field in ("host", "pid", "place", "why", "layouts", "world_size", "job"):
-                setattr(traces[rank], field, getattr(other, field))
-    for found in (watches, traces):
-        _check_one_job(list(found.values()), notes)
-    unreadable = {rank: why for rank, why in unreadable.items() if rank not in ranks}
-    source = next(iter(ranks.values())).source
     world_size = _world_size(ranks, unreadable, layout)
-    if layout is not None:
-        _check_layout(layout, ranks, world_size)
-    return Evidence(ranks, world_size, source, unreadable, layout, notes)
+    return Evidence(ranks, world_size, unreadable, layout, notes)
 
 
-def _read_files(files: Sequence[Path], notes: list[str]) -> tuple[list[Record], dict[int, str]]:
-    records, broken, ignored, prefixes = [], [], [], set()
+def _read_files(
+    files: Sequence[Path], notes: list[str]
+) -> tuple[dict[int, Record], dict[int, str]]:
+    """Return the dumps by rank, and why others cannot be read."""
+    records: dict[int, Record] = {}
+    broken: dict[int, tuple[str, str]] = {}
+    prefixes = set()
     for file in files:
-        match = _RANK.search(file.name)
+        match, name = _RANK.search(file.name), _printable(file.name)
         if match is None or int(match[1]) >= _MOST_RANKS:
-            ignored.append(_printable(file.name))
             continue
         prefix, rank = file.name[: match.start()], int(match[1])
         try:
-            records.append(_read_file(file, rank))
-            prefixes.add(prefix)
+            record = _read_file(file, rank)
         except _BROKEN as error:
-            why = f"{_printable(file.name)} cannot be read: {_why(error)}"
-            broken.append((prefix, rank, why))
-    unreadable = {}
-    for prefix, rank, why in broken:
-        if prefix in prefixes or _USUAL_PREFIX.search(prefix):
-            unreadable[rank] = why
-            notes.append(why)
-        else:  # "core.1"
-            notes.append(f"{why}; it is ignored, because no dump has a name like it")
-    if ignored:
-        names = f"{', '.join(ignored[:3])}{', ...' if len(ignored) > 3 else ''}"
-        notes.append(f"ignored, because the name does not end with a rank: {names}")
-    return records, unreadable
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return "it is not a dump, or has another form: a field is missing"
-    if isinstance(error, (EOFError, json.JSONDecodeError)) or "truncated" in str(error):
-        return f"it is cut off, or not a dump: {_printable(str(error)[:200])}"
-    return _printable(str(error)[:200]) or type(error).__name__
+            why = "a field is missing" if isinstance(error, KeyError) else str(error)[:200]
+            why = _printable(why) or type(error).__name__
+            broken[rank] = prefix, f"{name} cannot be read: {why}"
+            notes.append(broken[rank][1])
+            continue
+        if rank in records:
+            raise DumpError(
+                f"rank {rank} has two dumps, {records[rank].file} and {name}; keep one of them"
+            )
+        prefixes.add(prefix)
+        records[rank] = record
+    unreadable = {  # others, such as "core.1", are no dumps
+        rank: why
+        for rank, (prefix, why) in broken.items()
+        if prefix in prefixes and rank not in records
+    }
+    return dict(sorted(records.items())), unreadable
 
 
 def _read_file(file: Path, rank: int) -> Record:
@@ -149,15 +123,11 @@ def _read_file(file: Path, rank: int) -> Record:
     content = file.read_bytes()
     if not content:
         raise ValueError("it is empty")
-    is_json = content.lstrip()[:1] in {b"{", b"["}
-    fields = json.loads(content) if is_json else unpickle(content)
+    fields = json.loads(content) if content.lstrip()[:1] in {b"{", b"["} else unpickle(content)
     if not isinstance(fields, dict):
         raise TypeError(f"it holds a {type(fields).__name__}; a dump is a dict")
     record = Record(rank, file=_printable(file.name))
-    if MARK in fields and is_json:
-        _read_watch(record, fields)
-    else:
-        _read_flight_recorder(record, fields)
+    _read_dump(record, fields)
     return record
 
 
@@ -254,49 +224,7 @@ def _dtypes(value: object) -> tuple[str, ...]:
     return tuple(map(_text, _list(value, _MOST_ENTRIES)[:_MOST_TENSORS]))
 
 
-# ---- the two forms ------------------------------------------------------------------------------
-
-
-def _read_watch(record: Record, fields: Mapping[str, Any]) -> None:
-    if fields[MARK] != FORM:
-        raise ValueError(f"its form is not {FORM}, which this hypercomm reads")
-    if fields["rank"] != record.rank:
-        raise ValueError("the rank in its name is not the one in its content")
-    record.source = "watch"
-    record.world_size, record.pid = _integer(fields["world_size"]), _integer(fields["pid"])
-    if not record.rank < record.world_size <= _MOST_RANKS:
-        raise ValueError(f"its world_size is not in {record.rank + 1}..{_MOST_RANKS}")
-    record.job, record.host = _text(fields["job"]), _text(fields["host"])
-    record.why = _text(fields["why"])
-    record.version = f"torch {_text(fields['torch'])}, hypercomm {_text(fields['hypercomm'])}"
-    record.place = tuple(map(_text, _list(fields["place"], _MOST_ENTRIES)))
-    for name, layout in fields["layouts"].items():
-        record.layouts[name] = RankLayout.from_json(json.dumps(layout))
-    for entry in _list(fields["groups"], _MOST_ENTRIES):
-        group = Group(_text(entry["name"]), _ranks(entry["ranks"]))
-        record.titles[group] = _text(entry["title"])
-        for one in _list(entry["calls"], _MOST_ENTRIES):
-            peer, root = one.get("peer"), one.get("root")
-            call = Call(
-                _text(one["op"]),
-                group,
-                _integer(one["number"]),
-                _integer(one["order"]),
-                _text(one["state"]),
-                shapes=_shapes(one["shapes"]),
-                dtypes=_dtypes(one["dtypes"]),
-                where=_text(one["where"]),
-                peer=None if peer is None else _integer(peer),
-                root=None if root is None else _integer(root),
-                error=_text(one.get("error", "")),
-            )
-            if call.op == FROM_ANYBODY:
-                call.channel = "recv anybody"
-            elif call.peer is not None:
-                call.channel = f"{call.op} {_text(one['channel'])}"
-            call.agree_on_tensors()
-            record.add(call)
-
+# ---- the form -----------------------------------------------------------------------------------
 
 _STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
 _OPS = {
@@ -305,18 +233,19 @@ _OPS = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
     "all_reduce_barrier": "barrier",
+    "allreduce_coalesced": "all_reduce_coalesced",
 }
-_MESSAGE = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")
+_MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
 _LIBRARY = re.compile(
     r"[/\\]torch[/\\](distributed|utils|nn|autograd|_\w+)[/\\]|typing_extensions\.py$|"
-    r"contextlib\.py$|[/\\]hypercomm[/\\](?!testing|tools)"
+    r"[/\\]hypercomm[/\\](compat|grid|joining|process_groups|tools|training|transfers)[/\\]|"
+    r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages)|^<"
 )
 
 
-def _read_flight_recorder(record: Record, fields: Mapping[str, Any]) -> None:
+def _read_dump(record: Record, fields: Mapping[str, Any]) -> None:
     """Read the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components."""
-    record.source = "flight recorder"
-    record.version = f"version {_text(fields['version'])} of the flight recorder"
+    _text(fields["version"])
     groups: dict[str, Group] = {}
     for uid, config in fields["pg_config"].items():
         name = _text(config.get("name") or uid)
@@ -335,10 +264,9 @@ def _read_flight_recorder(record: Record, fields: Mapping[str, Any]) -> None:
         if name not in groups:
             groups[name] = Group(name, ())
             record.titles[groups[name]] = _title(name, desc)
-        call = _read_entry(record, groups[name], entry, coalesced)
-        if call is not None:
-            call.agree_on_tensors()
-            record.add(call)
+        _read_entry(record, groups[name], entry, coalesced)
+    if "hypercomm" in fields:
+        _read_process(record, fields["hypercomm"], groups)
 
 
 def _title(name: str, desc: str) -> str:
@@ -349,41 +277,62 @@ def _title(name: str, desc: str) -> str:
 
 def _read_entry(
     record: Record, group: Group, entry: Mapping[str, Any], coalesced: Mapping[Any, str]
-) -> Call | None:
+) -> None:
     name = _text(entry["profiling_name"])
     backend, _, op = name.partition(":")
     is_message = entry.get("is_p2p", False) is True
-    if op == "coalesced" or (not is_message and op.startswith(("send", "recv"))):
-        return None
+    if op == "coalesced" or (op.startswith(("send", "recv ")) and not is_message):
+        return
     number, order = _integer(entry["collective_seq_id"]), _integer(entry["record_id"])
     state = _STATES[_text(entry["state"])]
     if backend == "gloo" and entry.get("retired") is True:
         state = "finished"  # gloo leaves it at "scheduled"
     call = Call(_OPS.get(op, op), group, number, order, state)
     call.shapes, call.dtypes = _shapes(entry["input_sizes"]), _dtypes(entry["input_dtypes"])
-    call.where = _place(entry.get("frames", []))
-    if not is_message:
-        return call
-    match = _MESSAGE.search(name)
-    if match is None or not group.ranks:
-        return None
-    own, other = int(match[2]), int(match[4])
-    source, to = (own, other) if match[1] == "send" else (other, own)
-    call.op, call.peer, call.channel = match[1], group.ranks[other], f"{match[1]} {source}->{to}"
-    call.state = coalesced.get((entry["pg_id"], entry["p2p_seq_id"]), state)
-    if match[1] == "recv":
-        call.shapes = _shapes(entry["output_sizes"]) or call.shapes
-    call.number = len(record.lanes.get((group, call.channel), ())) + 1
-    return call
+    call.where = next(iter(_frames(entry.get("frames", []))), "")
+    if entry.get("root") is not None:
+        call.root = _integer(entry["root"])
+    if op == FROM_ANYBODY:
+        call.channel = "recv anybody"
+    elif is_message:
+        match = _MESSAGE.search(name)
+        if match is None or not group.ranks:
+            return
+        own, other, tag = int(match[2]), int(match[3]), match[4] or ""
+        source, to = (own, other) if match[1] == "send" else (other, own)
+        call.op, call.peer = match[1], group.ranks[other]
+        call.channel = f"{call.op} {source}->{to}{tag}"
+        call.state = coalesced.get((entry["pg_id"], entry["p2p_seq_id"]), state)
+        if call.op == "recv":
+            call.shapes = _shapes(entry["output_sizes"]) or call.shapes
+    if call.channel:
+        call.number = record.counts.get((group, call.channel), 0) + 1
+    call.agree_on_tensors()
+    record.add(call)
 
 
-def _place(frames: object) -> str:
-    """Return the innermost frame outside torch and hypercomm."""
-    for frame in _list(frames, _MOST_ENTRIES)[:200]:
-        file = _text(frame["filename"])
-        if not _is_library(file):
-            return f"{file}:{_integer(frame['line'])} in {_text(frame['name'])}"
-    return ""
+def _read_process(record: Record, fields: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
+    """Read what `grid.watch` adds: the process, and how many calls each lane had."""
+    record.host, record.why = _text(fields["host"]), _text(fields["why"])
+    if fields["rank"] != record.rank:
+        raise ValueError("the rank in its name is not the one in its content")
+    record.place = _frames(fields["stacks"].get("MainThread", []))
+    record.layout = RankLayout.from_json(json.dumps(fields["layouts"][""]))
+    for name, channels in fields["counts"].items():
+        for channel, count in channels.items():
+            lane = groups[name], _text(channel)
+            lost = _integer(count) - record.counts.get(lane, 0)
+            for call in record.lanes.get(lane, ()) if lane[1] else ():
+                call.number += lost
+            record.counts[lane] = count
+    record.is_whole = True
+
+
+def _frames(value: object) -> tuple[str, ...]:
+    """Return the frames outside torch, hypercomm and Python's library, innermost first."""
+    frames = _list(value, _MOST_ENTRIES)[:_MOST_FRAMES]
+    places = [(_text(one["filename"]), _integer(one["line"]), _text(one["name"])) for one in frames]
+    return tuple(f"{file}:{line} in {name}" for file, line, name in places if not _is_library(file))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -391,67 +340,21 @@ def _is_library(file: str) -> bool:
     return _LIBRARY.search(file) is not None
 
 
-# ---- one job ------------------------------------------------------------------------------------
-
-
-def _by_rank(records: Sequence[Record]) -> dict[int, Record]:
-    found: dict[int, Record] = {}
-    for record in sorted(records, key=lambda record: record.rank):
-        first = found.setdefault(record.rank, record)
-        if first is not record:
-            raise DumpError(
-                f"rank {record.rank} has two dumps, {first.file} and {record.file}; keep the "
-                f"dumps of one hang"
-            )
-    return found
-
-
-def _check_one_job(records: Sequence[Record], notes: list[str]) -> None:
-    worlds = {
-        record.rank: next((g.ranks for g, title in record.titles.items() if title == WORLD), ())
-        for record in records
-    }
-    for fact in (
-        lambda one: one.world_size,
-        lambda one: one.job,
-        lambda one: worlds[one.rank],
-    ):
-        known = [record for record in records if fact(record)]
-        other = next((one for one in known if fact(one) != fact(known[0])), None)
-        if other is not None:
-            raise DumpError(
-                f"{known[0].file} and {other.file} are of two jobs; keep the dumps of one of them "
-                f"in the folder"
-            )
-    usual = Counter(record.version for record in records).most_common(1)
-    for record in records:
-        if record.version != usual[0][0]:
-            notes.append(f"{record.file} is of {record.version}, most others of {usual[0][0]}")
-            break
-
-
 def _world_size(
     ranks: Mapping[int, Record], unreadable: Mapping[int, str], layout: RankLayout | None
 ) -> int:
-    """Return the number of ranks in a dump, else the highest rank that is mentioned plus one."""
-    for record in ranks.values():
-        if record.world_size:
-            return record.world_size
-        for group, title in record.titles.items():
-            if title == WORLD and group.ranks:
-                return len(group.ranks)
-    groups = {group for record in ranks.values() for group in record.titles}
-    largest = max((max(group.ranks) for group in groups if group.ranks), default=0)
-    of_layout = layout.size + layout.rank_offset - 1 if layout is not None else 0
-    return max(largest, of_layout, *ranks, *unreadable) + 1
-
-
-def _check_layout(layout: RankLayout, ranks: Mapping[int, Record], world_size: int) -> None:
-    outside = [rank for rank in ranks if rank not in layout]
-    last = layout.size + layout.rank_offset
-    if outside or last > world_size:
-        has = f"dumps of ranks {format_ranks(outside)}" if outside else f"{world_size} ranks"
+    """Return the number of ranks of WORLD, else that of the layout or of the ranks in groups."""
+    groups = [(g, title, one.file) for one in ranks.values() for g, title in one.titles.items()]
+    worlds = {group.ranks: file for group, title, file in groups if title == WORLD and group.ranks}
+    if len(worlds) > 1:
+        files = " and ".join(sorted(worlds.values())[:2])
+        raise DumpError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
+    size = 1 + max(0, *ranks, *unreadable, *(max(g.ranks, default=0) for g, _, _ in groups))
+    end = 0 if layout is None else layout.size + layout.rank_offset
+    size = len(next(iter(worlds), ())) or max(size, end)
+    if layout is not None and (end > size or any(rank not in layout for rank in ranks)):
         raise WorldSizeError(
-            f"--layout {layout} has {layout.size} ranks, but the job has {has}; give the layout "
-            f"of the job"
+            f"--layout {layout} has {layout.size} ranks, but the job has {size}, with dumps of "
+            f"{format_ranks(list(ranks))}; give the layout of the job"
         )
+    return size

@@ -3,7 +3,8 @@
 While a watch is on, the communicating methods of torch's ProcessGroup class are replaced by ones
 that record the call first. The watch sees every call from Python, including those of FSDP and of
 pipelines, but no calls from C++: the buckets of DistributedDataParallel and functional
-collectives (DTensor, compiled code).
+collectives (DTensor, compiled code). The file has the form of torch's flight recorder as JSON,
+with a further field "hypercomm" about the process.
 """
 
 from __future__ import annotations
@@ -14,22 +15,17 @@ import itertools
 import json
 import logging
 import os
-import re
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import attrs
 import torch
 import torch.distributed as dist
 import typing_extensions
@@ -43,9 +39,7 @@ from hypercomm.layout.text import shown
 from hypercomm.process_groups import job
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
-from hypercomm.process_groups.torch_internals.store import answer
-from hypercomm.tools.blame.calls import FROM_ANYBODY, KEPT
-from hypercomm.tools.blame.reading import FORM, MARK
+from hypercomm.tools.blame.calls import FROM_ANYBODY
 
 __all__ = ["Watch"]
 
@@ -53,141 +47,136 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _LONGEST_S = 1e6
+_KEPT = 500
+"""The number of calls that are kept, of all groups together."""
+
 _MOST_PENDING = 1000
 """Calls that are polled for their end; gloo never reports the end of an unawaited message."""
 
 _MOST_CHARACTERS = 120
 _MOST_TENSORS = 8
+_NAMES = {
+    "all_gather_into_tensor": "_all_gather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_reduce_coalesced": "allreduce_coalesced",
+}
+"""Names of the flight recorder that differ from those of torch.distributed."""
+
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-_PYTHON = f"{sysconfig.get_path('stdlib')}/"
 _LIBRARIES = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, hypercomm)),
     *(module.__file__ or "" for module in (contextlib, functools, typing_extensions)),
 )
 
 _current: Watch | None = None
-_lock = threading.Lock()
 
 
-@attrs.define(eq=False)
-class _Entry:
-    op: str
-    order: int
-    where: str
-    number: int = 0
-    tensors: list[tuple[torch.Size, torch.dtype]] = attrs.field(factory=list)
-    peer: int | None = None
-    channel: str = ""
-    root: int | None = None
-    state: str = "started"
-    error: str = ""
-    begin: float = attrs.field(factory=time.time)
-    work: Any = None
+class _Group:
+    """What is recorded of a group; `counts` has the number of calls of each lane."""
 
-    def poll(self) -> bool:
-        """Return whether the call has ended."""
-        if self.work is not None and self.state == "started" and self.work.is_completed():
-            self.work, self.state = None, "finished"
-        return self.state != "started"
-
-    def fail(self, error: BaseException) -> None:
-        self.work, self.state, self.error = None, "failed", _short(error)
-
-
-class _GroupCalls:
     def __init__(self, group: ProcessGroup) -> None:
-        self.ranks = tuple(dist.get_process_group_ranks(group))
         self.name, self.description = group.group_name, group.group_desc
+        self.ranks, self.own = dist.get_process_group_ranks(group), group.rank()
+        self.backend = dist.get_backend(group).rpartition(":")[2]
         self.counts: Counter[str] = Counter()
-        self.entries: deque[_Entry] = deque(maxlen=KEPT)
 
 
 class _Recorder:
     """Records the calls of this process while it is on."""
 
     def __init__(self) -> None:
-        self.groups: WeakKeyDictionary[ProcessGroup, _GroupCalls] = WeakKeyDictionary()
+        self.groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
+        self.entries: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.moves = 0
         self.lock = threading.Lock()
-        self._order = itertools.count(1)
-        self._pending: deque[_Entry] = deque(maxlen=_MOST_PENDING)
+        self._ids = itertools.count()
+        self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
         self._originals: dict[str, Any] = {}
 
     def start(self) -> None:
         for method, op in c10d.calls_of_groups().items():
-            self._originals[method] = vars(ProcessGroup).get(method)  # None if it is inherited
+            self._originals[method] = vars(ProcessGroup)[method]
             setattr(ProcessGroup, method, self._recorded(op, getattr(ProcessGroup, method)))
 
     def stop(self) -> None:
         """Restore torch's methods, except those that another library has replaced since."""
         for method, original in self._originals.items():
-            if getattr(getattr(ProcessGroup, method), "recorder", None) is not self:
-                continue
-            if original is None:
-                delattr(ProcessGroup, method)
-            else:
+            if getattr(getattr(ProcessGroup, method), "recorder", None) is self:
                 setattr(ProcessGroup, method, original)
 
     def poll(self, most: int = _MOST_PENDING) -> None:
         """Find calls that have ended; the caller holds the lock."""
         for _ in range(min(most, len(self._pending))):
-            entry = self._pending.popleft()
-            if entry.poll():
-                self.moves += 1
+            entry, work = self._pending.popleft()
+            if work.is_completed():
+                self._end(entry)
             else:
-                self._pending.append(entry)
+                self._pending.append((entry, work))
 
-    def fail(self, error: BaseException) -> None:
-        """Mark the last call as failed if the error was raised in it, as by `work.wait()`."""
-        frames = [*traceback.walk_tb(error.__traceback__)]
-        if not frames or "/torch/distributed/" not in frames[-1][0].f_code.co_filename:
-            return
-        passed = {_frame(frame.f_code, line) for frame, line in frames}
-        every = [entry for calls in self.groups.values() for entry in calls.entries]
-        last = max(every, key=lambda entry: entry.order, default=None)
-        if last is not None and last.where in passed:
-            last.fail(error)
+    def reopen(self, error: BaseException) -> None:
+        """Mark the last call as not ended if the error was raised in it, as by a timeout."""
+        lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        if self.entries and lines and "/torch/distributed/" in lines[-1][0]:
+            last = self.entries[-1]
+            if any((one["filename"], one["line"]) in lines for one in last["frames"]):
+                last.update(state="started", retired=False)
+
+    def _end(self, entry: dict[str, Any]) -> None:
+        entry.update(state="completed", retired=True)
+        self.moves += 1
 
     def _recorded(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             entry = self._enter(group, op, args)
-            try:
-                work = original(group, *args, **kwargs)
-            except BaseException as error:
-                entry.fail(error)
-                self.moves += 1
-                raise
-            if work is None:
-                entry.state = "finished"
-                self.moves += 1
-            else:
-                with self.lock:
-                    entry.work = work
-                    self._pending.append(entry)
+            work = original(group, *args, **kwargs)
+            with self.lock:
+                if work is None:
+                    self._end(entry)
+                else:
+                    self._pending.append((entry, work))
             return work
 
         call.recorder = self  # type: ignore[attr-defined]
         return call
 
-    def _enter(self, group: ProcessGroup, op: str, args: tuple[Any, ...]) -> _Entry:
-        entry = _Entry(op, next(self._order), _caller(sys._getframe(2)))
-        entry.tensors = list(itertools.islice(_tensors(args[:2]), _MOST_TENSORS))
-        if op in _ROOTED and args:
-            entry.root = getattr(args[-1], "rootRank", None)
-        if op in {"send", "recv"} and len(args) == 3:
-            own, entry.peer = group.rank(), args[1]
-            ends = (own, entry.peer) if op == "send" else (entry.peer, own)
-            entry.channel = f"{ends[0]}->{ends[1]}" + (f" tag {args[2]}" if args[2] else "")
-        lane = f"{op} {entry.channel}" if entry.channel or op == FROM_ANYBODY else ""
+    def _enter(self, group: ProcessGroup, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        outputs = list(itertools.islice(_tensors(args[:1]), _MOST_TENSORS))
+        inputs = list(itertools.islice(_tensors(args[1:2]), _MOST_TENSORS)) or outputs
+        with self.lock:
+            known = self.groups.get(group)
+            if known is None:
+                known = self.groups[group] = _Group(group)
+        name, lane, is_p2p = _NAMES.get(op, op), "", op in {"send", "recv"} and len(args) == 3
+        if is_p2p:
+            own, peer, tag = known.own, args[1], f" tag {args[2]}" if args[2] else ""
+            name = f"{op} {own}{'->' if op == 'send' else '<-'}{peer}{tag}"
+            ends = (own, peer) if op == "send" else (peer, own)
+            lane = f"{op} {ends[0]}->{ends[1]}{tag}"
+        elif op == FROM_ANYBODY:
+            lane = "recv anybody"
+        entry = {
+            "frames": [_caller(sys._getframe(2))],
+            "pg_id": 0,
+            "process_group": (known.name, known.description),
+            "profiling_name": f"{known.backend}:{name}",
+            "time_created_ns": time.time_ns(),
+            "input_sizes": [list(shape) for shape, _ in inputs],
+            "input_dtypes": [dtype for _, dtype in inputs],
+            "output_sizes": [list(shape) for shape, _ in outputs],
+            "output_dtypes": [dtype for _, dtype in outputs],
+            "state": "started",
+            "retired": False,
+            "is_p2p": is_p2p,
+            "root": getattr(args[-1], "rootRank", None) if op in _ROOTED and args else None,
+        }
         with self.lock:
             self.poll(2)  # so that ended calls do not keep tensors alive
-            calls = self.groups.get(group)
-            if calls is None:
-                calls = self.groups[group] = _GroupCalls(group)
-            calls.counts[lane] += 1
-            entry.number = calls.counts[lane]
-            calls.entries.append(entry)
+            known.counts[lane] += 1
+            number = known.counts[lane]
+            entry["record_id"] = next(self._ids)
+            entry["collective_seq_id"], entry["p2p_seq_id"] = (0, number) if lane else (number, 0)
+            self.entries.append(entry)
             self.moves += 1
         return entry
 
@@ -202,7 +191,7 @@ class Watch:
         pgs: Returns the existing groups by key.
 
     Attributes:
-        seconds: As given.
+        rank: This rank.
         file: The file that is written.
 
     Raises:
@@ -218,68 +207,51 @@ class Watch:
         pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
     ) -> None:
         global _current  # noqa: PLW0603 - it records the calls of a process, so there is one
-        self.seconds = _check_seconds(seconds)
-        directory = _check_folder(folder)
-        here = job.current()
-        self.file = directory / f"hypercomm_watch_{here.rank}.json"
+        if not 0 < seconds <= _LONGEST_S:
+            raise WatchError(
+                f"seconds must be above 0, at most {_LONGEST_S:,.0f}, got {shown(seconds)}; take "
+                f"a fraction of the groups' timeout, such as 60"
+            )
+        self._seconds = seconds
+        self.rank = job.current().rank
+        self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         self._layouts, self._pgs = dict(layouts), pgs
-        self._here, self._job = here, _identity(here)
-        self._recorder = _Recorder()
-        self._over, self._writing = threading.Event(), threading.Lock()
-        with _lock:
-            if _current is not None:
-                raise WatchError(
-                    f"this process has a watch, which writes {_current.file}; stop() it first: "
-                    f"one watch records all groups"
-                )
-            _make_writable(directory, self.file)
-            _current = self
-            self._recorder.start()
+        if _current is not None:
+            raise WatchError(
+                f"this process has a watch, which writes {_current.file}; stop() it first: one "
+                f"watch records all groups"
+            )
+        _make_writable(self.file)
+        self._recorder, self._over = _Recorder(), threading.Event()
+        self._recorder.start()
         self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
         self._thread.start()
+        _current = self
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            with self._recorder.lock:
-                self._recorder.poll()
-            self._recorder.fail(error)
-        self._stop("left the watch" if error is None else f"raised {_short(error)}")
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.stop(error)
 
-    def stop(self) -> None:
-        """Stop recording and write the record; a second call does nothing."""
-        self._stop("left the watch")
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop recording and write the record; a second call does nothing.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has stopped."""
-        return self._over.is_set()
-
-    def write(self) -> Path:
-        """Write the record now, and return its file."""
-        self._write("was asked for it")
-        return self.file
-
-    def _stop(self, why: str) -> None:
+        Args:
+            error: The exception that ended the program, which is recorded too.
+        """
         global _current  # noqa: PLW0603
-        with _lock:
-            if self._over.is_set():
-                return
-            self._over.set()
-            self._recorder.stop()
-            _current = None
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._recorder.stop()
+        _current = None
         self._thread.join()
-        self._try_to_write(why)
+        text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
+        self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
     def _run(self) -> None:
-        poll = min(max(self.seconds / 4, _SHORTEST_POLL_S), _LONGEST_POLL_S)
+        poll = min(max(self._seconds / 4, _SHORTEST_POLL_S), _LONGEST_POLL_S)
         seen, since, is_written = -1, time.monotonic(), False
         while not self._over.wait(poll):
             with self._recorder.lock:
@@ -291,146 +263,79 @@ class Watch:
                     with contextlib.suppress(OSError):
                         self.file.unlink(missing_ok=True)
                     is_written = False
-            elif not is_written and now - since >= self.seconds:
-                self._try_to_write(f"has not moved for {self.seconds:g} s")
+            elif not is_written and now - since >= self._seconds:
+                self._write(f"has not moved for {self._seconds:g} s")
                 is_written = True
 
-    def _try_to_write(self, why: str) -> None:
-        try:
-            self._write(why)
-        except Exception as error:  # noqa: BLE001 - the program continues without a record
-            logger.warning("the watch cannot write %s: %s", self.file, error)
-
-    def _write(self, why: str) -> None:
-        record = self._record(why)
+    def _write(self, why: str, error: BaseException | None = None) -> None:
         draft = self.file.with_suffix(".part")
-        with self._writing:
-            draft.write_text(json.dumps(record))
+        try:
+            draft.write_text(json.dumps(self._record(why, error)))
             draft.replace(self.file)  # atomic: no reader sees half of it
+        except Exception as failure:  # noqa: BLE001 - the program continues without a record
+            logger.warning("the watch cannot write %s: %s", self.file, failure)
 
-    def _record(self, why: str) -> dict[str, Any]:
-        stacks = _stacks()
-        keys = {group: key for key, group in self._pgs().items() if group is not None}
-        with self._recorder.lock:  # other threads keep calling
-            self._recorder.poll()
-            groups = [
-                _group_dict(group, calls, keys.pop(group, None))
-                for group, calls in self._recorder.groups.items()
-            ]
-        for group, key in keys.items():
+    def _record(self, why: str, error: BaseException | None) -> dict[str, Any]:
+        recorder, world = self._recorder, dist.group.WORLD
+        with recorder.lock:  # other threads keep calling
+            recorder.poll()
+            if error is not None:
+                recorder.reopen(error)
+            groups, entries = dict(recorder.groups), [dict(entry) for entry in recorder.entries]
+        for group in filter(None, [world, *self._pgs().values()]):
             with contextlib.suppress(KeyError, ValueError, RuntimeError):  # destroyed by its user
-                groups.append(_group_dict(group, _GroupCalls(group), key))
+                groups.setdefault(group, _Group(group))
         return {
-            MARK: FORM,
-            "job": self._job,
-            "rank": self._here.rank,
-            "world_size": self._here.size,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-            "why": why,
-            "torch": torch.version.__version__,
-            "hypercomm": hypercomm.__version__,
-            "layouts": {name: layout.to_dict() for name, layout in self._layouts.items()},
-            "groups": groups,
-            "place": [frame for frame in stacks.get("MainThread", []) if _is_users(frame)],
-            "stacks": stacks,
+            "version": "2.10",
+            "pg_config": {
+                one.name: {"name": one.name, "desc": one.description, "ranks": str(one.ranks)}
+                for one in groups.values()
+            },
+            "entries": entries,
+            "hypercomm": {
+                "rank": self.rank,
+                "host": socket.gethostname(),
+                "why": why,
+                "layouts": {name: layout.to_dict() for name, layout in self._layouts.items()},
+                "counts": {one.name: one.counts for one in groups.values()},
+                "stacks": _stacks(),
+            },
         }
 
 
-def _check_seconds(seconds: float) -> float:
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds <= _LONGEST_S:
-        raise WatchError(
-            f"seconds must be a number above 0, at most {_LONGEST_S:,.0f}, got {shown(seconds)}; "
-            f"take a fraction of the groups' timeout, such as 60"
-        )
-    return float(seconds)
-
-
-def _check_folder(folder: str | os.PathLike[str]) -> Path:
-    is_path = isinstance(folder, (str, os.PathLike)) and "\0" not in os.fspath(folder)
-    if not is_path or not os.fspath(folder):
-        raise WatchError(f"folder must be the path of a folder, got {shown(folder)}")
-    return Path(folder).absolute()
-
-
-def _make_writable(folder: Path, file: Path) -> None:
+def _make_writable(file: Path) -> None:
     """Create the folder, and delete the record of an earlier job."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
         file.unlink()
     except OSError as error:
         raise WatchError(
-            f"cannot write to the folder {shown(str(folder))}: {error.strerror}; give one that "
-            f"this process may write to"
+            f"cannot write to the folder {shown(str(file.parent))}: {error.strerror}; give one "
+            f"that this process may write to"
         ) from None
 
 
-def _identity(here: job.Job) -> str:
-    """Return an identity of the job, which the first rank publishes in the job's store."""
-    mine = uuid.uuid4().hex[:12]
-    if not here.has_store:
-        return mine
-    return answer(lambda: c10d.exchange(f"{here.namespace}/watch", "", mine)) or mine
-
-
-def _group_dict(group: ProcessGroup, calls: _GroupCalls, key: GroupKey | None) -> dict[str, Any]:
-    if key is not None:
-        title = str(key)
-    elif group is dist.group.WORLD:
-        title = "WORLD"
-    else:
-        is_named = calls.description not in {"", "undefined"}
-        title = calls.description if is_named else f"group {calls.name}"
-    return {
-        "name": calls.name,
-        "title": title,
-        "dims": None if key is None else list(key.dims),
-        "ranks": list(calls.ranks),
-        "calls": [_entry_dict(entry, calls.ranks) for entry in calls.entries],
-    }
-
-
-def _entry_dict(entry: _Entry, ranks: tuple[int, ...]) -> dict[str, Any]:
-    fields = ("op", "number", "order", "state", "where", "channel", "root", "error")
-    return {
-        **{field: getattr(entry, field) for field in fields},
-        "time": entry.begin,
-        "shapes": [list(shape) for shape, _ in entry.tensors],
-        "dtypes": [re.sub(r"^torch\.", "", str(dtype)) for _, dtype in entry.tensors],
-        "peer": None if entry.peer is None else ranks[entry.peer],
-    }
-
-
-def _tensors(values: Any) -> Iterator[tuple[torch.Size, torch.dtype]]:
+def _tensors(values: Any) -> Iterator[tuple[torch.Size, str]]:
     for value in values[:_MOST_TENSORS]:
         if isinstance(value, Tensor):
-            yield value.shape, value.dtype
+            yield value.shape, str(value.dtype).removeprefix("torch.")
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
 
 
-def _caller(frame: Any) -> str:
+def _caller(frame: Any) -> dict[str, Any]:
     """Return the innermost frame outside torch and hypercomm."""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return _frame(frame.f_code, frame.f_lineno)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return ""
+    return _frame(frame.f_code, frame.f_lineno)
 
 
-def _frame(code: Any, line: int) -> str:
-    return f"{code.co_filename}:{line} in {code.co_name}"
+def _frame(code: Any, line: int) -> dict[str, Any]:
+    return {"name": code.co_name, "filename": code.co_filename, "line": line}
 
 
-def _short(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text[:_MOST_CHARACTERS]
-
-
-def _stacks() -> dict[str, list[str]]:
+def _stacks() -> dict[str, list[dict[str, Any]]]:
     """Return the frames of all threads, innermost first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
@@ -439,8 +344,3 @@ def _stacks() -> dict[str, list[str]]:
         ]
         for ident, frame in sys._current_frames().items()
     }
-
-
-def _is_users(frame: str) -> bool:
-    is_python = frame.startswith(_PYTHON) and "site-packages" not in frame
-    return not is_python and not frame.startswith(("<", *_LIBRARIES))

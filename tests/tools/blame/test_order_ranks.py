@@ -82,5 +82,5 @@ def test_sibling_groups(tmp_path):
     assert (
         f"calls barrier at {odd} as number 7 of dp (ranks 1, 3), but rank 3 calls" in finding.says
     )
-    assert "ranks 0, 2 call all_reduce as number 7 in the other dp groups" in finding.says
+    assert "ranks 0, 2 make the usual call as number 7 in the other dp groups" in finding.says
     assert f"3 of 4 ranks first call all_reduce over dp (rank 0 at {usual})" in finding.says

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 
 import pytest
 from ranks import blame_ranks
@@ -74,11 +75,10 @@ def test_nobody(tmp_path, program):
     verdict = verdict_of(tmp_path, program)
     assert (verdict.culprits, verdict.outcome) == ((), "clear")
     assert len(verdict.evidence.ranks) == 8
-    record = json.loads((tmp_path / "kept" / "hypercomm_watch_5.json").read_text())
-    tp = next(group for group in record["groups"] if group["title"] == "tp")
-    assert tp["ranks"] == [4, 5]
-    assert [call["state"] for call in tp["calls"]] == ["finished"] * 4
-    assert (record["rank"], record["world_size"]) == (5, 8)
+    record = verdict.evidence.ranks[5]
+    tp = next(group for group, title in record.titles.items() if title == "tp")
+    assert tp.ranks == (4, 5)
+    assert [call.state for call in record.lanes[tp, ""]] == ["finished"] * 4
 
 
 # Of messages only the last are kept, and some may come from anybody: nobody is blamed for that.
@@ -107,8 +107,20 @@ def test_from_anybody(tmp_path, is_awaited):
         run_ranks(blame_ranks.from_anybody, 3, args=args, timeout=60)
     verdict = blame(tmp_path / "kept")
     assert (verdict.culprits, verdict.outcome) == ((), "unclear"), str(verdict)
-    assert str(verdict).startswith("rank 2 (dp=2; host ")
-    assert "waits in recv number 1 from any rank in WORLD (ranks 0..2) at " in str(verdict)
-    assert "in takes_from_anybody, and no member is known to have sent to it" in str(verdict)
-    missed = "has not entered all_reduce number 2 of WORLD (ranks 0..2), in which ranks 0..1 wait"
-    assert (missed in str(verdict)) == is_awaited
+    assert "recv number 1 from any rank in WORLD (ranks 0..2) at " in str(verdict)
+    assert "in takes_from_anybody has not ended on rank 2" in str(verdict)
+
+
+# Torch's own tool reads the records as pickles, and finds no mistake in the collectives.
+def test_torchfrtrace(tmp_path):
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    (tmp_path / "pickles").mkdir()
+    run_ranks(blame_ranks.each_kind, 4, args=(str(tmp_path),), timeout=60)
+    for rank in range(4):
+        record = json.loads((tmp_path / f"hypercomm_watch_{rank}.json").read_text())
+        (tmp_path / "pickles" / f"trace_{rank}").write_bytes(pickle.dumps(record))
+    fr_trace.main([str(tmp_path / "pickles"), "-p", "trace_", "-o", str(tmp_path / "found")])
+    _, found = pickle.loads((tmp_path / "found").read_bytes())
+    assert {call.pg_desc.rpartition(":")[2] for call in found.collectives} == {"tp", "dp"}
+    assert len(found.collectives) == 12
+    assert all(call.pass_check for call in found.collectives)
