@@ -65,17 +65,17 @@ class Attempt:
 
     @property
     def own_patience(self) -> Patience | None:
-        """The patience with members of the caller's group, by their positions.
+        """The wait policy for members of the caller's group, by their positions.
 
-        It refers to the attempt, which therefore does not keep it: neither would end before the
-        collector looks. None where there is no store to meet in.
+        None on a rank that is not a member, and where there is no store. It refers to the attempt,
+        which therefore does not keep it: a cycle would wait for the garbage collector.
         """
-        if self.job is None or not self.job.has_store:
+        own = self.own
+        if own is None or self.job is None or not self.job.has_store:
             return None
 
         def look(positions: Sequence[int], waited_s: float) -> None:
-            if self.own is not None:
-                self.patience.look([self.own.ranks[position] for position in positions], waited_s)
+            self.patience.look([own.ranks[position] for position in positions], waited_s)
 
         return Patience(look, self.patience.deadline)
 

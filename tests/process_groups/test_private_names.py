@@ -79,3 +79,13 @@ def test_one_warning(path, change):
     assert printed == ["local"]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("logged: ")]
     assert f" lacks private names, or they have changed: {path} (" in line
+
+
+# A rank that is outside an enumerated group decides nothing about torch's gloo class: its peers,
+# which are members, would decide otherwise, and later groups would connect in two ways.
+def test_ranks_decide_the_same_about_gloo():
+    assert run_ranks(private_ranks.flag_after_enumeration, 3) == [
+        (True, True),
+        (False, True),
+        (True, True),
+    ]

@@ -47,3 +47,12 @@ def without_each():
         job.choices.clear()
         found[lost] = *use(), registered() == before
     return found
+
+
+def flag_after_enumeration():
+    """Enumerate groups that leave a rank out; return whether it is in one, and gloo's flag."""
+    with HyperCommGrid("pp=3", creation="enumerate") as grid:
+        ends = grid.create_pg(
+            "pp", name="ends", derive=lambda groups: groups.pick(lambda ranks: ranks[::2])
+        )
+        return ends is not None, capabilities.GLOO
