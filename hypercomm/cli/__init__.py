@@ -1,8 +1,7 @@
-"""The command line: plan a layout, compare two, check a machine, say what works, and who hangs.
+"""The command line: plan, draw, place and compare layouts, check groups, and explain hangs.
 
-`main` is the one place that turns errors into messages and exit codes: 0 all is well, 1 the check
-failed, 2 the call was wrong, 130 interrupted. Of the ranks of a launched job, one says what is
-wrong.
+`main` is the one place that turns errors into messages and exit codes: 0 for success, 1 if a
+check failed, 2 for a wrong call, 130 for Ctrl-C. One rank of a launched job prints the error.
 """
 
 from __future__ import annotations

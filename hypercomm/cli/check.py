@@ -146,7 +146,7 @@ def start(outcome: Outcome, timeout: float) -> None:
                 args=(request,),
                 backend=request.backend,
                 timeout=timeout,
-                on_message=lambda _, message: outcome.hear(message),
+                on_message=lambda _, message: outcome.record(message),
             )
         except RankFailedError as error:
             outcome.failed = error
@@ -176,15 +176,15 @@ def join(outcome: Outcome, job: FoundJob, timeout: float) -> bool:
     except HyperCommError as error:
         raise HostError(f"rank {rank} on {socket.gethostname()}: {error}") from error
 
-    def tell(message: Message) -> None:
+    def send(message: Message) -> None:
         if isinstance(message[2], str):  # only figures are gathered
-            outcome.hear(message)
+            outcome.record(message)
             return
         everyone: list[Any] = [None] * job.size
         dist.all_gather_object(everyone, message)
         if rank == 0:
             for each in everyone:
-                outcome.hear(each)
+                outcome.record(each)
 
     joining: str | None = f"rank {rank}, which was joining {job.size} at {address}, port {port}"
     with quiet(), outcome.progress() if rank == 0 else contextlib.nullcontext():
@@ -197,7 +197,7 @@ def join(outcome: Outcome, job: FoundJob, timeout: float) -> bool:
                 timeout=timedelta(seconds=timeout),
             )
             joining = None
-            probe(request, tell, device)
+            probe(request, send, device)
         except HyperCommError:
             raise
         except RuntimeError as error:  # torch raises it when a peer dies
@@ -235,24 +235,24 @@ class Row:
     wrong: list[str]
 
     @classmethod
-    def of(cls, layout: RankLayout, key: Key, told: Mapping[int, Figures]) -> Row:
+    def of(cls, layout: RankLayout, key: Key, found: Mapping[int, Figures]) -> Row:
         """Make a row from the figures of all ranks; `layout` is that of the key."""
         groups = layout.groups(*key.dims)
         alone = groups.group_size == 1
-        slowest = min(sorted(told), key=lambda rank: told[rank]["bandwidth"])
+        slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
         return cls(
             key.view,
             key.dims,
             len(groups),
             groups.group_size,
-            creation_s=max(figures["creation"] for figures in told.values()),
-            latency_s=None if alone else max(figures["latency"] for figures in told.values()),
-            bandwidth_bytes_per_s=None if alone else told[slowest]["bandwidth"],
-            slowest=None if alone else Rank(slowest, told[slowest]["host"]),
+            creation_s=max(figures["creation"] for figures in found.values()),
+            latency_s=None if alone else max(figures["latency"] for figures in found.values()),
+            bandwidth_bytes_per_s=None if alone else found[slowest]["bandwidth"],
+            slowest=None if alone else Rank(slowest, found[slowest]["host"]),
             wrong=[
-                f"{_place_of(layout, rank, key)}: {told[rank]['wrong']}"
-                for rank in sorted(told)
-                if told[rank]["wrong"]
+                f"{_place_of(layout, rank, key)}: {found[rank]['wrong']}"
+                for rank in sorted(found)
+                if found[rank]["wrong"]
             ],
         )
 
@@ -273,7 +273,7 @@ class Outcome:
     rows: list[Row] = attrs.field(factory=list)
     _started: float = attrs.field(factory=time.monotonic)
     _at: dict[int, tuple[Key, str]] = attrs.field(factory=dict)
-    _told: dict[Key, dict[int, Figures]] = attrs.field(factory=dict)
+    _found: dict[Key, dict[int, Figures]] = attrs.field(factory=dict)
     _status: Status | None = None
 
     @contextlib.contextmanager
@@ -285,7 +285,7 @@ class Outcome:
         ) as self._status:
             yield
 
-    def hear(self, message: Message) -> None:
+    def record(self, message: Message) -> None:
         """Record a message of one rank."""
         rank, key, what = message
         if isinstance(what, str):
@@ -294,10 +294,10 @@ class Outcome:
                 done = f"{len(self.rows)} of {len(self.request.keys)} checked"
                 self._status.update(escape(f"{done}, now {key}: {what}"))
             return
-        told = self._told.setdefault(key, {})
-        told[rank] = what
-        if len(told) == self.request.layout.size:
-            self.rows.append(Row.of(self.request.layout_of(key), key, told))
+        found = self._found.setdefault(key, {})
+        found[rank] = what
+        if len(found) == self.request.layout.size:
+            self.rows.append(Row.of(self.request.layout_of(key), key, found))
 
     def place_of(self, rank: int) -> str:
         """Return a rank's coordinates, its group, and its step."""
@@ -324,7 +324,7 @@ class Outcome:
         return 0 if ok else 1
 
     def _show_rows(self, out: Console) -> None:
-        several = len({told["host"] for key in self._told.values() for told in key.values()}) > 1
+        several = len({found["host"] for key in self._found.values() for found in key.values()}) > 1
         titles = map(numbers, ("groups x size", "create", "latency", "bandwidth"))
         shown = table("dims", *titles, "slowest", "result", show_edge=False)
         for row in self.rows:

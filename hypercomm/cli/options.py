@@ -44,7 +44,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 def read_layout(
     text: str, world_size: int | None, room: str = "", rank_offset: int = 0
 ) -> RankLayout:
-    """Return a layout, where errors say how the number of ranks is known.
+    """Return a layout; its errors contain the source of the number of ranks.
 
     Args:
         text: Sizes, as in "tp=2,dp=4"; one may be unspecified.

@@ -1,4 +1,4 @@
-"""What every rank does in `hypercomm check`: create a group, all-reduce over it, compare sums.
+"""The part of `hypercomm check` that every rank runs: create groups, all-reduce, compare sums.
 
 torch is imported inside the functions, as the process that starts the ranks does not need it.
 """
@@ -27,7 +27,7 @@ _LARGE_BYTES = 4 * 1024 * 1024
 
 @attrs.frozen
 class Request:
-    """What every rank does.
+    """The arguments of the probe.
 
     Attributes:
         layout: The layout of all ranks.
@@ -47,7 +47,7 @@ class Request:
 
 
 class Figures(TypedDict):
-    """What one rank measured over its group of some dims, in seconds and bytes/s.
+    """The measurements of one rank over its group of some dims, in seconds and bytes/s.
 
     `wrong` describes a wrong result; it is empty if the result is right.
     """
@@ -88,13 +88,13 @@ def probe_local(request: Request) -> None:
 
 
 def probe(
-    request: Request, tell: Callable[[Message], None], device: torch.device | None = None
+    request: Request, send: Callable[[Message], None], device: torch.device | None = None
 ) -> None:
     """Create all requested groups, one after another, and report the figures of each.
 
     Args:
         request: The groups; the layout must fill the world.
-        tell: Called with each step that begins, and with the figures.
+        send: Called with each step that begins, and with the figures.
         device: The device of the tensors; default: the CPU.
     """
     import torch.distributed as dist
@@ -106,13 +106,13 @@ def probe(
         for name, view, shared in request.views:
             grid.register_view(name, view.shape, view.dim_names, shared)
         for key in request.keys:
-            tell((rank, key, "creation"))
+            send((rank, key, "creation"))
             dist.barrier()
             begin = time.perf_counter()
             owner: Any = grid if key.view is None else grid.view(key.view)
             group = owner.create_pg(key.dims)
             creation = time.perf_counter() - begin
-            tell((rank, key, "all-reduce"))
+            send((rank, key, "all-reduce"))
             wrong = _compare(group, owner.group_ranks(key.dims), rank, device)
             latency = _seconds(group, 8, _SMALL_ROUNDS, device)
             bandwidth = _LARGE_BYTES / _seconds(group, _LARGE_BYTES, _LARGE_ROUNDS, device)
@@ -120,11 +120,11 @@ def probe(
             found = Figures(
                 host=host, creation=creation, latency=latency, bandwidth=bandwidth, wrong=wrong
             )
-            tell((rank, key, found))
+            send((rank, key, found))
 
 
 def _compare(group: Any, ranks: Sequence[int], rank: int, device: torch.device | None) -> str:
-    """Describe a wrong sum over a group. The summands tell which ranks took part."""
+    """Describe a wrong sum over a group. The sums differ if other ranks took part."""
     import torch
     import torch.distributed as dist
 

@@ -89,7 +89,7 @@ def test_wrong_results_are_shown(capsys):
     with outcome.progress():
         for rank in range(4):
             wrong = "all-reduce gave [8], expected [7]" if rank == 3 else ""
-            outcome.hear((rank, key, figures | {"wrong": wrong}))
+            outcome.record((rank, key, figures | {"wrong": wrong}))
     assert outcome.show(as_json=False) == 1
     out = capsys.readouterr().out
     assert "rank 3 (tp=1, dp=1) in group tp of ranks [2, 3]: all-reduce gave [8], expected" in out
@@ -101,14 +101,14 @@ import sys
 from hypercomm.cli import main
 from hypercomm.cli.check import Outcome
 
-hear = Outcome.hear
+record = Outcome.record
 
-def hear_and_print(outcome, message):
-    hear(outcome, message)
+def record_and_print(outcome, message):
+    record(outcome, message)
     if outcome.rows:
         print("checked", file=sys.stderr, flush=True)
 
-Outcome.hear = hear_and_print
+Outcome.record = record_and_print
 sys.exit(main(["check", *sys.argv[1:]]))
 """
 

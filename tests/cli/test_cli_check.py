@@ -51,8 +51,8 @@ def test_the_slowest_rank(capsys):
     outcome = Outcome(Request(RankLayout.parse("tp=2"), [key]))
     with outcome.progress():
         for rank, found in enumerate([figures(0, 1e-3), figures(1, 4e-3)]):
-            outcome.hear((rank, key, "creation"))
-            outcome.hear((rank, key, found))
+            outcome.record((rank, key, "creation"))
+            outcome.record((rank, key, found))
     assert outcome.show(as_json=False) == 0
     assert re.search(r"250 MB/s +rank 1 on h1 +ok\n", capsys.readouterr().out)
 
