@@ -333,7 +333,7 @@ def test_a_closed_pipe(form):
         (("plan", "tp=2", "--rank", "2"), "rank 2 is not in layout tp=2, which holds ranks 0..1"),
         (("plan", "tp=2", "--gpus-per-node", "0"), "0 is not in the range x>=1"),
         (("plan", "tp=2", "--rank-offset", "-1"), "-1 is not in the range x>=0"),
-        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is unspecified; give it, or the number of"),
+        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is unspecified; give it, or world_size"),
         (("plan", "tp8"), "did you mean 'tp=8'?"),
         (("plan", "tp=2", "dp=4"), "separate sizes with commas: tp=2,dp=4"),
         (("check", "tp=2,", "dp=4", "--json"), "separate sizes with commas: tp=2,dp=4"),
