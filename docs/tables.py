@@ -7,7 +7,7 @@ one is not what the code says.
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,30 +132,6 @@ def _default(parameter: Any) -> str:
     return f"`{parameter.default}`" if parameter.show_default else ""
 
 
-def check_table() -> str:
-    """Describe what `hypercomm check --json` prints, from its JSON schema."""
-    from hypercomm.cli.check.schema import SCHEMA
-
-    return table(("key", "type", "holds"), _schema_rows(SCHEMA, ""))
-
-
-def plan_table() -> str:
-    """Describe what `hypercomm plan --json` prints, from its JSON schema."""
-    from hypercomm.cli.plan.schema import SCHEMA
-
-    return table(("key", "type", "holds"), _schema_rows(SCHEMA, ""))
-
-
-def _schema_rows(schema: Mapping[str, Any], path: str) -> Iterator[list[str]]:
-    for name, value in schema["properties"].items():
-        inner = next((each for each in value.get("anyOf", []) if each["type"] != "null"), value)
-        kind = inner["type"] + (" or null" if "anyOf" in value else "")
-        yield [f"`{path}{name}`", kind, value.get("description", "")]
-        items = inner.get("items", inner)
-        if "properties" in items:
-            yield from _schema_rows(items, f"{path}{name}{'[]' if items is not inner else ''}.")
-
-
 def launcher_table() -> str:
     """List the variables of every launcher."""
     from hypercomm.launch.launchers import LAUNCHERS
@@ -180,12 +156,10 @@ def launcher_table() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "check": check_table,
     "cli": command_table,
     "errors": error_table,
     "launchers": launcher_table,
     "names": name_table,
-    "plan": plan_table,
 }
 
 

@@ -1,17 +1,28 @@
-"""The command line: plan a layout, compare two, check a machine, say what works, and who hangs.
+"""The command line: plan, draw, place and compare layouts, check groups, and explain hangs.
 
-`main` is the one place that turns errors into messages and exit codes: 0 all is well, 1 the check
-failed, 2 the call was wrong, 130 interrupted. Of the ranks of a launched job, one says what is
-wrong.
+`main` is the one place that turns errors into messages and exit codes: 0 for success, 1 if a
+check failed, 2 for a wrong call, 130 for Ctrl-C. One rank of a launched job prints the error.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import time
 from collections.abc import Sequence
 
-from hypercomm.errors import HyperCommError, RankFailedError
+from hypercomm.errors import HyperCommError, LaunchError, RankFailedError
+
+_GRACE_S = 3.0
+"""The time that rank 0 has to print an error before another rank exits.
+
+Launchers end all ranks when one exits.
+"""
+
+
+class HostError(LaunchError):
+    """An error of this host, which the first rank on it prints: repair the host."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,12 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     import click
 
     from hypercomm.cli.commands import cli
-    from hypercomm.cli.speaking import leave_it_to_another
 
     try:
         result = cli.main(argv, prog_name="hypercomm", standalone_mode=False)
     except click.ClickException as error:
-        if not leave_it_to_another(error):
+        if not _is_printed_elsewhere(error):
             error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
@@ -42,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(str(error))
         return 1
     except HyperCommError as error:
-        if not leave_it_to_another(error):
+        if not _is_printed_elsewhere(error):
             _say(str(error))
         return 2
     except ModuleNotFoundError as error:
@@ -51,6 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("this needs torch: pip install torch; plan, diff, draw and place --on FILE do not")
         return 2
     return result if isinstance(result, int) else 0
+
+
+def _is_printed_elsewhere(error: Exception) -> bool:
+    """Return whether another rank of the job prints the same error; wait until it has."""
+    from hypercomm.launch.launchers import find_job
+
+    try:
+        job = find_job(os.environ)
+    except LaunchError:
+        return False
+    if job is None or job.rank == 0:
+        return False
+    if isinstance(error, HostError) and not job.local_rank:
+        return False
+    time.sleep(_GRACE_S)
+    return True
 
 
 def _say(message: str) -> None:

@@ -17,7 +17,7 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "plan": _Command("hypercomm.cli.plan", "plan", "Show a layout and what its groups cost."),
+    "plan": _Command("hypercomm.cli.plan", "plan", "Show a layout and its groups."),
     "draw": _Command(
         "hypercomm.tools.draw.command", "draw", "Draw a layout, a change or a mapping."
     ),

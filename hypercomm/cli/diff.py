@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 import click
 from rich.markup import escape
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, numbers, table
+from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
@@ -17,19 +15,19 @@ from hypercomm.layout.parsing import OPEN, parse_sizes
 
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 
-_OPTION = "--world-size"
-
 
 @click.command(short_help="Show which groups a change of layout keeps, ends and makes.")
 @click.argument("before")
 @click.argument("after")
 @click.option(
-    _OPTION,
-    type=int,
+    "--world-size",
+    type=click.IntRange(min=1),
     help="Infer a size that is -1 from this. Default: from the ranks of the other layout.",
 )
-@click.option("--before-offset", default=0, help="The smallest rank before.")
-@click.option("--after-offset", default=0, help="The smallest rank after.")
+@click.option(
+    "--before-offset", type=click.IntRange(0), default=0, help="The smallest rank before."
+)
+@click.option("--after-offset", type=click.IntRange(0), default=0, help="The smallest rank after.")
 @options.as_json
 def diff(
     before: str,
@@ -46,7 +44,7 @@ def diff(
     """
     changes = difference(*read(before, after, world_size, before_offset, after_offset))
     if as_json:
-        print(json.dumps(_json_form(changes)))
+        print_json(_json_form(changes))
     else:
         _show(changes)
 
@@ -81,19 +79,12 @@ def read(
     if world_size is None and any(is_open):
         world_size = RankLayout.parse(after if is_open[0] else before).size
         room = f"the other layout has {world_size}"
-    texts = {"before": (before, before_offset), "after": (after, after_offset)}
-    one, other = (
-        options.read_layout(
-            text,
-            world_size,
-            _OPTION,
-            room=room,
-            rank_offset=offset,
-            offset_option=f"--{which}-offset",
-        )
-        for which, (text, offset) in texts.items()
+    elif world_size is not None:
+        room = f"--world-size is {world_size}"
+    return (
+        options.read_layout(before, world_size, room, before_offset),
+        options.read_layout(after, world_size, room, after_offset),
     )
-    return one, other
 
 
 def _show(changes: LayoutDifference) -> None:

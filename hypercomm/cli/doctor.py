@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -23,7 +22,7 @@ from rich.table import Column, Table
 
 from hypercomm import __version__
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, one_line, quiet, table
+from hypercomm.cli.printing import console, one_line, print_json, quiet, table
 from hypercomm.errors import WorldSizeError
 from hypercomm.launch.launchers import VARIABLES
 
@@ -80,7 +79,7 @@ def doctor(*, as_json: bool) -> int:
         found = report()
     is_ok = not found.problems
     if as_json:
-        print(json.dumps({"ok": is_ok, **attrs.asdict(found)}, indent=2, sort_keys=True))
+        print_json({"ok": is_ok, **attrs.asdict(found)}, indent=2, sort_keys=True)
     else:
         _show(found)
     return 0 if is_ok else 1

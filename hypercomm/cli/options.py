@@ -1,105 +1,67 @@
-"""Arguments and options that several commands take, and how they are read."""
+"""Arguments and options of several commands, and functions that read them."""
 
 from __future__ import annotations
 
-import os
-
 import click
 
-from hypercomm.errors import LayoutError, NotationError
-from hypercomm.launch.worlds import told
+from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import positive
-from hypercomm.layout.parsing import (
-    OPEN,
-    check_one_open,
-    close_sizes,
-    parse_groups,
-    parse_sizes,
-    perhaps_meant,
-)
+from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
 
 
-def read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
-    """Read what --groups is given."""
+def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
     return None if text is None else parse_groups(text)
 
 
-sizes = click.argument("sizes")
+def _one_text(_: object, __: object, texts: tuple[str, ...]) -> str:
+    """Return the sizes, which must be one argument.
+
+    Raises:
+        NotationError: There are several; proposes the text with commas.
+    """
+    if len(texts) > 1:
+        joined = ",".join(text.strip(",") for text in texts)
+        raise NotationError(f"separate sizes with commas: {joined}")
+    return texts[0]
+
+
+sizes = click.argument("sizes", nargs=-1, required=True, metavar="SIZES", callback=_one_text)
 groups = click.option(
     *("--groups", "wanted"),
     metavar="DIMS",
-    callback=read_groups,
-    help="As in tp,dp+cp. Default: every combination.",
+    callback=_read_groups,
+    help="As in tp,dp+cp. Default: every combination, of more than 6 dims every pair.",
+)
+views = click.option(
+    *("--view", "views"),
+    multiple=True,
+    metavar="NAME:SIZES",
+    help="Another factorisation, too, as in expert:ep=4,rest=-1. May be given several times.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-def is_open(text: str) -> bool:
-    """Tell whether sizes leave one to be found out.
-
-    >>> is_open("tp=2,dp=-1"), is_open("tp=2,dp=4")
-    (True, False)
-    """
-    return OPEN in parse_sizes(text).values()
-
-
-def size_of_job() -> tuple[int | None, str]:
-    """Return the number of ranks that a launcher's variables tell, and the clause that says so.
-
-    Raises:
-        LaunchError: They contradict each other.
-    """
-    found = told("WORLD_SIZE", os.environ)
-    return (None, "") if found is None else (found.number, says(found.number, found.by))
-
-
-def says(ranks: int, by: str) -> str:
-    """Say how many ranks a job has, and who tells.
-
-    >>> says(8, "WORLD_SIZE=8, of the environment")
-    'the job has 8 (WORLD_SIZE=8, of the environment)'
-    """
-    return f"the job has {ranks} ({by})"
-
-
 def read_layout(
-    text: str,
-    world_size: int | None,
-    option: str,
-    *,
-    room: str = "",
-    rank_offset: int = 0,
-    offset_option: str = "--rank-offset",
+    text: str, world_size: int | None, room: str = "", rank_offset: int = 0
 ) -> RankLayout:
-    """Read sizes, where errors speak of the command's own option.
+    """Return a layout; its errors contain the source of the number of ranks.
 
     Args:
-        text: Sizes, as in "tp=2,dp=4"; one may be open.
+        text: Sizes, as in "tp=2,dp=4"; one may be unspecified.
         world_size: The number of ranks that they must multiply to, if it is known.
-        option: The option that gives it.
-        room: The error's clause about that number; default: that the option is it.
+        room: The clause of the error about that number. Default: that the world has as many.
         rank_offset: The smallest rank.
-        offset_option: The option that gives it.
 
     Raises:
-        LayoutError: A number is too small.
-        NotationError: The text cannot be read, or a size is open and nothing tells it.
+        NotationError: The text cannot be read, or a size cannot be inferred.
         WorldSizeError: The sizes do not multiply to the number of ranks.
 
     Example:
-        >>> str(read_layout("tp=2,dp=-1", 8, "--world-size"))
+        >>> str(read_layout("tp=2,dp=-1", 8))
         'tp=2,dp=4'
+        >>> read_layout("tp=3", 4, "--nprocs is 4")
+        Traceback (most recent call last):
+        hypercomm.errors.WorldSizeError: tp=3 needs 3 ranks; --nprocs is 4
     """
-    sizes = parse_sizes(text)
-    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
-    if unknown is not None and world_size is None:
-        raise NotationError(
-            f"the size of dim {unknown!r} is open; give it, or {option}{perhaps_meant(unknown)}"
-        )
-    if world_size is not None:
-        positive(world_size, option)
-    if rank_offset < 0:
-        raise LayoutError(f"{offset_option} must be non-negative, got {rank_offset}")
-    closed = close_sizes(sizes, world_size, room or f"{option} is {world_size}")
+    closed = close_sizes(parse_sizes(text), world_size, room)
     return RankLayout(tuple(closed.values()), tuple(closed), rank_offset)

@@ -1,31 +1,57 @@
-"""What is printed: tables, JSON and its schemas, and nothing of others."""
+"""Output of the commands: tables and JSON, in pipes without trailing spaces."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
-import click
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from hypercomm.launch.local_rank import no_stdout
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+
+class _Output(Console):
+    """Prints to stdout; removes trailing spaces where it is no terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as `rich.console.Console.print` does."""
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        text = captured.get()
+        if not self.is_terminal:
+            text = "\n".join(line.rstrip(" ") for line in text.split("\n"))
+        write(text)
 
 
 def console(piped_width: int = 120) -> Console:
-    """Return what prints on stdout, in so many columns where it is no terminal."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=piped_width)
+    """Return a console for stdout, with `piped_width` columns where it is no terminal."""
+    found = _Output(highlight=False)
+    return found if found.is_terminal else _Output(highlight=False, width=piped_width)
+
+
+def write(text: str) -> None:
+    """Write to stdout; a reader that has closed the pipe, as `head` does, is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_json(value: object, **options: Any) -> None:
+    """Print a value as JSON, with the options of `json.dumps`."""
+    write(json.dumps(value, **options) + "\n")
 
 
 def table(*columns: Column | str, **look: Any) -> Table:
-    """Return an empty table, which looks as all of them do but for what is said."""
+    """Return an empty table in the look of all commands, which `look` can change."""
     return Table(*columns, **{"box": box.SIMPLE_HEAD, "pad_edge": False, **look})
 
 
@@ -36,64 +62,12 @@ def numbers(title: str) -> Column:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard what libraries print on stdout, and their warnings, within a `with` block."""
+    """Discard warnings and what libraries print on stdout within a `with` block."""
     with no_stdout(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def one_line(error: BaseException) -> str:
-    """Write what an error says in one line."""
+    """Return the class and message of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def one_object(optional: tuple[str, ...] = (), /, **properties: Any) -> dict[str, Any]:
-    """Describe an object that has these properties and no others.
-
-    >>> one_object(rank={"type": "integer"})["required"]
-    ['rank']
-    """
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [name for name in properties if name not in optional],
-        "additionalProperties": False,
-    }
-
-
-def by_name(schema: dict[str, Any]) -> dict[str, Any]:
-    """Describe an object that has any names."""
-    return {"type": "object", "additionalProperties": schema}
-
-
-def list_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Describe a list."""
-    return {"type": "array", "items": schema}
-
-
-def or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Describe what may be null."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def said(schema: dict[str, Any], what: str) -> dict[str, Any]:
-    """Say what something is."""
-    return {**schema, "description": what}
-
-
-def schema_option(schema: dict[str, Any]) -> Callable[[Command], Command]:
-    """Return the option --json-schema, which prints the schema and nothing else."""
-
-    def show(context: click.Context, _: object, asked: bool) -> None:
-        if asked:
-            print(json.dumps(schema, indent=2))
-            context.exit()
-
-    return click.option(
-        "--json-schema",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=show,
-        help="Print the JSON schema of what --json prints.",
-    )

@@ -245,8 +245,8 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
     if world_size is None:
         raise NotationError(
-            f"the size of dim {shown(unknown)} is unspecified; give it, or give world_size="
-            f"{perhaps_meant(unknown or '')}"
+            f"the size of dim {shown(unknown)} is unspecified; give it, or world_size, "
+            f"the number of ranks{perhaps_meant(unknown or '')}"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known_size(sizes))
     if remainder or not rest:

@@ -141,8 +141,6 @@ def test_odd_layouts():
         (("tp=2", "tp=x"), "'tp=x' cannot be read as a size"),
         (("tp=8", "tp=3,dp"), "multiple of 3 ranks, as 6 and 9; the other layout has 8"),
         (("tp=8", "tp=4", "--world-size", "8"), "tp=4 needs 4 ranks; --world-size is 8"),
-        (("tp=2", "tp=2", "--world-size", "0"), "--world-size must be at least 1, got 0"),
-        (("tp=2", "tp=2", "--after-offset", "-1"), "--after-offset must be non-negative, got -1"),
         (("tp=2", "dp=33554432"), "after has 33,554,432 ranks; layouts of up to 16,777,216 are"),
         ((",".join(f"d{i}=2" for i in range(13)), "dp=2"), "before has 13 dims larger than 1"),
     ],
@@ -150,7 +148,6 @@ def test_odd_layouts():
 def test_mistakes(arguments, message, in_process):
     done = in_process("diff", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("hypercomm: ")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

@@ -345,9 +345,8 @@ def return_what_cannot_be_unpickled():
 
 def check_with_a_broken_rank(layout, wanted, broken):
     """The probe of `hypercomm check`, where one rank adds something to what it reduces."""
-    from hypercomm.cli.check.probe import probe
-    from hypercomm.cli.check.request import Request
-    from hypercomm.cli.plan.keys import Key
+    from hypercomm.cli.groups import Key
+    from hypercomm.cli.probe import Request, probe
 
     honest = dist.all_reduce
 
@@ -360,32 +359,3 @@ def check_with_a_broken_rank(layout, wanted, broken):
     findings = []
     probe(Request(layout, [Key(None, dims) for dims in wanted]), findings.append)
     return [(rank, key.dims, found) for rank, key, found in findings if not isinstance(found, str)]
-
-
-def mishearing(honest):
-    """A collective that makes all numbers it receives one too large."""
-
-    def call(received, *arguments, **options):
-        done = honest(received, *arguments, **options)
-        got = received if isinstance(received, list) else [received]
-        if honest.__name__ == "batch_isend_irecv":
-            [work.wait() for work in done]
-            got, done = [received[1].tensor], []
-        for tensor in got:
-            tensor.add_(1)
-        return done
-
-    return call
-
-
-def compare_where_one_mishears(broken):
-    """The collectives of `hypercomm check`, where nothing comes to one rank as it was sent."""
-    from hypercomm.cli.check.collectives import Member, compare
-
-    names = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "batch_isend_irecv")
-    names += ("reduce_scatter_single", "reduce_scatter_tensor")
-    rank = dist.get_rank()
-    for name in names if rank == broken else ():
-        if hasattr(dist, name):  # one of them is the new name of another
-            setattr(dist, name, mishearing(getattr(dist, name)))
-    return compare(Member(None, range(dist.get_world_size()), rank, torch.device("cpu")))[0]

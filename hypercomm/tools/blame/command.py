@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 from rich.markup import escape
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, table
+from hypercomm.cli.printing import console, print_json, table
+from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
 from hypercomm.tools.blame.reading import read_folder
 from hypercomm.tools.blame.verdict import CLEAR, Verdict, judge
@@ -29,10 +28,10 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
     waits, 1 if one does, 2 for a folder that cannot be judged.
     """
-    layout = None if sizes is None else options.read_layout(sizes, None, "all sizes")
+    layout = None if sizes is None else RankLayout.parse(sizes)
     verdict = judge(read_folder(folder, layout))
     if as_json:
-        click.echo(json.dumps(verdict.to_dict()))
+        print_json(verdict.to_dict())
     else:
         _show(verdict)
     return 0 if verdict.outcome == CLEAR else 1

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from hypercomm.cli import options
 from hypercomm.cli.diff import read
 from hypercomm.cli.printing import console
-from hypercomm.layout import RankMapping
+from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.difference import difference
 from hypercomm.tools.draw.drawing import ENDINGS
 from hypercomm.tools.draw.drawing import draw as draw_picture
@@ -17,7 +16,7 @@ from hypercomm.tools.place import machine
 
 
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")
-@options.sizes
+@click.argument("sizes")
 @click.argument("after", required=False)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
 @click.option(
@@ -65,7 +64,7 @@ def draw(
         change = difference(*read(sizes, after, world_size, rank_offset, rank_offset))
         drawing = draw_picture(change, where, groups)
     else:
-        layout = options.read_layout(sizes, world_size, "--world-size", rank_offset=rank_offset)
+        layout = RankLayout.parse(sizes, world_size=world_size, rank_offset=rank_offset)
         drawing = draw_picture(layout, where, groups)
     if output is None:
         console().print(drawing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, table
+from hypercomm.cli.printing import console, print_json, table
 from hypercomm.errors import FileKeptError, NotationError
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import Placed, place
@@ -66,7 +65,7 @@ def place_command(
         _save(found.rankfile(), path, force)
     if as_json:
         better = found.better and {"advice": found.advice, **found.better.to_dict()}
-        print(json.dumps({**found.to_dict(), "notes": found.notes, "better": better}))
+        print_json({**found.to_dict(), "notes": found.notes, "better": better})
     else:
         _show(found)
     return 0

@@ -7,22 +7,12 @@ from itertools import chain, combinations
 
 import attrs
 
-from hypercomm.cli.options import read_layout
 from hypercomm.layout import RankLayout
+from hypercomm.layout.parsing import close_sizes, parse_sizes
 from hypercomm.layout.views import Views
 
 _MANY_DIMS = 6
 """More dims than this have too many combinations to look at."""
-
-_USED = (
-    *("dp+cp", "tp+pp", "tp+cp", "tp+dp+cp", "tp+dp", "tp+ep", "tp+ep+pp"),
-    *("dp_replicate+dp_shard", "dp_shard+cp", "dp_replicate+dp_shard+cp"),
-)
-"""The combinations that frameworks make groups of, by the names that they give their dims.
-
-Megatron's are those of `megatron/core/parallel_state.py`, FSDP's those of torchtitan's
-`distributed/parallel_dims.py` and accelerate's `ParallelismConfig`.
-"""
 
 AskedViews = Sequence[tuple[str, RankLayout, tuple[str, ...]]]
 """Name, layout and shared dims of each view."""
@@ -44,12 +34,8 @@ class Key:
         return f"{self.view}:" * (self.view is not None) + "+".join(self.dims)
 
 
-def combinations_of(layout: RankLayout, max_dims: int | None = None) -> list[tuple[str, ...]]:
-    """List every combination of dims, of many dims only the pairs; dims of size 1 add no ranks.
-
-    Args:
-        layout: Whose dims.
-        max_dims: The most dims of one combination. Default: as many as there are, 2 of more than 6.
+def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
+    """List every combination of dims, of more than 6 dims only the pairs; not those of size 1.
 
     Example:
         >>> combinations_of(RankLayout.parse("tp=2,cp=1,dp=2"))
@@ -57,7 +43,7 @@ def combinations_of(layout: RankLayout, max_dims: int | None = None) -> list[tup
     """
     long = [name for name in layout.dim_names if layout.size_of(name) > 1]
     most = len(long) if len(long) <= _MANY_DIMS else 2
-    several = (combinations(long, count) for count in range(2, (max_dims or most) + 1))
+    several = (combinations(long, count) for count in range(2, most + 1))
     return [(name,) for name in layout.dim_names] + list(chain.from_iterable(several))
 
 
@@ -83,7 +69,8 @@ def read_views(
         if not colon:
             name, sizes = f"view{number}", text
         room = f"the layout {layout} has {layout.size}"
-        other = read_layout(sizes, layout.size, "--view", room=room)
+        closed = close_sizes(parse_sizes(sizes), layout.size, room)
+        other = RankLayout(tuple(closed.values()), tuple(closed))
         both = [dim for dim in layout.dim_names if dim in other.dim_names]
         renumbered = layout.renumber(other.shape, other.dim_names)
         shared = [dim for dim in both if layout.groups(dim) == renumbered.groups(dim)]
@@ -97,7 +84,6 @@ def read_keys(
     layout: RankLayout,
     views: AskedViews,
     wanted: Sequence[tuple[str, ...]] | None,
-    max_dims: int | None = None,
 ) -> list[Key]:
     """Find the view of each set of dims; by default every combination, of the views what is new.
 
@@ -111,11 +97,11 @@ def read_keys(
         tp pp tp+pp e:ep e:ep+pp
     """
     if wanted is None:
-        own = (Key(None, layout.order_dims(dims)) for dims in combinations_of(layout, max_dims))
+        own = (Key(None, layout.order_dims(dims)) for dims in combinations_of(layout))
         others = (
             Key(name, view.order_dims(dims))
             for name, view, shared in views
-            for dims in combinations_of(view, max_dims)
+            for dims in combinations_of(view)
             if not set(dims) <= set(shared)
         )
         return list(chain(own, others))
@@ -127,20 +113,3 @@ def read_keys(
         )
         keys.append(Key(name, owner.order_dims(dims)))
     return keys
-
-
-def most_used_first(keys: Sequence[Key]) -> list[Key]:
-    """Sort keys: single dims, then what Megatron and FSDP use, then small combinations.
-
-    Example:
-        >>> layout = RankLayout.parse("tp=2,cp=2,dp=2,pp=2")
-        >>> print(*most_used_first(read_keys(layout, [], None))[3:8])
-        pp cp+dp tp+pp tp+cp tp+cp+dp
-    """
-    places = {frozenset(dims.split("+")): place for place, dims in enumerate(_USED)}
-
-    def place(key: Key) -> tuple[bool, int, int]:
-        count = len(key.dims)
-        return count > 1, places.get(frozenset(key.dims), len(places)), count
-
-    return sorted(keys, key=place)

@@ -1,0 +1,255 @@
+"""`hypercomm plan`: show the coordinates and groups of a layout, without starting a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import click
+from rich.markup import escape
+from rich.table import Column
+
+from hypercomm.cli import options
+from hypercomm.cli.groups import AskedViews, Key, read_keys, read_views
+from hypercomm.cli.picture import picture
+from hypercomm.cli.printing import console, numbers, print_json, table, write
+from hypercomm.errors import LayoutError, NotationError
+from hypercomm.launch.worlds import told
+from hypercomm.layout import RankLayout
+from hypercomm.layout.groups import hosts_touched
+from hypercomm.layout.parsing import OPEN, parse_sizes
+from hypercomm.layout.text import counted, format_coords
+
+_EXAMPLE = 16
+"""Ranks of an example group that JSON shows, at most."""
+
+_MOST_RANKS = 2**24
+"""Ranks that are enumerated in a fraction of a second for each combination."""
+
+_MOST_PLACES = 2**20
+"""Ranks whose coordinates are listed in a few seconds."""
+
+
+@click.command(short_help="Show coordinates and groups of a layout of any size.")
+@options.sizes
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    help="Infer the one size that is -1 from this. Default: the job's, if a launcher sets it.",
+)
+@click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
+@click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
+@click.option(
+    "--ranks",
+    metavar="RANKS",
+    help="Show the coordinates of these instead of the groups, as in 0..7,12 or all.",
+)
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Ranks on each host.",
+)
+@options.groups
+@options.views
+@options.as_json
+def plan(
+    sizes: str,
+    world_size: int | None,
+    rank_offset: int,
+    rank: int | None,
+    ranks: str | None,
+    gpus_per_node: int,
+    wanted: list[tuple[str, ...]] | None,
+    views: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Show coordinates and groups of a layout such as tp=8,cp=2,dp=64,pp=8.
+
+    The first dim varies fastest. Nothing is started, and torch is not loaded.
+    """
+    layout = _read_layout(sizes, world_size, rank_offset)
+    others = read_views(layout, views)
+    asked = Plan(layout, others, gpus_per_node, layout.rank_offset if rank is None else rank)
+    found = asked.head()
+    if ranks is not None:
+        found |= {"groups": [], "places": asked.places(_read_ranks(ranks, layout))}
+    else:
+        found |= {"groups": asked.groups(read_keys(layout, others, wanted)), "places": []}
+    if as_json:
+        print_json(found)
+    elif ranks is not None:
+        _show_places(layout, others, found["places"])
+    else:
+        _show(layout, found)
+
+
+def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
+    """Read sizes; one that is unspecified fills the job whose variables are set, if any."""
+    room = "" if world_size is None else f"--world-size is {world_size}"
+    if world_size is None and OPEN in parse_sizes(text).values():
+        job = told("WORLD_SIZE", os.environ)
+        if job is not None:
+            world_size, room = job.number, f"the job has {job.number} ({job.by})"
+    layout = options.read_layout(text, world_size, room, rank_offset)
+    if layout.size > _MOST_RANKS:
+        raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
+    return layout
+
+
+def _read_ranks(text: str, layout: RankLayout) -> list[int]:
+    """Read ranks such as "0..7,12", or "all" of a layout.
+
+    Raises:
+        NotationError: The text cannot be read, or there are too many.
+    """
+    found: list[int] = []
+    everything = f"{layout.rank_offset}..{layout.last_rank}"
+    for part in [everything] if text.strip() == "all" else text.split(","):
+        begin, dots, end = part.partition("..")
+        ends = [begin, end if dots else begin]
+        if not all(number.strip().isascii() and number.strip().isdigit() for number in ends):
+            raise NotationError(f"{part.strip()!r} is no rank; write ranks like '0..7,12' or 'all'")
+        low, high = map(int, ends)
+        if high < low:
+            raise NotationError(f"{part.strip()!r} ends before it begins; write it like '0..7'")
+        if len(found) + high - low >= _MOST_PLACES:
+            raise NotationError(f"--ranks {text!r} are more than {_MOST_PLACES:,}, the most listed")
+        found += range(low, high + 1)
+    return found
+
+
+@attrs.frozen
+class Plan:
+    """The facts of a layout, as JSON can hold them.
+
+    Attributes:
+        layout: The layout.
+        views: Its other factorisations.
+        gpus_per_node: Ranks on each host.
+        rank: The rank whose groups are shown.
+    """
+
+    layout: RankLayout
+    views: AskedViews
+    gpus_per_node: int
+    rank: int
+
+    def head(self) -> dict[str, Any]:
+        """Return the facts of the layout and the rank.
+
+        Raises:
+            RankOutsideError: The layout has no such rank.
+        """
+        layout = self.layout
+        return {
+            "layout": str(layout),
+            "ranks": layout.size,
+            "rank_offset": layout.rank_offset,
+            "hosts": hosts_touched(layout.groups(*layout.dim_names), self.gpus_per_node)[1],
+            "gpus_per_node": self.gpus_per_node,
+            "rank": self.rank,
+            "coords": layout.coords(self.rank),
+            "views": {
+                name: {
+                    "layout": str(view),
+                    "shared_dims": list(shared),
+                    "coords": view.coords(self.rank),
+                }
+                for name, view, shared in self.views
+            },
+        }
+
+    def groups(self, keys: Sequence[Key]) -> list[dict[str, Any]]:
+        """Return the facts of the groups over each of some dims.
+
+        Raises:
+            UnknownDimError: Neither the layout nor a view has the dims.
+        """
+        return [self._groups_over(key) for key in keys]
+
+    def places(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the hosts and coordinates of ranks.
+
+        Raises:
+            RankOutsideError: The layout has no such rank.
+        """
+        return [
+            {
+                "rank": rank,
+                "host": rank // self.gpus_per_node,
+                "coords": self.layout.coords(rank),
+                "views": {name: view.coords(rank) for name, view, _ in self.views},
+            }
+            for rank in ranks
+        ]
+
+    def _groups_over(self, key: Key) -> dict[str, Any]:
+        """Return the facts of the groups over some dims, with the rank's own as an example."""
+        layout = next((view for name, view, _ in self.views if name == key.view), self.layout)
+        groups = layout.groups(*key.dims)
+        own = groups.of(self.rank)
+        return {
+            "view": key.view,
+            "dims": key.dims,
+            "groups": len(groups),
+            "size": groups.group_size,
+            "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
+            "example": own[:_EXAMPLE],
+            "last": own[-1],
+            "hosts_per_group": hosts_touched(groups, self.gpus_per_node),
+        }
+
+
+# ---- text -------------------------------------------------------------------------------------
+
+
+def _show(layout: RankLayout, found: dict[str, Any]) -> None:
+    hosts = f"{counted(found['hosts'], 'host')} of {found['gpus_per_node']}"
+    ranks = f"{found['ranks']:,} ranks {layout.rank_offset}..{layout.last_rank}"
+    lines = [
+        f"{layout}: {ranks}; the first dim varies fastest",
+        f"{hosts}; rank {found['rank']} is at {format_coords(found['coords'])}",
+    ]
+    lines += [
+        f"{name}: {view['layout']}; rank {found['rank']} is at {format_coords(view['coords'])}"
+        for name, view in found["views"].items()
+    ]
+    lines += picture(layout, found["gpus_per_node"], found["rank"])
+    out = console()
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
+    titles = map(numbers, ("groups", "size", "strides", "hosts"))
+    own = Column(f"group of rank {found['rank']}", no_wrap=True)
+    rows = table(Column("dims", no_wrap=True), *titles, own, show_edge=False)
+    for groups in found["groups"]:
+        example = groups["example"]
+        rows.add_row(
+            escape(str(Key(groups["view"], groups["dims"]))),
+            f"{groups['groups']:,}",
+            f"{groups['size']:,}",
+            " ".join(map(str, groups["strides"])),
+            "..".join(f"{count:,}" for count in dict.fromkeys(groups["hosts_per_group"])),
+            " ".join(map(str, example))
+            if groups["size"] <= 4
+            else f"{example[0]} {example[1]} .. {groups['last']}",
+        )
+    out.print(rows)
+
+
+def _show_places(layout: RankLayout, views: AskedViews, places: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each rank; a table of rich would take minutes for a million."""
+    titles = ["rank", *layout.dim_names]
+    titles += [f"{name}:{dim}" for name, view, _ in views for dim in view.dim_names]
+    lines = [[*titles, "host"]]
+    for place in places:
+        coords = [place["coords"], *place["views"].values()]
+        indices = [index for each in coords for index in each.values()]
+        lines.append(list(map(str, [place["rank"], *indices, place["host"]])))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        write("  ".join(cells) + "\n")

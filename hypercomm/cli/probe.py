@@ -1,0 +1,150 @@
+"""The part of `hypercomm check` that every rank runs: create groups, all-reduce, compare sums.
+
+torch is imported inside the functions, as the process that starts the ranks does not need it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import attrs
+
+from hypercomm.cli.groups import AskedViews, Key
+from hypercomm.layout import RankLayout
+
+if TYPE_CHECKING:
+    import torch
+
+_SMALL_ROUNDS = 20
+_LARGE_ROUNDS = 3
+_LARGE_BYTES = 4 * 1024 * 1024
+
+
+@attrs.frozen
+class Request:
+    """The arguments of the probe.
+
+    Attributes:
+        layout: The layout of all ranks.
+        keys: The groups to check, in this order.
+        backend: Backend of the groups.
+        views: Other factorisations of the layout.
+    """
+
+    layout: RankLayout
+    keys: Sequence[Key]
+    backend: str = "gloo"
+    views: AskedViews = ()
+
+    def layout_of(self, key: Key) -> RankLayout:
+        """Return the layout that the dims of a key belong to."""
+        return next((view for name, view, _ in self.views if name == key.view), self.layout)
+
+
+class Figures(TypedDict):
+    """The measurements of one rank over its group of some dims, in seconds and bytes/s.
+
+    `wrong` describes a wrong result; it is empty if the result is right.
+    """
+
+    host: str
+    creation: float
+    latency: float
+    bandwidth: float
+    wrong: str
+
+
+Message = tuple[int, Key, str | Figures]
+"""A report of one rank about some groups: the step that it begins, or in the end its figures."""
+
+
+def use_device(backend: str, local_rank: int | None, local_size: int | None) -> torch.device:
+    """Make the device of a rank the current one, if the backend needs another than the CPU.
+
+    Raises:
+        LaunchError: The host has fewer devices than ranks, or the local rank is unknown.
+    """
+    from hypercomm.joining import devices
+    from hypercomm.process_groups import torch_internals as c10d
+
+    device = devices.device_of_rank(c10d.devices_made_for(backend), local_rank, local_size)
+    devices.use(device)
+    return device
+
+
+def probe_local(request: Request) -> None:
+    """Run the probe as one of the ranks that `run_ranks` started."""
+    from hypercomm.cli.printing import quiet
+    from hypercomm.launch import report
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    with quiet():
+        probe(request, report, use_device(request.backend, local_rank, request.layout.size))
+
+
+def probe(
+    request: Request, send: Callable[[Message], None], device: torch.device | None = None
+) -> None:
+    """Create all requested groups, one after another, and report the figures of each.
+
+    Args:
+        request: The groups; the layout must fill the world.
+        send: Called with each step that begins, and with the figures.
+        device: The device of the tensors; default: the CPU.
+    """
+    import torch.distributed as dist
+
+    from hypercomm.grid import HyperCommGrid
+
+    rank = dist.get_rank()
+    with HyperCommGrid.from_layout(request.layout, backend=request.backend, cover="exact") as grid:
+        for name, view, shared in request.views:
+            grid.register_view(name, view.shape, view.dim_names, shared)
+        for key in request.keys:
+            send((rank, key, "creation"))
+            dist.barrier()
+            begin = time.perf_counter()
+            owner: Any = grid if key.view is None else grid.view(key.view)
+            group = owner.create_pg(key.dims)
+            creation = time.perf_counter() - begin
+            send((rank, key, "all-reduce"))
+            wrong = _compare(group, owner.group_ranks(key.dims), rank, device)
+            latency = _seconds(group, 8, _SMALL_ROUNDS, device)
+            bandwidth = _LARGE_BYTES / _seconds(group, _LARGE_BYTES, _LARGE_ROUNDS, device)
+            host = socket.gethostname()
+            found = Figures(
+                host=host, creation=creation, latency=latency, bandwidth=bandwidth, wrong=wrong
+            )
+            send((rank, key, found))
+
+
+def _compare(group: Any, ranks: Sequence[int], rank: int, device: torch.device | None) -> str:
+    """Describe a wrong sum over a group. The sums differ if other ranks took part."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([rank + 1, rank * rank], dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
+    return "" if got == expected else f"all-reduce gave {got}, expected {expected}"
+
+
+def _seconds(group: Any, size: int, rounds: int, device: torch.device | None) -> float:
+    """Return the median time of an all-reduce of `size` bytes."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        dist.all_reduce(data, group=group)
+        if data.device.type != "cpu":
+            torch.get_device_module(data.device).synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])  # the first one connects
