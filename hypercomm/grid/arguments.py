@@ -184,7 +184,8 @@ def read_requests(
 def read_layout(
     sizes: Sizes, dim_names: Iterable[str] | None, rank_offset: int, world_size: int | None
 ) -> RankLayout:
-    """Return the layout that the arguments of a grid describe; an open size fills the world.
+    """Return the layout that the arguments of a grid describe; an unspecified size fills the
+    world.
 
     Raises:
         LayoutError: As for `RankLayout`; or names are given twice, or not at all.
@@ -222,7 +223,7 @@ def read_layout(
 def read_factors(
     sizes: GivenSizes, dim_names: Iterable[str] | None, size: int
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and dim names of a view of `size` ranks; one size may be open.
+    """Return shape and dim names of a view of `size` ranks; one size may be unspecified.
 
     Example:
         >>> read_factors("ep=4,expt_dp=-1", None, 16)
@@ -234,7 +235,7 @@ def read_factors(
 def _closed(
     sizes: GivenSizes, dim_names: Iterable[str] | None, left: Callable[[], tuple[int, str]]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and names; `left` is called for an open size only."""
+    """Return shape and names; `left` is called for an unspecified size only."""
     if isinstance(sizes, (str, Mapping)):
         if dim_names is not None:
             raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
@@ -258,11 +259,11 @@ def read_target(
 ) -> RankLayout:
     """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
     if isinstance(target, str):
-        if ranks is not None:
-            closed = close_sizes(parse_sizes(target), len(ranks), f"ranks has {len(ranks)} ranks")
-            return RankLayout(tuple(closed.values()), tuple(closed), ranks=ranks)
-        sized = RankLayout.parse(target, world_size=layout.size)
-        return layout.renumber(sized.shape, sized.dim_names)
+        size, what = (layout.size, "the grid") if ranks is None else (len(ranks), "ranks")
+        sizes = close_sizes(parse_sizes(target), size, f"{what} has {size} ranks")
+        if ranks is None:
+            return layout.renumber(tuple(sizes.values()), tuple(sizes))
+        return RankLayout(sizes, ranks=ranks)
     if not isinstance(target, RankLayout):
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"

@@ -595,7 +595,7 @@ def _check_overrides(
         raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
     for name, own in overrides.items():
         if name not in grids:
-            raise _unknown(name, grids)
+            raise UnknownGridError(f"overrides: {_unknown(name, grids).args[0]}")
         if isinstance(grids[name], HyperCommGrid):
             raise GroupOptionsError(
                 f"overrides names grid {name!r}, which exists and keeps its own arguments"

@@ -111,7 +111,8 @@ class Views(Mapping[str, View]):
             closed = view.layout.sizes
             try:
                 if name in sizes:
-                    closed = close_sizes(parse_sizes(sizes[name]), base.size)
+                    room = f"the grid has {base.size} ranks"
+                    closed = close_sizes(parse_sizes(sizes[name]), base.size, room)
                 both = {*closed} & {*base.dim_names}
                 shared = [dim for dim in view.wanted_dims if dim in both]
                 new = others.register(name, tuple(closed.values()), tuple(closed), shared)

@@ -279,10 +279,10 @@ def test_plan_in_another_job(size, message, in_process, monkeypatch):
     ("arguments", "message"),
     [
         (("check", "tp=2,,dp"), "'tp=2,,dp'"),
-        (("plan", "tp=x"), "'tp=x' cannot be read as a size"),
+        (("plan", "tp=x"), "the size in 'tp=x' must be a positive integer"),
         (("plan", "tp=2,dp=2,tp=4"), "dim 'tp' is given twice in 'tp=2,dp=2,tp=4'"),
         (("plan", "=2"), "'=2' cannot be read as a size"),
-        (("plan", "tp=0"), "the size in 'tp=0' must be at least 1"),
+        (("plan", "tp=0"), "the size in 'tp=0' must be a positive integer"),
         (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it"),
         (
             ("plan", "tp=3,dp=-1", "--world-size", "8"),

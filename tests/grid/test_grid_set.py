@@ -251,7 +251,7 @@ def test_explicit_places():
     [
         (lambda: GridSet.tile(8), LayoutError, "at least one"),
         (lambda: GridSet({}, world_size=8), LayoutError, "at least one"),
-        (lambda: GridSet(["a"], world_size=8), LayoutError, r"map names of grids.*got \['a'\]"),
+        (lambda: GridSet(["a"], world_size=8), LayoutError, r"grids must map names.*got \['a'\]"),
         (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
@@ -261,8 +261,9 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
             NotationError,
-            "tp of a.*dp of a.*pp of b.* are unspecified",
+            r"grid 'a' has 2 unspecified sizes, those of \['tp', 'dp'\]",
         ),
+        (lambda: GridSet.tile(8, a="tp", b="pp"), NotationError, "tp of a.*pp of b.* unspecified"),
         (
             lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"),
             WorldSizeError,
@@ -307,7 +308,7 @@ def test_explicit_places():
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
             NotationError,
-            "grid 'a': only one .*tp.*dp.* unspecified",
+            "grid 'a' has 2 unspecified sizes",
         ),
         (
             lambda: GridSet(
@@ -317,6 +318,16 @@ def test_explicit_places():
             ),
             WorldSizeError,
             r"requires='disjoint', but .*a and b share ranks 4..5",
+        ),
+        (
+            lambda: GridSet(dict.fromkeys("ab", RankLayout(tp=4)), requires="disjoint", world_size=8),
+            WorldSizeError,
+            "a has ranks 0..3, b has ranks 0..3",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=2", b="dp", requires="colocated"),
+            WorldSizeError,
+            "a has ranks 0..1, b has ranks 2..7",
         ),
         (
             lambda: GridSet(
@@ -330,7 +341,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
             UnknownGridError,
-            r"no grid 'b' in this set; it has \['a'\]",
+            r"overrides: there is no grid 'b' in this set; it has \['a'\]",
         ),
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"a": {"name": "x"}}),
