@@ -75,7 +75,7 @@ def read_layout(
     """Read sizes, where errors speak of the command's own option.
 
     Args:
-        text: Sizes, as in "tp=2,dp=4"; one may be open.
+        text: Sizes, as in "tp=2,dp=4"; one may be unspecified.
         world_size: The number of ranks that they must multiply to, if it is known.
         option: The option that gives it.
         room: The error's clause about that number; default: that the option is it.
@@ -84,7 +84,7 @@ def read_layout(
 
     Raises:
         LayoutError: A number is too small.
-        NotationError: The text cannot be read, or a size is open and nothing tells it.
+        NotationError: The text cannot be read, or a size is unspecified and cannot be inferred.
         WorldSizeError: The sizes do not multiply to the number of ranks.
 
     Example:
@@ -95,7 +95,8 @@ def read_layout(
     unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
     if unknown is not None and world_size is None:
         raise NotationError(
-            f"the size of dim {unknown!r} is open; give it, or {option}{perhaps_meant(unknown)}"
+            f"the size of dim {unknown!r} is unspecified; give it, or {option}"
+            f"{perhaps_meant(unknown)}"
         )
     if world_size is not None:
         positive(world_size, option)

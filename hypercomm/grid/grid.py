@@ -88,7 +88,7 @@ class GridState:
     Attributes:
         views: The layout and its views; `reshape` replaces it.
         owner: The process groups; `reshape` replaces it.
-        options: The arguments of the grid, which hold where a call does not say otherwise.
+        options: The arguments of the grid: the defaults of its calls.
         world_size: Number of ranks of the job.
         lender: The state of `share_with`, kept alive.
         device_type: The device type of the DeviceMesh that the grid was made of.
@@ -148,7 +148,7 @@ class GridView:
 
     @property
     def backend(self) -> str | None:
-        """The default backend of the groups; None stands for that of WORLD."""
+        """The default backend of the groups; None: the backend of WORLD."""
         return self._state.options.backend
 
     @property

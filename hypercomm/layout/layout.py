@@ -357,7 +357,9 @@ class RankLayout:
             raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
         known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
         is_layout = isinstance(fields, dict) and set(fields) <= known
-        if not is_layout or not all(type(fields.get(one)) is list for one in ("shape", "dim_names")):
+        if not is_layout or not all(
+            type(fields.get(one)) is list for one in ("shape", "dim_names")
+        ):
             raise LayoutError(
                 f"the JSON form of a layout is an object with lists 'shape' and 'dim_names', and "
                 f"perhaps 'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
@@ -442,12 +444,9 @@ class RankLayout:
             >>> layout.size_of("dp"), layout.size_of("tp", "dp"), layout.size_of("cp", default=1)
             (4, 8, 1)
         """
-        names, sizes = as_dims(dims), self.sizes
-        if default is None:
-            return math.prod(map(sizes.__getitem__, self.order_dims(names)))
-        size = as_int(default, "default")
-        self._check_dims(names, others=True)
-        return math.prod(sizes.get(name, size) for name in names)
+        names = self._check_dims(as_dims(dims), others=default is not None)
+        size, sizes = 1 if default is None else as_int(default, "default"), self.sizes
+        return math.prod([sizes.get(name, size) for name in names])
 
     def order_dims(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the layout's order, after checking them.
@@ -875,7 +874,7 @@ def read_layout(
     world_size: int | None = None,
     **dims: int,
 ) -> RankLayout:
-    """Return a layout in a world, from whatever form its sizes are given in.
+    """Return a layout that fits into a world, from sizes in any form.
 
     Args:
         sizes: Text, a mapping, sizes with `dim_names`, a layout, an object with a `layout`, as a

@@ -73,7 +73,8 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
 
     Args:
         layouts: Sizes, or a layout without gaps, by name. Each may have one unspecified size: it
-            follows from a layout that has none, or where all have one, from the world.
+            is inferred from the first layout without an unspecified size, or from the world if
+            there is none.
         world_size: The number of ranks of the world.
         rank_offset: The first rank of all of them.
 
@@ -167,12 +168,12 @@ class Placement:
         """Raise unless the layouts lie as wanted.
 
         Args:
-            wanted: "tiled", "disjoint" or "colocated", as in `kind`, where tiled layouts are
-                disjoint too, and a layout alone is colocated; or "any".
+            wanted: "tiled", "disjoint" or "colocated", as in `kind`, or "any". Tiled layouts are
+                also disjoint, and a single layout is also colocated.
 
         Raises:
             LayoutError: There is no such choice.
-            WorldSizeError: The layouts lie otherwise; names them, and the ranks.
+            WorldSizeError: The layouts have another placement; names them and their ranks.
 
         Example:
             >>> dp = RankLayout.parse("dp=4")

@@ -167,7 +167,7 @@ class Views(Mapping[str, View]):
         return self.base if found is None else found.layout
 
     def asked(self, view: str | None) -> View | None:
-        """Return a view by name; None for the base, which None and "base" name."""
+        """Return a view by name, or None for the base: `view` is None or "base"."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None
         return self[view]

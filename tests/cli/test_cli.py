@@ -46,7 +46,7 @@ def test_check():
     assert re.fullmatch(r"(\d of 3 checked, last \S+\n){3}", done.stderr)
 
 
-# torchrun starts the ranks, and the check joins them; an open size is inferred from their number.
+# torchrun starts the ranks, and the check joins them; an unspecified size is inferred.
 @pytest.mark.long
 def test_check_under_torchrun():
     done = subprocess.run(
@@ -237,7 +237,7 @@ def test_plan_of_a_million_ranks():
     subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
 
 
-# A size that is open is that of the job whose rank this is; a size that is given needs none.
+# A size that is unspecified is that of the job whose rank this is; a size that is given needs none.
 @pytest.mark.parametrize(
     ("environment", "arguments", "layout"),
     [
@@ -283,7 +283,7 @@ def test_plan_in_another_job(size, message, in_process, monkeypatch):
         (("plan", "tp=2,dp=2,tp=4"), "dim 'tp' is given twice in 'tp=2,dp=2,tp=4'"),
         (("plan", "=2"), "'=2' cannot be read as a size"),
         (("plan", "tp=0"), "the size in 'tp=0' must be a positive integer"),
-        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it"),
+        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is unspecified; give it"),
         (
             ("plan", "tp=3,dp=-1", "--world-size", "8"),
             "multiple of 3 ranks, as 6 and 9; --world-size is 8",
@@ -291,11 +291,14 @@ def test_plan_in_another_job(size, message, in_process, monkeypatch):
         (("plan", "tp=2", "--rank", "2"), "rank 2 is not in layout tp=2, which holds ranks 0..1"),
         (("plan", "tp=2", "--gpus-per-node", "0"), "0 is not in the range x>=1"),
         (("plan", "tp=2", "--rank-offset", "-1"), "--rank-offset must be non-negative, got -1"),
-        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it, or --world-size"),
-        (("plan", "tp8"), "dim 'tp8' is open; give it, or --world-size; did you mean 'tp=8'?"),
+        (("plan", "tp=2,dp=-1"), "the size of dim 'dp' is unspecified; give it, or --world-size"),
+        (
+            ("plan", "tp8"),
+            "dim 'tp8' is unspecified; give it, or --world-size; did you mean 'tp=8'?",
+        ),
         (("plan", "tp:8"), "as in 'tp=8'"),
         (("check", "tp2dp4"), "as in 'tp=2,dp=4'"),
-        (("check", "tp=2,dp=-1"), "the size of dim 'dp' is open; give it, or --nprocs"),
+        (("check", "tp=2,dp=-1"), "the size of dim 'dp' is unspecified; give it, or --nprocs"),
         (("check", "tp=3", "--nprocs", "0"), "--nprocs must be at least 1, got 0"),
         (("check", "tp=3", "--nprocs", "4"), "tp=3 needs 3 ranks; --nprocs is 4"),
         (("diff", "tp=2", "dp", "--world-size", "3"), "needs 2 ranks; --world-size is 3"),

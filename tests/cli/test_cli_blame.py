@@ -69,7 +69,7 @@ def test_bad_calls(in_process, folder, tmp_path):
             [str(folder), "--layout", "tp=2"],
             "--layout tp=2 has 2 ranks, but the job has 4",
         ),
-        ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is open; give it"),
+        ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is unspecified; give it"),
         ([str(folder), "--layout", "tp"], "open"),
         ([], "Missing argument 'FOLDER'"),
     ]:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_recovery():
     for rank, (said, rows, over_dp, over_tp) in enumerate(got):
         assert "ConnectTimeout: connect() of the grid tp=2,dp=2 waited " in said[0]
         assert said[0].startswith("ConnectTimeout: ")
-        assert "in dp of ranks (1, 3), which all of its members" in said[0]
+        assert "in dp of ranks (1, 3), which all members" in said[0]
         assert [title for title, _ in rows] == ["tp", "dp"]
         assert (over_dp, over_tp) == (1010 if rank % 2 else 101, 11 if rank < 2 else 1100)
 
@@ -291,9 +292,10 @@ def test_timeouts_after_the_last_item(dims, monkeypatch):
         raise LateError(f"not done within {limit_s:.1f} s", threading.Event())
 
     monkeypatch.setattr(connect, "in_time", late)
+    monkeypatch.setattr(connect._Item, "connect", lambda item, _: item.row)
     with fake_world(4), HyperCommGrid("tp=4") as grid:
         grid.create_pgs(dims)
-        steps, job = grid._owner.steps, connect.current()
+        steps, job = mock.Mock(agreement=grid._owner.steps.agreement), connect.current()
         items = connect._items_of(connect._in_order({"": grid}), (), job.rank)
         run = connect._Run(steps, job, items, time.monotonic())
         step = Step(steps, 0, 0, "connect", deadline=0.0)

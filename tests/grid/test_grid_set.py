@@ -64,8 +64,8 @@ def as_text(sizes, unknown=None, mark="{}=-1"):
     )
 
 
-# Tiled layouts hold the ranks behind those of the layouts before, and one open size takes what the
-# others leave, wherever it is.
+# Tiled layouts hold the ranks behind those of the layouts before, and one unspecified size
+# takes what the others leave, wherever it is.
 @given(st.lists(shapes(), min_size=1, max_size=4), st.integers(0, 5), st.data())
 def test_tile(every, offset, data):
     sizes = [math.prod(own.values()) for own in every]
@@ -86,8 +86,8 @@ def test_tile(every, offset, data):
     assert placement.spare_ranks == tuple(range(offset))
 
 
-# Colocated layouts hold the same ranks; open sizes follow from the layouts that have none, else
-# from the world.
+# Colocated layouts hold the same ranks; unspecified sizes follow from the layouts that have none,
+# else from the world.
 @given(shapes(), shapes(), st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_colocate(one, other, offset, spare, is_closed):
     own, their = math.prod(one.values()), math.prod(other.values())
@@ -320,7 +320,9 @@ def test_explicit_places():
             r"requires='disjoint', but .*a and b share ranks 4..5",
         ),
         (
-            lambda: GridSet(dict.fromkeys("ab", RankLayout(tp=4)), requires="disjoint", world_size=8),
+            lambda: GridSet(
+                dict.fromkeys("ab", RankLayout(tp=4)), requires="disjoint", world_size=8
+            ),
             WorldSizeError,
             "a has ranks 0..3, b has ranks 0..3",
         ),
