@@ -70,7 +70,7 @@ def test_bad_calls(in_process, folder, tmp_path):
             "--layout tp=2 has 2 ranks, but the job has 4",
         ),
         ([str(folder), "--layout", "tp=2,dp"], "the size of dim 'dp' is unspecified; give it"),
-        ([str(folder), "--layout", "tp"], "open"),
+        ([str(folder), "--layout", "tp"], "unspecified"),
         ([], "Missing argument 'FOLDER'"),
     ]:
         done = in_process("blame", *arguments)
