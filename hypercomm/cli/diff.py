@@ -52,7 +52,7 @@ def diff(
 def read(
     before: str, after: str, world_size: int | None, before_offset: int, after_offset: int
 ) -> tuple[RankLayout, RankLayout]:
-    """Read both layouts; without a world size, an open size makes them equally large.
+    """Read both layouts; without a world size, an unspecified size makes them equally large.
 
     Args:
         before: The sizes before, as in tp=2,cp=2,dp=2.
@@ -62,7 +62,8 @@ def read(
         after_offset: The smallest rank after.
 
     Raises:
-        NotationError: A text cannot be read, or both have an open size and no world size is given.
+        NotationError: A text cannot be read, or both have an unspecified size and no world size is
+            given.
         WorldSizeError: The sizes do not multiply to the world size.
 
     Example:
@@ -72,8 +73,8 @@ def read(
     is_open = [OPEN in parse_sizes(text).values() for text in (before, after)]
     if world_size is None and all(is_open):
         raise NotationError(
-            f"both {before!r} and {after!r} have an open size; give one of them all its sizes, or "
-            f"the number of ranks with --world-size"
+            f"both {before!r} and {after!r} have an unspecified size; give one of them all its "
+            f"sizes, or the number of ranks with --world-size"
         )
     room = ""
     if world_size is None and any(is_open):

@@ -11,7 +11,6 @@ import attrs
 from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import (
-    as_names,
     as_offset,
     as_ordered,
     as_world_size,
@@ -25,9 +24,9 @@ from hypercomm.layout.parsing import (
     VARIABLE,
     Dims,
     as_factors,
-    as_size,
     close_sizes,
     parse_sizes,
+    read_sizes,
     sizes_of_environment,
 )
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
@@ -184,7 +183,8 @@ def read_requests(
 def read_layout(
     sizes: Sizes, dim_names: Iterable[str] | None, rank_offset: int, world_size: int | None
 ) -> RankLayout:
-    """Return the layout that the arguments of a grid describe; an open size fills the world.
+    """Return the layout that the arguments of a grid describe; an unspecified size fills the
+    world.
 
     Raises:
         LayoutError: As for `RankLayout`; or names are given twice, or not at all.
@@ -196,8 +196,7 @@ def read_layout(
         >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
         range(4, 8)
     """
-    if sizes is None:
-        sizes = sizes_of_environment()
+    sizes = sizes_of_environment() if sizes is None else sizes
     if sizes is None:
         raise LayoutError(
             f"a grid needs its sizes, as in HyperCommGrid('tp=2,dp=-1'), or the environment's "
@@ -222,7 +221,7 @@ def read_layout(
 def read_factors(
     sizes: GivenSizes, dim_names: Iterable[str] | None, size: int
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and dim names of a view of `size` ranks; one size may be open.
+    """Return shape and dim names of a view of `size` ranks; one size may be unspecified.
 
     Example:
         >>> read_factors("ep=4,expt_dp=-1", None, 16)
@@ -234,23 +233,11 @@ def read_factors(
 def _closed(
     sizes: GivenSizes, dim_names: Iterable[str] | None, left: Callable[[], tuple[int, str]]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and names; `left` is called for an open size only."""
-    if isinstance(sizes, (str, Mapping)):
-        if dim_names is not None:
-            raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
-        given = parse_sizes(sizes) if isinstance(sizes, str) else dict(sizes)
-        names = as_names(tuple(given))
-        shape = [as_size(name, size) for name, size in given.items()]
-    elif dim_names is None:
-        raise LayoutError(
-            f"dim_names are missing: give ([2, 4], ['tp', 'dp']), or in one, 'tp=2,dp=4'; got "
-            f"{shown(sizes)} alone"
-        )
-    else:
-        shape, names = list(as_ordered(sizes, "shape")), as_names(dim_names)
-    if OPEN in shape and len(shape) == len(names):
-        shape = list(close_sizes(dict(zip(names, shape, strict=True)), *left()).values())
-    return shape, names
+    """Return shape and names; `left` is called for an unspecified size only."""
+    given = read_sizes(sizes, dim_names)
+    if OPEN in given.values():
+        given = close_sizes(given, *left())
+    return list(given.values()), tuple(given)
 
 
 def read_target(
@@ -258,11 +245,11 @@ def read_target(
 ) -> RankLayout:
     """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
     if isinstance(target, str):
-        if ranks is not None:
-            closed = close_sizes(parse_sizes(target), len(ranks), f"ranks has {len(ranks)} ranks")
-            return RankLayout(tuple(closed.values()), tuple(closed), ranks=ranks)
-        sized = RankLayout.parse(target, world_size=layout.size)
-        return layout.renumber(sized.shape, sized.dim_names)
+        size, what = (layout.size, "the grid") if ranks is None else (len(ranks), "ranks")
+        sizes = close_sizes(parse_sizes(target), size, f"{what} has {size} ranks")
+        if ranks is None:
+            return layout.renumber(tuple(sizes.values()), tuple(sizes))
+        return RankLayout(sizes, ranks=ranks)
     if not isinstance(target, RankLayout):
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"

@@ -121,7 +121,7 @@ class Connections:
         return f"<Connections: {self._summary()}>"
 
     def __str__(self) -> str:
-        table = [("connected", "ranks", "backend", "seconds")]
+        table = [("connected", "ranks", "backend", "seconds")] if self.rows else []
         for row in self.rows:
             ranks = " <-> ".join(map(str, row.ranks)) if row.is_edge else format_ranks(row.ranks)
             table.append((row.title, ranks, row.backend, f"{row.seconds:.6f}"))
@@ -359,12 +359,14 @@ class _Run:
     is_stopped: bool = False
 
     def connect_all(self, step: Step) -> tuple[Connection, ...]:
-        """Connect all items, at a step that all ranks are at.
+        """Connect all items, if there are any, at a step that all ranks are at.
 
         Raises:
             ConnectTimeout: It did not end in time, or a member is missing.
             CreationError: A collective failed.
         """
+        if not self.items:
+            return ()
         check_others = self.steps.lookout(self.job, CALL, is_met=True)  # raises if one has failed
 
         def while_waiting() -> None:
@@ -395,16 +397,21 @@ class _Run:
             self.at += 1
         return tuple(rows)
 
+    @property
+    def _item(self) -> _Item:
+        """The current item, or the last one if all are connected."""
+        return self.items[min(self.at, len(self.items) - 1)]
+
     def _publish(self, step: Step) -> None:
         """Publish that this rank is in its current item."""
-        key = f"{_place(step, self.items[self.at])}/here/{self.job.rank}"
+        key = f"{_place(step, self._item)}/here/{self.job.rank}"
         if step.register and key not in self.steps.agreement.registers:
             c10d.answer(partial(c10d.set_all, {key: "1"}))
             self.steps.agreement.registers.add(key)  # it is deleted with them
 
     def _error(self, step: Step, error: Exception) -> CreationError:
         """Return an error that names the members that have not entered the current item."""
-        item, is_late = self.items[self.at], isinstance(error, LateError)
+        item, is_late = self._item, isinstance(error, LateError)
         others = [rank for rank in item.row.ranks if rank != self.job.rank]
         missing, named = tuple[int, ...](), ""
         with contextlib.suppress(dist.DistNetworkError):
@@ -425,13 +432,9 @@ class _Run:
             f"{waited.total_seconds():.1f} s in {item.title}"
         )
         if missing:
-            text += f" for {named}; check whether they are alive" + (
-                "" if is_late else f": {cause}"
-            )
+            text += f" for {named}; check whether they are alive{'' if is_late else f': {cause}'}"
         else:
-            text += (
-                ", which all of its members have entered; check whether they can reach each other"
-            )
+            text += ", which all members have entered; check whether they can reach each other"
         return ConnectTimeout(text, missing=missing, waited=waited, group=item.row.keys[0])
 
 

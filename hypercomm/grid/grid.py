@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
     from hypercomm.grid.connect import Connections
+    from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class GridState:
     Attributes:
         views: The layout and its views; `reshape` replaces it.
         owner: The process groups; `reshape` replaces it.
-        options: The arguments of the grid, which hold where a call does not say otherwise.
+        options: The arguments of the grid: the defaults of its calls.
         world_size: Number of ranks of the job.
         lender: The state of `share_with`, kept alive.
         device_type: The device type of the DeviceMesh that the grid was made of.
@@ -147,7 +148,7 @@ class GridView:
 
     @property
     def backend(self) -> str | None:
-        """The default backend of the groups; None stands for that of WORLD."""
+        """The default backend of the groups; None: the backend of WORLD."""
         return self._state.options.backend
 
     @property
@@ -763,7 +764,7 @@ class GridView:
 
         return connect({"": self}, self._owner.steps, pipelines, timeout)
 
-    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Any:
+    def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
         """Write a report for `hypercomm blame` when no collective has moved for a while.
 
         Call it on every rank, between the same collectives, before or after the groups are
@@ -805,7 +806,8 @@ class GridView:
         views, owner = self._state.views, self._owner
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
         groups = lambda: {key: one.group for key, one in owner.created.items()}  # noqa: E731
-        return importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
+        watch: Watch = importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
+        return watch
 
     def survivors(self, timeout: timedelta) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.

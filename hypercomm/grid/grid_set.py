@@ -89,9 +89,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
     Args:
         grids: A layout in its place, or a grid, for each name. The set becomes the owner of a grid
             that is given; the grid keeps its own arguments.
-        requires: How the grids must lie, else nothing is made: "tiled", each rank of the world is
-            in exactly one grid; "disjoint", in at most one; "colocated", all grids hold the same
-            ranks; "any".
+        requires: The placement to check before anything is created. "tiled": each rank of the
+            world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
+            the same ranks; "any": no check.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         arguments: `name` distinguishes this set from others with grids of the same names;
             `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid (with
@@ -101,7 +101,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     Raises:
         LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
         WorldSizeError: A grid does not fit the world, was made for one of another size, or
-            grids lie otherwise than required; names them, and the ranks.
+            the placement is not the required one; names the grids and their ranks.
         GridDestroyedError: A grid that is given was destroyed.
         GroupOptionsError: An argument is wrong.
         NotInitializedError: The world size is not known.
@@ -192,9 +192,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
             rank_offset: The first rank of all grids.
-            grids: As for `tile`. Each grid may have one unspecified size: it follows from the
-                grids without, or else from the world. If all sizes are given, ranks of the world
-                may be left over: see `spare_ranks`.
+            grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
+                first grid without one, or from the world if there is none. If all sizes are given,
+                ranks of the world may be left over: see `spare_ranks`.
 
         Raises:
             LayoutError, NotationError, WorldSizeError: As for the class, or sizes differ.
@@ -595,7 +595,7 @@ def _check_overrides(
         raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
     for name, own in overrides.items():
         if name not in grids:
-            raise _unknown(name, grids)
+            raise UnknownGridError(f"overrides: {_unknown(name, grids).args[0]}")
         if isinstance(grids[name], HyperCommGrid):
             raise GroupOptionsError(
                 f"overrides names grid {name!r}, which exists and keeps its own arguments"

@@ -84,7 +84,7 @@ def element(axes: Sequence[Axis], index: int) -> int:
 
 
 def axes_of(offsets: NDArray[np.int64]) -> list[Axis] | None:
-    """Find the nested axes whose `lattice` these offsets are; None if there are none.
+    """Return nested axes whose `lattice` equals these offsets; None if there are no such axes.
 
     >>> axes_of(np.array([0, 1, 4, 5, 8, 9])), axes_of(np.array([0, 1, 5])), axes_of(np.array([1]))
     ([Axis(size=2, stride=1), Axis(size=3, stride=4)], None, None)
@@ -525,7 +525,7 @@ class Listing:
         return self._positions.get(rank)
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the strides that number these ranks over a shape; None if there are none.
+        """Return the strides over a shape that give these ranks; None if no strides do.
 
         >>> Listing([3, 4, 7, 8]).strides([2, 2]), Listing([3, 4, 7, 8]).strides([4])
         ((1, 4), None)

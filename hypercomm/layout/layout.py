@@ -123,10 +123,10 @@ class RankLayout:
     dim_names: tuple[str, ...]
     rank_offset: int
     strides: tuple[int, ...]
-    _listing: Listing | None
-    size: int = attrs.field(eq=False)
+    _listing: Listing | None = attrs.field(alias="ranks")
+    size: int = attrs.field(eq=False, init=False)
     """The number of ranks."""
-    _is_dense: bool = attrs.field(eq=False)
+    _is_dense: bool = attrs.field(eq=False, init=False)
     """Whether there are no gaps between offsets."""
 
     __iter__ = None
@@ -144,6 +144,8 @@ class RankLayout:
         **dims: int,
     ) -> None:
         offset = as_offset(rank_offset)
+        if isinstance(ranks, Listing):  # from attrs.evolve, which passes every field
+            ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
             if offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
@@ -193,15 +195,8 @@ class RankLayout:
         strides = dense if strides is None else strides
         if strides != dense:
             strides = _canonical_strides(dim_names, shape, strides)
-        fields = (
-            shape,
-            dim_names,
-            rank_offset,
-            strides,
-            listing,
-            math.prod(shape),
-            strides == dense,
-        )
+        numbering = (shape, dim_names, rank_offset, strides, listing)
+        fields = (*numbering, math.prod(shape), strides == dense)
         for name, value in zip(_FIELDS, fields, strict=True):
             object.__setattr__(self, name, value)
         if self.last_rank > LARGEST_RANK:
@@ -296,11 +291,8 @@ class RankLayout:
             >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
-        total, choices, offset = (
-            positive(world_size, "world_size"),
-            _choices(sizes),
-            as_offset(rank_offset),
-        )
+        total, choices = positive(world_size, "world_size"), _choices(sizes)
+        offset = as_offset(rank_offset)
         if total > LARGEST_RANK:
             raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {shown(total)}")
         shapes = completions([*choices.values()], total)
@@ -344,9 +336,10 @@ class RankLayout:
             near = nearest_multiples(world_size, least)
             if len(known) == len(choices):
                 near = f"leave one dim unspecified with -1, and {near}"
+            given = [f"{name}={'|'.join(map(str, choice))}" for name, choice in choices.items()]
             raise WorldSizeError(
-                f"no sizes of {shown(choices)} multiply to {world_size} ranks; {near} ranks would "
-                f"do, or allow more sizes"
+                f"no sizes of {shown(','.join(given))} multiply to {world_size} ranks; {near} "
+                f"ranks would do, or allow more sizes"
             )
         wanted = tuple(dict.fromkeys((*as_strings(prefer, "prefer"), *known)))
         return max(layouts, key=lambda layout: [layout.size_of(dim) for dim in wanted])
@@ -363,10 +356,13 @@ class RankLayout:
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
         known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
-        if not isinstance(fields, dict) or not {"shape", "dim_names"} <= set(fields) <= known:
+        is_layout = isinstance(fields, dict) and set(fields) <= known
+        if not is_layout or not all(
+            type(fields.get(one)) is list for one in ("shape", "dim_names")
+        ):
             raise LayoutError(
-                f"the JSON form of a layout is an object with 'shape', 'dim_names' and perhaps "
-                f"'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
+                f"the JSON form of a layout is an object with lists 'shape' and 'dim_names', and "
+                f"perhaps 'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
             )
         return cls(**fields)
 
@@ -448,12 +444,9 @@ class RankLayout:
             >>> layout.size_of("dp"), layout.size_of("tp", "dp"), layout.size_of("cp", default=1)
             (4, 8, 1)
         """
-        names = as_dims(dims)
-        if default is None:
-            names = self.order_dims(names)
-        sizes = self.sizes
-        return math.prod([sizes[name] if name in sizes else as_int(default, "default")
-                          for name in names])  # fmt: skip
+        names = self._check_dims(as_dims(dims), others=default is not None)
+        size, sizes = 1 if default is None else as_int(default, "default"), self.sizes
+        return math.prod([sizes.get(name, size) for name in names])
 
     def order_dims(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the layout's order, after checking them.
@@ -496,10 +489,11 @@ class RankLayout:
             UnknownDimError: A coordinate is for no dim of the layout.
             LayoutError: A dim has no coordinate, or one that is not in range(size).
         """
+        offset = self._offset_at(coords)
         missing = [name for name in self.dim_names if name not in coords]
         if missing:
             raise LayoutError(f"rank() needs a coordinate for every dim; {missing} have none")
-        return self._rank_at(self._offset_at(coords))
+        return self._rank_at(offset)
 
     def shift(self, rank: int, dim: str, by: int, periodic: bool = False) -> int | None:
         """Return the rank that is `by` steps away along a dim, as MPI's Cart_shift does.
@@ -593,9 +587,8 @@ class RankLayout:
             >>> layout.enumerate_ranks(["a", "b"]).tolist()
             [[0, 2, 1, 3], [4, 6, 5, 7]]
         """
-        inner = self._check_dims(
-            as_dims(dims if isinstance(dims, str) else as_ordered(dims, "dims"))
-        )
+        given = dims if isinstance(dims, str) else as_ordered(dims, "dims")
+        inner = self._check_dims(as_dims(given))
         outer = [name for name in self.dim_names if name not in inner]
         bases = lattice(self._axes(outer))
         return self._ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
@@ -642,6 +635,8 @@ class RankLayout:
         """
         axis = self._axis_of(dim)
         size, stride = self.shape[axis], self.strides[axis]
+        if not sizes:
+            raise LayoutError(f"split() needs the new dims, as in split({dim!r}, a=2, b=-1)")
         try:
             parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
         except (LayoutError, WorldSizeError) as error:
@@ -760,12 +755,13 @@ class RankLayout:
             )
         return self.dim_names.index(dim)
 
-    def _check_dims(self, wanted: tuple[Any, ...]) -> tuple[str, ...]:
-        """Return dims in the order given, after checking them."""
+    def _check_dims(self, wanted: tuple[Any, ...], *, others: bool = False) -> tuple[str, ...]:
+        """Return dims in the order given, after checking them; `others` allows unknown names."""
         if not wanted:
             raise LayoutError(f"dims is empty; name at least one of {self.dim_names}")
         for position, name in enumerate(wanted):
-            self._axis_of(name)
+            if not (others and isinstance(name, str)):
+                self._axis_of(name)
             if name in wanted[:position]:
                 raise LayoutError(f"dim {name!r} comes twice in dims {shown(wanted)}")
         return wanted
@@ -878,7 +874,7 @@ def read_layout(
     world_size: int | None = None,
     **dims: int,
 ) -> RankLayout:
-    """Return a layout in a world, from whatever form its sizes are given in.
+    """Return a layout that fits into a world, from sizes in any form.
 
     Args:
         sizes: Text, a mapping, sizes with `dim_names`, a layout, an object with a `layout`, as a

@@ -1,12 +1,13 @@
 """RankMapping: the messages that redistribute a tensor from one layout to another.
 
-Everything about one rank is arithmetic on the two layouts.
+The messages of one rank are computed from the two layouts, without communication.
 
-A cell of the source overlaps some cells of the target, and each replica of those wants the part in
-common. These replicas are the cell's consumers: n of them, the target's replicas varying fastest,
-then the last axis that is cut. A consumer that has the cell itself keeps it; else consumer k
-receives from replica k * R // n of the R that the cell has. Among leaders, R is 1 and so are the
-target's replicas.
+A cell is the part of the tensor that a rank holds; ranks with the same cell are its replicas.
+A cell of the source overlaps one or more cells of the target. The replicas of those target cells
+are the consumers of the source cell. They are numbered from 0 to n - 1: the replicas of a target
+cell vary fastest, then the position along the last axis that is cut. A consumer that holds the
+source cell copies it locally. Any other consumer k receives it from replica k * R // n, where R is
+the number of replicas of the source cell. With `leaders`, each cell has one replica.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 class RankMapping:
     """The messages that redistribute a tensor from one layout to another.
 
-    The batch is split along one dim, further dims may cut further axes, and every other dim
-    replicates the tensor. It leaves the last pipeline stage of the source, and enters the first of
-    the target. Each element that a target rank wants comes from exactly one source rank: itself,
-    where it has the part; else one of the replicas that have it. These share the work in number of
-    messages, not in bytes: of n ranks that want a part of what R have, none serves more than
-    ceil(n / R) others.
+    One dim splits the batch, further dims may cut further axes, and every other dim replicates the
+    tensor. The last pipeline stage of the source sends it to the first stage of the target. Each
+    target rank receives each element from exactly one source rank: from itself if it has the
+    element, else from one of the replicas that have it. The replicas share the messages evenly,
+    whatever their bytes: if n ranks need a part that R ranks have, each of the R sends to at most
+    ceil(n / R) of them.
 
-    It is a value: frozen, hashable and picklable, and needs no torch; `hypercomm.transfer` moves
-    tensors by it. The layouts may be disjoint, overlap, or be on the same ranks.
+    A mapping is a value: frozen, hashable and picklable. It needs no torch; `hypercomm.transfer`
+    moves tensors by it. The layouts may be disjoint, overlap, or be on the same ranks.
 
     Args:
         source: Where the tensor is: a layout, a grid, or sizes as text, for ranks from 0 on.
@@ -618,13 +619,13 @@ def check_roles(
     shards: Shards,
     pipeline: str | None,
 ) -> None:
-    """Check that each dim has one role, and that no typing mistake makes a dim of size 1.
+    """Check that each dim has one role and that at least one layout has it.
 
     Raises:
         LayoutError: A dim is named twice, or neither size along the batch is a multiple of the
             other.
-        UnknownDimError: Neither layout has a dim, and no default names it; or neither has `along`,
-            while a dim without a role would replicate what was perhaps to be split.
+        UnknownDimError: Neither layout has a dim that is not a default; or neither has `along`,
+            and a dim without a role would replicate the batch.
 
     Example:
         >>> layout = RankLayout.parse("tp=2,dp=2")

@@ -1,7 +1,7 @@
-"""Message: the part of a tensor that one rank sends to another, and where it lies on both.
+"""Message: the part of a tensor that one rank sends to another, and its slices on both ranks.
 
-An axis is cut into shards. Where dims cut in zigzag, as Megatron orders a causal sequence for
-context parallelism, each rank holds two shards for each of these dims, which `zigzag_order` lists.
+An axis is cut into shards. A dim may cut it in zigzag, as Megatron orders a causal sequence for
+context parallelism: each rank then holds two shards for this dim. `zigzag_order` lists them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ Dims = str | Iterable["Dims"]
 """Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
 
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
-_LOOSE_SIZE = r"([^\W\d]+)[\s:=]*(-1|[0-9]+)[\s,;]*"
+_SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;]+|$)"  # "tp:2;", "tp 2 "
+_JOINED_SIZE = r"([^\W\d]+)(-1|[1-9][0-9]{0,17})[\s,;]*"  # "tp2"
 _LONGEST_CORRECTED = 200
 
 
@@ -47,15 +48,14 @@ def parse_sizes(text: str) -> dict[str, int]:
     if not isinstance(text, str):
         raise NotationError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    for number, part in enumerate(text.split(","), 1):
         match = _SIZE.fullmatch(part)
-        if not match or (match[2] is None and ":" in part):
-            raise _unreadable(text, part)
+        size = int(match[2] or OPEN) if match else 0
+        if not match or size == 0 or (match[2] is None and ":" in part):
+            raise _unreadable(text, part, number)
         if not match[1].isprintable():
             raise NotationError(f"dim name {shown(match[1])} must be printable")
-        name, size = match[1], int(match[2] or OPEN)
-        if size == 0:
-            raise NotationError(f"the size in {shown(part)} must be at least 1, or -1 to infer it")
+        name = match[1]
         if name in sizes:
             raise NotationError(f"dim {shown(name)} is given twice in {shown(text)}")
         sizes[name] = size
@@ -64,18 +64,28 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _unreadable(text: str, part: str) -> NotationError:
-    where = "" if part == text else f" in {shown(text)}"
-    what = f"{shown(part)}{where} cannot be read as a size"
-    fix = _corrected(text) or "tp=2,dp=4"
-    return NotationError(f"{what}; separate sizes with commas, as in {fix!r}")
+def _unreadable(text: str, part: str, number: int = 1) -> NotationError:
+    """Return the error for one part of a text; `number` counts the parts from 1."""
+    if not part.strip():
+        what = f"part {number} of {shown(text)}" if text.strip() else "the text"
+        return NotationError(f"{what} is empty; write sizes like 'tp=2,dp=4'")
+    where = f"{shown(part.strip())}" + ("" if part == text else f" in {shown(text)}")
+    name, equals, _ = part.partition("=")
+    if fix := _corrected(text):
+        wrong = f"{where} cannot be read as a size; separate sizes with commas, as in {fix!r}"
+    elif equals and _SIZE.fullmatch(name):
+        wrong = f"the size in {shown(part.strip())} must be a positive integer, or -1 to infer it"
+    else:
+        wrong = f"{where} cannot be read as a size; write a dim name and its size, as in 'tp=2'"
+    return NotationError(wrong)
 
 
 def _corrected(text: str) -> str:
-    """Return sizes with other separators as they should be written; "" if it is no such text."""
-    if len(text) > _LONGEST_CORRECTED or not re.fullmatch(rf"\s*(?:{_LOOSE_SIZE})+", text):
-        return ""
-    return ",".join(map("=".join, re.findall(_LOOSE_SIZE, text)))
+    """Return sizes with other separators as they should be written; "" for another text."""
+    for size in (_SPACED_SIZE, _JOINED_SIZE) if len(text) <= _LONGEST_CORRECTED else ():
+        if re.fullmatch(rf"\s*(?:{size})+", text):
+            return ",".join(map("=".join, re.findall(size, text)))
+    return ""
 
 
 def parse_order(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from hypercomm.layout.checks import (
 )
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, close_sizes, known_size, read_sizes
-from hypercomm.layout.text import counted, format_ranks, shown
+from hypercomm.layout.text import counted, format_ranks, shown, some_of
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
 
     Args:
         layouts: Sizes, or a layout without gaps, by name. Each may have one unspecified size: it
-            follows from a layout that has none, or where all have one, from the world.
+            is inferred from the first layout without an unspecified size, or from the world if
+            there is none.
         world_size: The number of ranks of the world.
         rank_offset: The first rank of all of them.
 
@@ -167,20 +168,20 @@ class Placement:
         """Raise unless the layouts lie as wanted.
 
         Args:
-            wanted: "tiled", "disjoint" or "colocated", as in `kind`, where tiled layouts are
-                disjoint too, and a layout alone is colocated; or "any".
+            wanted: "tiled", "disjoint" or "colocated", as in `kind`, or "any". Tiled layouts are
+                also disjoint, and a single layout is also colocated.
 
         Raises:
             LayoutError: There is no such choice.
-            WorldSizeError: The layouts lie otherwise; names them, and the ranks.
+            WorldSizeError: The layouts have another placement; names them and their ranks.
 
         Example:
             >>> dp = RankLayout.parse("dp=4")
             >>> try:
             ...     Placement({"a": dp, "b": dp}, 4).require("disjoint")
             ... except WorldSizeError as error:
-            ...     print(error)
-            requires='disjoint', but 2 grids in a world of 4 ranks, on the same ranks
+            ...     print(str(error).partition("; ")[2])
+            a has ranks 0..3, b has ranks 0..3
         """
         check_choice("requires", wanted, REQUIREMENTS, LayoutError)
         fits = {
@@ -190,31 +191,29 @@ class Placement:
             "tiled": self.kind == "tiled",
         }
         if not fits[wanted]:
-            raise WorldSizeError(f"requires={wanted!r}, but {self}")
+            held = {name: format_ranks(sorted(one.ranks)) for name, one in self.layouts.items()}
+            places = [f"{name} has ranks {ranks}" for name, ranks in held.items()]
+            raise WorldSizeError(f"requires={wanted!r}, but {self}; {some_of(places, 16)}")
 
     def __str__(self) -> str:
         count, kind = counted(len(self.layouts), "grid"), self.kind
         if kind == "tiled":
             return f"{count}, tiling the world of {self.world_size} ranks"
-        lines = [f"{count} in a world of {self.world_size} ranks, {kind}"]
-        if kind == "colocated":
-            lines = [f"{count} in a world of {self.world_size} ranks, on the same ranks"]
-        elif kind == "overlapping":
-            lines += [
-                f"{one} and {other} share ranks {format_ranks(ranks)}"
-                for (one, other), ranks in self.overlaps.items()
-            ]
-        spare = self.spare_ranks
-        return "; ".join(
-            [*lines, *([f"no grid holds ranks {format_ranks(spare)}"] if spare else [])]
-        )
+        how = "on the same ranks" if kind == "colocated" else kind
+        lines = [f"{count} in a world of {self.world_size} ranks, {how}"]
+        if kind == "overlapping":
+            for (one, other), ranks in self.overlaps.items():
+                lines.append(f"{one} and {other} share ranks {format_ranks(ranks)}")
+        if spare := self.spare_ranks:
+            lines.append(f"no grid holds ranks {format_ranks(spare)}")
+        return "; ".join(lines)
 
 
 def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     """Check the names of several grids."""
     if not isinstance(layouts, Mapping) or not layouts:
         raise LayoutError(
-            f"layouts must map names of grids, at least one, as in encoder='tp=2,dp=4', "
+            f"grids must map names to layouts, at least one, as in encoder='tp=2,dp=4', "
             f"got {shown(layouts)}"
         )
     for name in layouts:
@@ -231,7 +230,13 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
     """Return the sizes of a layout that can be moved; one may be unspecified."""
     if isinstance(given, (str, Mapping)):
-        return read_sizes(given)
+        sizes = read_sizes(given)
+        if len(unknown := [dim for dim, size in sizes.items() if size == OPEN]) > 1:
+            raise NotationError(
+                f"grid {name!r} has {len(unknown)} unspecified sizes, those of {shown(unknown)}; "
+                f"give all but one"
+            )
+        return sizes
     if not isinstance(given, RankLayout):
         raise LayoutError(
             f"grid {name!r} needs sizes such as 'tp=2,dp=4', or a RankLayout, got {shown(given)}"
@@ -252,8 +257,8 @@ def _close(name: str, sizes: Mapping[str, int], room: int, reason: str) -> dict[
         )
     try:
         return close_sizes(sizes, room, reason)
-    except (NotationError, WorldSizeError) as error:
-        raise type(error)(f"grid {name!r}: {error}") from error
+    except WorldSizeError as error:
+        raise WorldSizeError(f"grid {name!r}: {error}") from error
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:

@@ -111,7 +111,8 @@ class Views(Mapping[str, View]):
             closed = view.layout.sizes
             try:
                 if name in sizes:
-                    closed = close_sizes(parse_sizes(sizes[name]), base.size)
+                    room = f"the grid has {base.size} ranks"
+                    closed = close_sizes(parse_sizes(sizes[name]), base.size, room)
                 both = {*closed} & {*base.dim_names}
                 shared = [dim for dim in view.wanted_dims if dim in both]
                 new = others.register(name, tuple(closed.values()), tuple(closed), shared)
@@ -166,7 +167,7 @@ class Views(Mapping[str, View]):
         return self.base if found is None else found.layout
 
     def asked(self, view: str | None) -> View | None:
-        """Return a view by name; None for the base, which None and "base" name."""
+        """Return a view by name, or None for the base: `view` is None or "base"."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None
         return self[view]

@@ -50,7 +50,7 @@ def test_check():
     assert not re.search(r" $", done.stdout, re.MULTILINE)
 
 
-# torchrun starts the ranks, and the check joins them; an open size is inferred from their number.
+# torchrun starts the ranks, and the check joins them; an unspecified size is inferred.
 @pytest.mark.long
 def test_check_under_torchrun():
     done = subprocess.run(
@@ -251,7 +251,7 @@ def test_plan_of_a_million_ranks():
     subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
 
 
-# A size that is open is that of the job whose rank this is; a size that is given needs none.
+# A size that is unspecified is that of the job whose rank this is; a size that is given needs none.
 @pytest.mark.parametrize(
     ("environment", "arguments", "layout"),
     [
@@ -322,10 +322,10 @@ def test_a_closed_pipe(form):
     ("arguments", "message"),
     [
         (("check", "tp=2,,dp"), "'tp=2,,dp'"),
-        (("plan", "tp=x"), "'tp=x' cannot be read as a size"),
+        (("plan", "tp=x"), "the size in 'tp=x' must be a positive integer"),
         (("plan", "tp=2,dp=2,tp=4"), "dim 'tp' is given twice in 'tp=2,dp=2,tp=4'"),
         (("plan", "=2"), "'=2' cannot be read as a size"),
-        (("plan", "tp=0"), "the size in 'tp=0' must be at least 1"),
+        (("plan", "tp=0"), "the size in 'tp=0' must be a positive integer"),
         (
             ("plan", "tp=3,dp=-1", "--world-size", "8"),
             "multiple of 3 ranks, as 6 and 9; --world-size is 8",

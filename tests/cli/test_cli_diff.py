@@ -107,7 +107,7 @@ def test_json():
     }
 
 
-# An open size is inferred from the other layout on either side, or from --world-size on both.
+# An unspecified size is inferred from the other layout, or from --world-size on both.
 @pytest.mark.parametrize(
     ("arguments", "layouts"),
     [
@@ -135,10 +135,13 @@ def test_odd_layouts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tp=2,dp=-1", "tp=4,dp"), "'tp=2,dp=-1' and 'tp=4,dp' have an open size; give one of"),
+        (
+            ("tp=2,dp=-1", "tp=4,dp"),
+            "'tp=2,dp=-1' and 'tp=4,dp' have an unspecified size; give one of",
+        ),
         (("tp=2,dp", "tp=2,dp"), "or the number of ranks with --world-size"),
         (("tp=2,,dp", "tp=2"), "'tp=2,,dp'"),
-        (("tp=2", "tp=x"), "'tp=x' cannot be read as a size"),
+        (("tp=2", "tp=x"), "the size in 'tp=x' must be a positive integer"),
         (("tp=8", "tp=3,dp"), "multiple of 3 ranks, as 6 and 9; the other layout has 8"),
         (("tp=8", "tp=4", "--world-size", "8"), "tp=4 needs 4 ranks; --world-size is 8"),
         (("tp=2", "dp=33554432"), "after has 33,554,432 ranks; layouts of up to 16,777,216 are"),

@@ -87,7 +87,7 @@ def test_beside_torchtitan(sizes):
         (
             lambda: torchtitan_grids(tp=-1, world_size=8),
             errors.LayoutError,
-            "only dp_shard may be open (-1), not tp; give its size",
+            "only dp_shard may be unspecified (-1), not tp; give its size",
         ),
         (
             lambda: torchtitan_meshes({}),

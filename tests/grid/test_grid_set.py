@@ -64,8 +64,8 @@ def as_text(sizes, unknown=None, mark="{}=-1"):
     )
 
 
-# Tiled layouts hold the ranks behind those of the layouts before, and one open size takes what the
-# others leave, wherever it is.
+# Tiled layouts hold the ranks behind those of the layouts before, and one unspecified size
+# takes what the others leave, wherever it is.
 @given(st.lists(shapes(), min_size=1, max_size=4), st.integers(0, 5), st.data())
 def test_tile(every, offset, data):
     sizes = [math.prod(own.values()) for own in every]
@@ -86,8 +86,8 @@ def test_tile(every, offset, data):
     assert placement.spare_ranks == tuple(range(offset))
 
 
-# Colocated layouts hold the same ranks; open sizes follow from the layouts that have none, else
-# from the world.
+# Colocated layouts hold the same ranks; unspecified sizes follow from the layouts that have none,
+# else from the world.
 @given(shapes(), shapes(), st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_colocate(one, other, offset, spare, is_closed):
     own, their = math.prod(one.values()), math.prod(other.values())
@@ -251,7 +251,7 @@ def test_explicit_places():
     [
         (lambda: GridSet.tile(8), LayoutError, "at least one"),
         (lambda: GridSet({}, world_size=8), LayoutError, "at least one"),
-        (lambda: GridSet(["a"], world_size=8), LayoutError, r"map names of grids.*got \['a'\]"),
+        (lambda: GridSet(["a"], world_size=8), LayoutError, r"grids must map names.*got \['a'\]"),
         (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
@@ -261,8 +261,9 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
             NotationError,
-            "tp of a.*dp of a.*pp of b.* are unspecified",
+            r"grid 'a' has 2 unspecified sizes, those of \['tp', 'dp'\]",
         ),
+        (lambda: GridSet.tile(8, a="tp", b="pp"), NotationError, "tp of a.*pp of b.* unspecified"),
         (
             lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"),
             WorldSizeError,
@@ -307,7 +308,7 @@ def test_explicit_places():
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
             NotationError,
-            "grid 'a': only one .*tp.*dp.* unspecified",
+            "grid 'a' has 2 unspecified sizes",
         ),
         (
             lambda: GridSet(
@@ -317,6 +318,18 @@ def test_explicit_places():
             ),
             WorldSizeError,
             r"requires='disjoint', but .*a and b share ranks 4..5",
+        ),
+        (
+            lambda: GridSet(
+                dict.fromkeys("ab", RankLayout(tp=4)), requires="disjoint", world_size=8
+            ),
+            WorldSizeError,
+            "a has ranks 0..3, b has ranks 0..3",
+        ),
+        (
+            lambda: GridSet.tile(8, a="tp=2", b="dp", requires="colocated"),
+            WorldSizeError,
+            "a has ranks 0..1, b has ranks 2..7",
         ),
         (
             lambda: GridSet(
@@ -330,7 +343,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
             UnknownGridError,
-            r"no grid 'b' in this set; it has \['a'\]",
+            r"overrides: there is no grid 'b' in this set; it has \['a'\]",
         ),
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"a": {"name": "x"}}),

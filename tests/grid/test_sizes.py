@@ -23,7 +23,7 @@ def test_every_form(args, keywords):
     assert grid.layout == RankLayout([2, 4], ["tp", "dp"])
 
 
-# What is open fills the world from the offset on, and what is not leaves the rest of it out.
+# What is unspecified fills the world from the offset on, and what is not leaves the rest of it out.
 def test_offsets():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
@@ -41,7 +41,7 @@ def test_parse_takes_text():
         HyperCommGrid.parse(5, world_size=8)
 
 
-# A view takes its sizes in every form, too; what is open fills the grid.
+# A view takes its sizes in every form, too; what is unspecified fills the grid.
 @pytest.mark.parametrize(
     "sizes",
     [("ep=4,rest=-1",), ({"ep": -1, "rest": 2},), ([4, -1], ["ep", "rest"]), ("ep,rest=2",)],

@@ -284,7 +284,7 @@ def test_from_order_strides_over_the_sizes_before(order, sizes, offset):
     assert layout.size == stride
 
 
-# The one open size is what the others leave of the world, be it missing, -1 or a bare name.
+# The one unspecified size is what the others leave of the world, be it missing, -1 or a bare name.
 @given(orders(NAMES), sizes_by_name, st.sampled_from(NAMES), offsets)
 def test_one_open_size_is_inferred(order, sizes, open_name, offset):
     world = {"world_size": math.prod(sizes.values()), "rank_offset": offset}
@@ -325,7 +325,7 @@ def test_suggest_finds_what_brute_force_finds(world_size, wanted, offset):
     assert suggested == [RankLayout(shape, names, offset) for shape in fitting]
 
 
-# A size of 0 is refused as what it is, whatever else is open or does not fit.
+# A size of 0 is refused as what it is, whatever else is unspecified or does not fit.
 @pytest.mark.parametrize(
     "call",
     [

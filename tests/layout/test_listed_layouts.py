@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 
+import attrs
 import bound_world
 import hypothesis
 import numpy as np
@@ -549,3 +550,17 @@ def test_no_split_of_unsorted_groups(monkeypatch):
             choose("auto", "fake", unsorted)
         assert str(caught.value).startswith("nothing can create groups of backend 'fake' here: ")
         assert str(caught.value).endswith("use a layout whose ranks ascend along each dim")
+
+
+# A copy with one field changed keeps the others: strides and listed ranks.
+def test_evolved_layouts():
+    dense, listed = RankLayout(tp=2, dp=4), RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
+    assert attrs.evolve(dense) == dense
+    assert attrs.evolve(dense, rank_offset=4) == RankLayout("tp=2,dp=4", rank_offset=4)
+    gaps = dense.select(tp=1)
+    assert attrs.evolve(gaps, rank_offset=4).ranks == (4, 6, 8, 10)
+    assert attrs.evolve(listed) == listed
+    assert attrs.evolve(listed, dim_names=("a", "b")) == listed.rename(tp="a", dp="b")
+    assert attrs.evolve(listed, strides=None, ranks=[3, 1, 2, 0]).ranks == (3, 1, 2, 0)
+    with pytest.raises(LayoutError, match="rank_offset 4"):
+        attrs.evolve(listed, rank_offset=4)

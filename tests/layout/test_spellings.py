@@ -112,12 +112,23 @@ def test_sizes_that_do_not_fit(call, sentence):
         (lambda: LAYOUT.rank(tp=0, cp=0, dp=0, xp=0), UnknownDimError, "'xp'"),
         (lambda: LAYOUT.shift(0, "xp", 1), UnknownDimError, "'xp'"),
         (lambda: LAYOUT.split("dp", a=3, b=2), LayoutError, "a=3,b=2 needs 6 ranks; .*'dp' has 4"),
-        (lambda: LAYOUT.split("dp"), LayoutError, "split"),
+        (lambda: LAYOUT.rank(tp=1, dq=2), UnknownDimError, "unknown dim 'dq'"),
+        (lambda: LAYOUT.split("dp"), LayoutError, r"split\('dp', a=2, b=-1\)"),
+        (lambda: LAYOUT.size_of(default=2), LayoutError, "dims is empty"),
+        (lambda: LAYOUT.size_of(5, default=2), UnknownDimError, "unknown dim 5"),
+        (lambda: LAYOUT.size_of("pp", "pp", default=2), LayoutError, "'pp' comes twice"),
+        (lambda: LAYOUT.size_of("tp", default="x"), LayoutError, "default must be .* got 'x'"),
+        (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), WorldSizeError, r"'tp=2\|4,dp=2'"),
         (lambda: LAYOUT.merge(["tp", "dp"], "x"), LayoutError, "not neighbours"),
         (lambda: LAYOUT.rename(tp="dp"), LayoutError, "'dp' comes twice"),
         (lambda: LAYOUT.reorder("tp", "dp"), LayoutError, "every dim"),
         (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, .* has 24"),
         (lambda: RankLayout.from_json("[]"), LayoutError, "JSON form"),
+        (
+            lambda: RankLayout.from_json('{"shape": "tp=2", "dim_names": null}'),
+            LayoutError,
+            "lists 'shape' and 'dim_names'",
+        ),
         (lambda: RankLayout.from_order("tp-tp", tp=2), NotationError, "'tp-tp'"),
         (lambda: RankLayout.from_order("tp", dp=2), LayoutError, "'dp' has size 2"),
     ],
@@ -140,15 +151,28 @@ def test_corrected_texts(text):
         RankLayout.parse(text, world_size=8)
 
 
+# A part with a wrong size is named, and no other text is proposed.
+@pytest.mark.parametrize(
+    "part", ["tp=1e3", "tp=2xdp=4", "tp=-2", "tp=2.0", "tp=2=3", "tp=x", "tp=0", "tp=", "tp==2"]
+)
+@pytest.mark.parametrize("text", ["{}", "{},pp=2", "pp=2, {}"])
+def test_sizes_that_cannot_be_read(text, part):
+    with pytest.raises(NotationError) as caught:
+        RankLayout.parse(text.format(part))
+    right = f"the size in {part!r} must be a positive integer, or -1 to infer it"
+    assert str(caught.value) == right
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "''"),
-        ("tp=2,,dp=4", "''.*'tp=2,,dp=4'"),
-        ("=2", "'=2'"),
-        ("tp=x", "'tp=x'"),
-        ("tp=0", "'tp=0' must be at least 1"),
-        ("tp=-2", "'tp=-2'"),
+        ("", "the text is empty"),
+        (" ", "the text is empty"),
+        ("tp=2,,dp", "part 2 of 'tp=2,,dp' is empty"),
+        ("tp=2,dp=4,", "part 3 of 'tp=2,dp=4,' is empty"),
+        ("=2", "'=2' cannot be read"),
+        ("tp+cp=2", "'tp[+]cp=2' cannot be read"),
+        ("tp=2,dp:x", "'dp:x' in 'tp=2,dp:x' cannot be read"),
         ("tp=2,tp=2", "'tp' is given twice"),
         ("tp\x1b=2", r"'tp\\x1b' must be printable"),
         ("tp8", "did you mean 'tp=8'"),

@@ -190,11 +190,11 @@ def test_open_sizes(layout, ranks):
 @pytest.mark.parametrize(
     ("target", "error", "words"),
     [
-        ("tp=4,dp=4", WorldSizeError, "8"),
-        ("tp=3,dp=-1", WorldSizeError, "8"),
+        ("tp=4,dp=4", WorldSizeError, "needs 16 ranks; the grid has 8 ranks"),
+        ("tp=3,dp=-1", WorldSizeError, "; the grid has 8 ranks"),
         ("tp=4,dp=-1,cp=-1", LayoutError, "dp"),
         ("tp=x", NotationError, "tp=x"),
-        ("", NotationError, "cannot be read as a size"),
+        ("", NotationError, "the text is empty"),
         ("tp=4,tp=2", LayoutError, "tp"),
         (RankLayout([4], ["dp"]), WorldSizeError, "target dp=4 and the grid .* ranks 4..7"),
         (RankLayout([8], ["dp"], 1), WorldSizeError, "ranks 0, 8"),

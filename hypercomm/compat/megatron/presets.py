@@ -230,7 +230,9 @@ def _model(
     }
     for dim, size in given.items():
         if size == OPEN and dim != "dp":
-            raise LayoutError(f"only dp of {label} may be open (-1), not {dim}; give its size")
+            raise LayoutError(
+                f"only dp of {label} may be unspecified (-1), not {dim}; give its size"
+            )
     given = {"expt_tp": given["tp"], "expt_dp": OPEN, **given}
     dense, expert = (
         {dim: given[name] for dim, name in names.items() if dim != GTP or given[name] > 1}

@@ -80,7 +80,7 @@ def torchtitan_grids(
     sizes = {dim: as_size(dim, size) for dim, size in given.items()}
     for dim, size in sizes.items():
         if size == OPEN and dim != "dp_shard":
-            raise LayoutError(f"only dp_shard may be open (-1), not {dim}; give its size")
+            raise LayoutError(f"only dp_shard may be unspecified (-1), not {dim}; give its size")
     sizes = close_sizes(sizes, total, f"torchtitan's sizes must fit on {total}")
     experts = as_size("ep", ep)
     inner = sizes["tp"] * sizes["cp"] * sizes["dp_shard"]

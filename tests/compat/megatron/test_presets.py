@@ -452,7 +452,7 @@ def test_other_sets():
         ({"ep": 3}, WorldSizeError, "ep=3.* training's expert layers must fit on 16"),
         ({"tp": 0}, LayoutError, "'tp' must be at least 1, got 0"),
         ({"tp": None}, LayoutError, "'tp' must be an int, got None"),
-        ({"tp": -1}, LayoutError, "only dp of training may be open"),
+        ({"tp": -1}, LayoutError, "only dp of training may be unspecified"),
         ({"ep": True}, LayoutError, "'ep' must be an int, got True"),
         ({"order": "tp-dp", "pp": 2}, OrderError, "'pp' has size 2, but order 'tp-dp'"),
         ({"order": "tp-xx"}, UnknownDimError, "'xx' in order 'tp-xx'"),
