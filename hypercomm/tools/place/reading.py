@@ -262,9 +262,7 @@ def _read_file(path: str) -> _Found:
         return _read_yaml(text, path)
     if suffix == ".json" or text.lstrip().startswith("{"):
         return _read_json(text, path)
-    if re.search(
-        r"^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text, re.IGNORECASE | re.MULTILINE
-    ):
+    if re.search(r"(?im)^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text):
         return _read_conf(text, path)
     return _read_hostfile(text, path)
 
@@ -365,15 +363,12 @@ def _read_conf(text: str, source: str) -> _Found:
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield the lines with content and their numbers; a backslash joins a line with the next."""
-    parts: list[str] = []
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        part = line.partition("#")[0].strip()
-        parts.append(part.removesuffix("\\"))
-        if not part.endswith("\\"):
-            joined = " ".join(parts).strip()
-            if joined:
-                yield number - len(parts) + 1, joined
-            parts = []
+    number = 1
+    for found in re.finditer(r"(?:[^#\n]*\\[ \t]*\n)*.*\n?", text):
+        joined = re.sub(r"#.*|\\[ \t]*\n", " ", found[0]).strip()
+        if joined:
+            yield number, joined
+        number += found[0].count("\n")
 
 
 def _read_yaml(text: str, source: str) -> _Found:
@@ -396,9 +391,8 @@ def _read_yaml(text: str, source: str) -> _Found:
         # A BaseLoader makes texts, lists and dicts only.
         content = yaml.load(text, yaml.BaseLoader)  # noqa: S506
     except (yaml.YAMLError, RecursionError) as error:
-        raise TopologyError(
-            f"{source} is not valid YAML: {' '.join(str(error).split())}"
-        ) from error
+        text = " ".join(str(error).split())
+        raise TopologyError(f"{source} is not valid YAML: {text}") from error
     return _of_content(content, source)
 
 
@@ -413,8 +407,7 @@ def _of_topologies(content: list[Any], source: str) -> _Found:
         units = _units_of_topology((default or content)[0], source)
         if units:
             return _of_units(units, source)
-    text = "has no tree or blocks as topology.yaml(5) has"
-    raise TopologyError(f"{source} {text} in its default topology")
+    raise TopologyError(f"{source} has no tree or blocks in its default topology")
 
 
 def _units_of_topology(topology: Mapping[str, Any], source: str) -> list[tuple[str, _Names]]:
