@@ -12,7 +12,7 @@ from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.difference import difference
 from hypercomm.tools.draw.drawing import ENDINGS
 from hypercomm.tools.draw.drawing import draw as draw_picture
-from hypercomm.tools.place import machine
+from hypercomm.tools.place.live import machine
 
 
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")

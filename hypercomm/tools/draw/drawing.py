@@ -15,12 +15,13 @@ from hypercomm.errors import DrawingError, FileKeptError, LayoutError, MissingPa
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.checks import as_tuple, as_world_size
 from hypercomm.layout.difference import LayoutDifference
+from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import as_dims, parse_groups
 from hypercomm.layout.text import shown
 from hypercomm.tools.draw import pictures
 from hypercomm.tools.draw.pictures import Dims, Levels, Picture
 from hypercomm.tools.draw.svg import svg_of
-from hypercomm.tools.place import On, read_topology
+from hypercomm.tools.place import On, Placed, read_topology
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
@@ -154,8 +155,10 @@ class Drawing:
 
 
 def draw(
-    what: RankLayout
+    what: str
+    | RankLayout
     | HyperCommGrid
+    | Placed
     | Mapping[str, RankLayout]
     | Mapping[str, HyperCommGrid]
     | LayoutDifference
@@ -170,7 +173,8 @@ def draw(
     as columns.
 
     Args:
-        what: A layout, a grid, a `GridSet` or named layouts, a `difference`, or a `RankMapping`.
+        what: A layout or its sizes, as in "tp=2,dp=4"; a grid, a `GridSet` or named layouts, a
+            `difference`, a `RankMapping`, or what `place` returns, with its machine.
         on: Where the ranks are: GPUs per host, 8, or whatever `read_topology` takes, such as
             "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: not shown. A mapping
             does not show it.
@@ -200,6 +204,8 @@ def draw(
         tp: 2 groups of 2, each inside one host
         dp: 2 groups of 2, each on 2 hosts
     """
+    if isinstance(what, Placed) and on is None:
+        on = what.topology
     if isinstance(what, RankMapping):
         if groups is not None:
             raise LayoutError("groups does not apply to a mapping; leave it out")
@@ -216,13 +222,12 @@ def draw(
 
 
 def _layout_of(one: Any) -> RankLayout:
-    layout = getattr(one, "layout", one)
-    if not isinstance(layout, RankLayout):
+    if not isinstance(getattr(one, "layout", one), (str, RankLayout)):
         raise LayoutError(
             f"what must be a layout, a grid, a set of grids, a difference or a mapping, "
             f"got {shown(one)}"
         )
-    return layout
+    return read_layout(one)
 
 
 def _read(

@@ -1,7 +1,6 @@
 """Machines as levels, and how the groups of a layout are spread over them."""
 
 from hypercomm.tools.place.live import live_topology as live_topology
-from hypercomm.tools.place.live import machine as machine
 from hypercomm.tools.place.placing import Placed as Placed
 from hypercomm.tools.place.placing import Spread as Spread
 from hypercomm.tools.place.placing import place as place

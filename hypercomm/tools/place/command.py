@@ -97,8 +97,6 @@ def _show(found: Placed) -> None:
     if found.better:
         out.print(f"\n[bold cyan]order:[/] {escape(found.advice.removeprefix('order: '))}")
         out.print(_table(found.columns, found.changes))
-    elif found.is_searched:
-        out.print("no order of the dims is better on this machine", markup=False)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

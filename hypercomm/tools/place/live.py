@@ -89,7 +89,7 @@ def _nvlink_domain() -> str | None:
 
 
 def nvml_domain(nvml: Any, uuid: str) -> str | None:
-    """Return the NVLink domain of a GPU; None if it is in none beyond its host.
+    """Return the NVLink domain of a GPU; None if NVML reports no domain.
 
     Args:
         nvml: The module pynvml.
@@ -131,9 +131,7 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
     from hypercomm.launch.launchers import find_job, none_found
 
     if find_job(os.environ) is None:
-        advice = (
-            "--on live needs a job: start this command with srun, mpirun or torchrun --no-python"
-        )
+        advice = "--on live needs a job: use srun, mpirun or torchrun --no-python"
         raise LaunchError(none_found(advice))
     with quiet(), join(backend="gloo") as job:
         found = live_topology()

@@ -21,17 +21,18 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import parse_sizes
+from hypercomm.layout.layout import read_layout
+from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
 from hypercomm.layout.text import aligned, counted, shown
 from hypercomm.tools.place import traffic as traffics
-from hypercomm.tools.place.reading import On, read_topology
+from hypercomm.tools.place.reading import On, read_machine, read_topology
 from hypercomm.tools.place.topology import Level, Topology
 from hypercomm.tools.place.traffic import Dims, Traffic
 
 MOST_DIMS = 8
 """The most dims larger than 1 for which all orders are compared: 40,320 orders."""
 
-COLUMNS = ("dims", "level", "across", "units of each", "bytes across")
+COLUMNS = ("dims", "level", "across", "units per group", "bytes across")
 """The titles of `Spread.cells`."""
 
 
@@ -157,10 +158,9 @@ class Placed:
     @cached_property
     def cost(self) -> Cost:
         """The cost of all traffic."""
-        cost = Cost()
-        for dims, sent in self.traffic.items():
-            cost += self._cost_of(self.layout.groups(*dims).to_array(), sent)
-        return cost
+        pairs = self.traffic.items()
+        every = (self._cost_of(self.layout.groups(*dims).to_array(), sent) for dims, sent in pairs)
+        return sum(every, Cost())
 
     def _cost_of(self, groups: NDArray[np.int64], sent: Traffic) -> Cost:
         weighted = minor = 0
@@ -262,7 +262,7 @@ class Placed:
         """The layout and its machine in one sentence."""
         used = self.topology.select(self.layout.ranks)
         units = ", ".join(counted(level.units, level.name) for level in used.levels)
-        return f"{self.layout}: {self.layout.size:,} ranks on {units}"
+        return f"{self.layout}: {counted(self.layout.size, 'rank')} on {units}"
 
     @property
     def notes(self) -> list[str]:
@@ -278,6 +278,8 @@ class Placed:
             notes.append(f"{', '.join(self.unitless)}: bytes, as no unit (k, M, G, T) is given")
         if not self.is_searched:
             notes.append(f"orders are not compared: more than {MOST_DIMS} dims are larger than 1")
+        elif self.better is None:
+            notes.append("no order of the dims is better on this machine")
         return notes
 
     @property
@@ -292,7 +294,7 @@ class Placed:
             if spread.level == level and spread.across and is_tight:
                 first = ", ".join(map(str, spread.first[:8])) + ", ..." * (spread.size > 8)
                 largest = int(self.topology.level(level).sizes.max())
-                why = f"; a {level} has {largest} GPUs" if spread.size > largest else ""
+                why = f"; a {level} has {counted(largest, 'GPU')}" * (spread.size > largest)
                 found.append(
                     f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
                     f"their {level}, the first is ({first}){why}"
@@ -358,7 +360,7 @@ _SAVINGS = (
 
 
 def place(
-    layout: str | RankLayout,
+    layout: Any,
     on: On,
     *,
     traffic: str | Mapping[str, float | Traffic] | None = None,
@@ -373,8 +375,9 @@ def place(
     wait for counts first, then traffic that overlaps with computation.
 
     Args:
-        layout: A layout, or its sizes, as in "tp=8,pp=16,dp=128"; the first dim varies fastest.
-            One size may be omitted if the machine names its hosts.
+        layout: A layout, an object with a `layout` such as a grid, or sizes, as in
+            "tp=8,pp=16,dp=128"; the first dim varies fastest. One size may be omitted if the
+            machine names its hosts.
         on: The machine, as for `read_topology`.
         traffic: The bytes that each rank sends in a step over each dim, as "tp=40G,dp=6.5G" or by
             dims. Default: tp matters most, then cp and ep, pp, and dp.
@@ -396,10 +399,10 @@ def place(
         >>> from hypercomm import place
         >>> print(place("pp=4,tp=2,cp=2", on="host=4", traffic="tp=9M,pp=1M,cp=3M"))
         pp=4,tp=2,cp=2: 16 ranks on 4 hosts
-        dims  level  across  units of each  bytes across
-        pp    host   0 of 4  1              0
-        tp    host   8 of 8  2              144 MB
-        cp    host   8 of 8  2              48 MB
+        dims  level  across  units per group  bytes across
+        pp    host   0 of 4  1                0
+        tp    host   8 of 8  2                144 MB
+        cp    host   8 of 8  2                48 MB
         bytes across: of all groups in a step; the first dim varies fastest
         warning: 8 of 8 tp groups leave their host, the first is (0, 4)
         order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % less across units
@@ -407,13 +410,13 @@ def place(
           cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
           pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
     """
-    if isinstance(layout, str):
-        gpus = None
-        if -1 in parse_sizes(layout).values():
-            gpus = read_topology(on, gpus_per_host=gpus_per_host).world_size
-        layout = RankLayout.parse(layout, world_size=gpus)
-    if not isinstance(layout, RankLayout):
-        raise LayoutError(f"layout must be text like 'tp=4' or a RankLayout, got {shown(layout)}")
+    sizes = parse_sizes(layout) if isinstance(layout, str) else {}
+    gpus = None
+    if dim := check_one_open([name for name, size in sizes.items() if size == OPEN]):
+        advice = "give the size, or a machine that names its hosts"
+        unknown = f"the size of dim {shown(dim)} cannot be inferred from on={shown(on)}; {advice}"
+        gpus = read_machine(on, None, gpus_per_host, unknown).world_size
+    layout = read_layout(layout, world_size=gpus)
     topology = read_topology(on, layout.last_rank + 1, gpus_per_host=gpus_per_host)
     if overlapped and traffic is None:
         raise LayoutError("overlapped (--overlap) needs traffic (--traffic)")
@@ -432,7 +435,11 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     weights: dict[str, float] = dict.fromkeys(names, 1)
     if {"host", "domain"} <= {*names}:
         weights["host"] = 0
-    pairs = traffics.parse_amounts(given, "weights") if isinstance(given, str) else given
+    pairs = (
+        traffics.parse_amounts(given, "weights", "domain=1,leaf=7")
+        if isinstance(given, str)
+        else given
+    )
     for name, weight in pairs.items():
         if name not in names or not 0 <= weight < 10**9:
             text = f"weights (--weights) has {shown(name)}={weight}"

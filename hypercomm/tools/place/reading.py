@@ -10,9 +10,11 @@ Sources of the formats:
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import MissingPackageError, TopologyError
-from hypercomm.layout.text import shown
+from hypercomm.layout.checks import check_choice
+from hypercomm.layout.text import counted, plural, shown
 from hypercomm.tools.place.topology import Level, Topology
 
 Source = int | str | os.PathLike[str] | Mapping[str, str]
@@ -32,6 +35,8 @@ MOST_GPUS = 2**24
 """The most GPUs that are read."""
 
 _MOST_HOSTS = 2**18
+_LARGEST_FILE = 2**22
+_MOST_LEVELS = 20
 
 _SWITCHES = ("leaf", "spine", "core")
 _LEVELS = ("host", "domain", *_SWITCHES)
@@ -94,19 +99,29 @@ def read_topology(
     """
     if world_size is not None:
         _check_gpus(world_size, "world_size")
-    topology = on if isinstance(on, Topology) else _read_all(on, world_size, gpus_per_host)
+    unknown = f"on={shown(on)} does not give the number of GPUs: give world_size"
+    topology = read_machine(on, world_size, gpus_per_host, unknown)
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
-        raise TopologyError(f"{world_size:,} ranks need more than {topology.world_size:,} GPUs")
+        gpus = counted(topology.world_size, "GPU")
+        raise TopologyError(f"{world_size:,} ranks need more than {gpus}")
     return topology.select(range(world_size))
 
 
-def _read_all(on: Any, world_size: int | None, gpus_per_host: int | None) -> Topology:
+def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown: str) -> Topology:
+    """Return the whole machine that `on` describes.
+
+    Raises:
+        TopologyError: As for `read_topology`; with the message `unknown` if `world_size` is None
+            and no source names hosts.
+    """
+    if isinstance(on, Topology):
+        return on
     sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
-    if gpus_per_host is not None:
-        _check_gpus(gpus_per_host, "gpus_per_host (--gpus-per-node)")
-        sources.append(_Found("gpus_per_host", sizes={"host": gpus_per_host}))
+    if per_host is not None:
+        _check_gpus(per_host, "gpus_per_host (--gpus-per-node)")
+        sources.append(_Found("gpus_per_host", sizes={"host": per_host}))
     sizes = _merged_sizes(sources)
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
@@ -122,7 +137,7 @@ def _read_all(on: Any, world_size: int | None, gpus_per_host: int | None) -> Top
                 levels.setdefault(name, Level.of(name, [unit_of[host] for host in hosts]))
         world_size = len(hosts)
     elif world_size is None:
-        raise TopologyError(f"on={shown(on)} does not give the number of GPUs: give world_size")
+        raise TopologyError(unknown)
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size) // size
@@ -140,8 +155,8 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     for (inner, small), (outer, large) in pairwise(sizes.items()):
         if large % small or large == small:
             raise TopologyError(
-                f"a {outer} of {large} GPUs does not hold whole {inner}s of {small}; "
-                f"{max(large // small, 2) * small} GPUs would work"
+                f"a {outer} of {counted(large, 'GPU')} does not hold whole {plural(inner)} of "
+                f"{small}; {max(large // small, 2) * small} GPUs would work"
             )
     return sizes
 
@@ -187,7 +202,8 @@ def place_of(level: str) -> int:
 
 
 def _check_gpus(count: object, what: str) -> None:
-    if not isinstance(count, (int, np.integer)) or not 1 <= count <= MOST_GPUS:
+    is_number = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
+    if not is_number or not 1 <= count <= MOST_GPUS:  # type: ignore[operator]
         raise TopologyError(f"{what} must be from 1 to {MOST_GPUS:,}, got {shown(count)}")
 
 
@@ -199,12 +215,14 @@ def _read(on: object) -> _Found:
         _check_gpus(on, "the number of GPUs per host")
         return _Found(f"on={on}", sizes={"host": on})
     if isinstance(on, Mapping):
-        return _of_mapping(on, "on")
+        return _of_content(on, "on")
     if not isinstance(on, (str, os.PathLike)):
         raise TopologyError(f"on (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
     text = os.fspath(on)
     if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
         found = _read_file(text)
+    elif text.lstrip().startswith("{"):
+        found = _read_json(text, f"on={shown(text)}")
     elif all("=" in part or part.strip(" -").isdecimal() for part in text.split(",")):
         return _read_sizes(text)
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
@@ -225,6 +243,8 @@ def _read_sizes(text: str) -> _Found:
             name = _LEVELS[position]
         if not name or name in sizes or not re.fullmatch(r"[0-9]{1,9}", number):
             raise TopologyError(f"{shown(part)} cannot be read; write '8,72' or 'host=8,domain=72'")
+        if place_of(name) == place_of(""):
+            check_choice(f"the level in on={shown(text)}", name, _LEVELS, TopologyError)
         sizes[name] = int(number)
         _check_gpus(sizes[name], f"the size in {shown(part)}")
     return _Found(f"on={shown(text)}", sizes=sizes)
@@ -232,19 +252,33 @@ def _read_sizes(text: str) -> _Found:
 
 def _read_file(path: str) -> _Found:
     try:
+        if Path(path).stat().st_size > _LARGEST_FILE:
+            raise TopologyError(f"{path} has more than {_LARGEST_FILE:,} bytes")
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{path} cannot be read: {error}") from error
-    if Path(path).suffix.lower() in {".yaml", ".yml", ".json"}:  # JSON is YAML, too
+    suffix = Path(path).suffix.lower()
+    if suffix in {".yaml", ".yml"}:
         return _read_yaml(text, path)
-    if re.search(
-        r"^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text, re.IGNORECASE | re.MULTILINE
-    ):
+    if suffix == ".json" or text.lstrip().startswith("{"):
+        return _read_json(text, path)
+    if re.search(r"(?im)^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text):
         return _read_conf(text, path)
     return _read_hostfile(text, path)
 
 
-def _of_mapping(content: Any, source: str) -> _Found:
+def _read_json(text: str, source: str) -> _Found:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also for too many digits
+        raise TopologyError(f"{source} is not valid JSON: {error}") from error
+    return _of_content(content, source)
+
+
+def _of_content(content: Any, source: str) -> _Found:
+    """Read the leaf switch of each host, or the list of topologies of a topology.yaml."""
+    if isinstance(content, list):
+        return _of_topologies(content, source)
     pairs = content.items() if isinstance(content, Mapping) else []
     if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
         raise TopologyError(f"{source} must map the name of each host to the name of its switch")
@@ -329,54 +363,61 @@ def _read_conf(text: str, source: str) -> _Found:
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield the lines with content and their numbers; a backslash joins a line with the next."""
-    parts: list[str] = []
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        part = line.partition("#")[0].strip()
-        parts.append(part.removesuffix("\\"))
-        if not part.endswith("\\"):
-            joined = " ".join(parts).strip()
-            if joined:
-                yield number - len(parts) + 1, joined
-            parts = []
+    number = 1
+    for found in re.finditer(r"(?:[^#\n]*\\[ \t]*\n)*.*\n?", text):
+        joined = re.sub(r"#.*|\\[ \t]*\n", " ", found[0]).strip()
+        if joined:
+            yield number, joined
+        number += found[0].count("\n")
 
 
 def _read_yaml(text: str, source: str) -> _Found:
-    """Read the default topology of a topology.yaml, else the first with a tree or blocks."""
     try:
         import yaml
     except ImportError as error:
         raise MissingPackageError(f"{source} needs pyyaml: {_INSTALL}") from error
 
     try:
-        # Nested aliases make a value of gigabytes from a kilobyte of text.
-        has_alias = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        depth = 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            # Nested aliases make a value of gigabytes from a kilobyte of text, and the time to read
+            # nested lists grows with the square of their depth.
+            if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
+                raise TopologyError(
+                    f"{source} has a YAML alias, or more than {_MOST_LEVELS} levels"
+                )
         # A BaseLoader makes texts, lists and dicts only.
-        content = None if has_alias else yaml.load(text, yaml.BaseLoader)  # noqa: S506
+        content = yaml.load(text, yaml.BaseLoader)  # noqa: S506
     except (yaml.YAMLError, RecursionError) as error:
-        raise TopologyError(
-            f"{source} is not valid YAML: {' '.join(str(error).split())}"
-        ) from error
-    if has_alias:
-        raise TopologyError(f"{source} has a YAML alias; write the value out")
-    if not isinstance(content, list):
-        return _of_mapping(content, source)
-    try:
-        known = [one for one in content if one.get("tree") or one.get("block")]
-        default = [one for one in known if one.get("cluster_default", "").lower() == "true"]
-        return _of_units(_units_of_yaml((default or known)[0], source), source)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise TopologyError(f"{source} has no tree or blocks as topology.yaml(5) has") from error
+        text = " ".join(str(error).split())
+        raise TopologyError(f"{source} is not valid YAML: {text}") from error
+    return _of_content(content, source)
 
 
-def _units_of_yaml(topology: Mapping[str, Any], source: str) -> list[tuple[str, dict[str, str]]]:
+def _of_topologies(content: list[Any], source: str) -> _Found:
+    """Read the default topology of a topology.yaml, or the only one."""
+    with suppress(AttributeError, IndexError, KeyError, TypeError):
+        # The value is a text in YAML, and a bool in JSON.
+        default = [one for one in content if str(one.get("cluster_default")).lower() == "true"]
+        if len(content) > 1 and len(default) != 1:
+            text = f"{source} has {len(content)} topologies, {len(default)} with cluster_default"
+            raise TopologyError(f"{text}; write cluster_default: true in one of them")
+        units = _units_of_topology((default or content)[0], source)
+        if units:
+            return _of_units(units, source)
+    raise TopologyError(f"{source} has no tree or blocks in its default topology")
+
+
+def _units_of_topology(topology: Mapping[str, Any], source: str) -> list[tuple[str, _Names]]:
     """Return the units as a topology.conf has them."""
-    units = []
-    for section, plural, kind in (("tree", "switches", "switch"), ("block", "blocks", "block")):
-        if topology.get(section):
-            for number, unit in enumerate(topology[section][plural], 1):
-                given = {f"{kind}name": unit[kind], "nodes": unit.get("nodes", "")}
-                given["switches"] = unit.get("children", "")
-                units.append((f"{source}, {kind} {number}", given))
+    units: list[tuple[str, _Names]] = []
+    for section, key, kind in (("tree", "switches", "switch"), ("block", "blocks", "block")):
+        for number, unit in enumerate((topology.get(section) or {key: []})[key], 1):
+            given = {f"{kind}name": unit[kind], "nodes": unit.get("nodes", "")}
+            given["switches"] = unit.get("children", "")
+            units.append((f"{source}, {kind} {number}", given))
     return units
 
 
@@ -385,33 +426,26 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
     block_of: dict[str, str] = {}
     parent: dict[str, str] = {}
     switches = {given["switchname"] for _, given in units if "switchname" in given}
+    defined: set[tuple[str, str]] = set()
     for where, given in units:
-        unit_of = leaf_of if "switchname" in given else block_of
-        name = given.get("switchname", given.get("blockname", ""))
+        kind, unit_of = ("switch", leaf_of) if "switchname" in given else ("block", block_of)
+        name = given[f"{kind}name"]
+        if (kind, name) in defined:
+            raise TopologyError(f"{where} defines {kind} {shown(name)} again")
+        defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
                 raise TopologyError(f"{where} has host {host!r}, which another unit has already")
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
-            if child not in switches or parent.setdefault(child, name) != name:
-                raise TopologyError(f"{where} has {child!r}: not defined, or below two switches")
+            if child not in switches or child == name or parent.setdefault(child, name) != name:
+                raise TopologyError(f"{where} has {child!r}: not another switch, or below two")
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
-    levels |= _switch_levels(leaf_of, parent, source)
+    # A branch that is shorter than others repeats its highest switch.
+    switch_of: list[_Names] = [{}, leaf_of]
+    while switch_of[-1] != switch_of[-2]:
+        above = {host: parent.get(switch, switch) for host, switch in switch_of[-1].items()}
+        switch_of.append(above)
+        if len(switch_of) > _MOST_LEVELS:
+            raise TopologyError(f"{source}: switches form a cycle, or {_MOST_LEVELS} levels")
+    levels |= {tier(number): found for number, found in enumerate(switch_of[1:-1])}
     return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)
-
-
-def _switch_levels(leaf_of: _Names, parent: _Names, source: str) -> dict[str, _Names]:
-    """Return the switch of each host on each level of a tree, from the leaf up."""
-    chains: dict[str, list[str]] = {}
-    for leaf in dict.fromkeys(leaf_of.values()):
-        chain = chains[leaf] = [leaf]
-        while chain[-1] in parent:
-            chain.append(parent[chain[-1]])
-            if len(chain) > len(parent) + 1:
-                raise TopologyError(f"{source}: the switches above {shown(leaf)} form a cycle")
-    height = max(map(len, chains.values()), default=0)
-    return {
-        tier(level): {
-            host: chains[leaf][min(level, len(chains[leaf]) - 1)] for host, leaf in leaf_of.items()
-        }
-        for level in range(height)
-    }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import TopologyError
 from hypercomm.layout.checks import as_ranks
-from hypercomm.layout.text import aligned, did_you_mean, shown
+from hypercomm.layout.text import aligned, counted, did_you_mean, shown
 
 
 def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
@@ -79,7 +79,8 @@ class Level:
         return self.names[int(self.of_rank[rank])]
 
     def __repr__(self) -> str:
-        return f"<Level {self.name!r}: {self.units} units, {self.of_rank.size} ranks>"
+        ranks = counted(self.of_rank.size, "rank")
+        return f"<Level {self.name!r}: {counted(self.units, 'unit')}, {ranks}>"
 
 
 @attrs.frozen
@@ -159,13 +160,9 @@ class Topology:
         wanted = np.array(as_ranks(ranks, "ranks", self.world_size))
         levels = []
         for level in self.levels:
-            units, first, inverse = np.unique(
-                level.of_rank[wanted], return_index=True, return_inverse=True
-            )
-            order = np.argsort(first)
-            number_of = np.argsort(order)
-            names = tuple(level.names[unit] for unit in units[order].tolist())
-            levels.append(Level(level.name, number_of[inverse.reshape(-1)], names))
+            units = level.of_rank[wanted].tolist()
+            names = tuple(level.names[unit] for unit in dict.fromkeys(units))
+            levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
         return Topology(levels)
 
     def __str__(self) -> str:
@@ -174,4 +171,4 @@ class Topology:
             sizes = dict.fromkeys((int(level.sizes.min()), int(level.sizes.max())))
             cells = "..".join(f"{size:,}" for size in sizes)
             rows.append((level.name, f"{level.units:,}", cells))
-        return "\n".join([*aligned(rows), f"{self.world_size:,} ranks"])
+        return "\n".join([*aligned(rows), counted(self.world_size, "rank")])

@@ -105,7 +105,7 @@ def read_traffic(
         >>> found.bytes, found.pattern
         (500000, 'chain')
     """
-    pairs = parse_amounts(given, "traffic") if isinstance(given, str) else given
+    pairs = parse_amounts(given, "traffic", "tp=40G,dp=6.5G") if isinstance(given, str) else given
     hidden = read_dims(overlapped, layout)
     found: dict[Dims, Traffic] = {}
     for name, value in pairs.items():
@@ -133,7 +133,7 @@ def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
     return [layout.order_dims(part) for part in parts if part]
 
 
-def parse_amounts(text: str, what: str) -> dict[str, float]:
+def parse_amounts(text: str, what: str, example: str) -> dict[str, float]:
     """Return the names and numbers of a text such as "tp=40G,dp+cp=6.5G"; "" has none.
 
     Raises:
@@ -144,7 +144,7 @@ def parse_amounts(text: str, what: str) -> dict[str, float]:
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
-            raise NotationError(f"{shown(part)} in --{what} cannot be read; write 'tp=40G,dp=6.5G'")
+            raise NotationError(f"{shown(part)} in --{what} cannot be read; write {example!r}")
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
 

@@ -16,7 +16,7 @@ import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, draw, errors
 from hypercomm.layout.difference import difference
 from hypercomm.testing import layouts
-from hypercomm.tools.place import read_topology
+from hypercomm.tools.place import place, read_topology
 
 SVG = "{http://www.w3.org/2000/svg}"
 LISTED = RankLayout([2, 4], ["tp", "dp"], ranks=[7, 6, 5, 4, 3, 2, 1, 0])
@@ -364,3 +364,12 @@ def test_bad_calls(call, error, value):
         call()
     assert value in str(caught.value)
     assert hypercomm.draw is draw
+
+
+# Sizes as text are a layout, and what place returns has its layout and its machine.
+def test_forms_of_a_layout():
+    layout = RankLayout.parse("tp=2,dp=4")
+    assert draw("tp=2,dp=4", on=4).svg() == draw(layout, on=4).svg()
+    placed = place("tp=2,dp=4", on=4)
+    assert draw(placed).svg() == draw(layout, on=4).svg()
+    assert draw(placed, on=2).svg() == draw(layout, on=2).svg()

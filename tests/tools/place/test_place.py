@@ -266,7 +266,29 @@ def test_warnings():
     ]
     (large,) = place("tp=16", on="8").warnings
     assert "a host has 8 GPUs" in large
+    (lone,) = place("tp=2", on="1").warnings
+    assert lone.endswith("a host has 1 GPU")
     assert place("ep=4,dp=4", on=4, groups="ep+dp").warnings == []
+
+
+# A size is inferred only from a machine that names its hosts; the error names what place takes.
+def test_size_that_cannot_be_inferred():
+    with pytest.raises(TopologyError, match=r"size of dim 'dp'.* names its hosts") as caught:
+        place("tp=2,dp=-1", on=("4",))
+    assert "world_size" not in str(caught.value)
+
+
+# The report says once that no order is better.
+def test_no_better_order():
+    assert str(place("tp=2,dp=4", on=2)).count("no order of the dims is better") == 1
+    assert "no order" not in str(place("dp=4,tp=2", on=2))
+
+
+# A layout is text, a layout, or an object with a layout.
+def test_forms_of_a_layout():
+    layout = RankLayout.parse("tp=2,dp=2")
+    placed = place(layout, on=2)
+    assert place("tp=2,dp=2", on=2).layout == place(placed, on=2).layout == layout
 
 
 # Traffic that overlaps with computation counts after traffic that steps wait for.
@@ -324,7 +346,7 @@ def test_rankfile(tmp_path):
         (lambda: place(RankLayout([2], ["tp"], 3), {"a": "s"}, gpus_per_host=4), TopologyError),
         (lambda: place("tp=4,dp", on="n1,n2,n3", gpus_per_host=2), WorldSizeError),
         (lambda: place("tp=8,dp=-1", on=8), TopologyError),
-        (lambda: place({"tp": 2}, on=8), LayoutError),
+        (lambda: place(3, on=8), LayoutError),
         (lambda: place("tp=2", on=8, traffic="tp=" + "9" * 5000), LayoutError),
         (lambda: place("tp=2", on=8, traffic={"tp": 10**5000}), LayoutError),
         (lambda: place("tp=2", on=8, traffic={"tp": math.nan}), LayoutError),

@@ -30,10 +30,10 @@ def test_table(in_process):
     lines = lines_of(done)
     assert lines[:2] == [
         "tp=4,dp=16,pp=4: 256 ranks on 64 hosts, 4 domains",
-        "dims level across units of each bytes across",
+        "dims level across units per group bytes across",
     ]
     assert "dp domain 12 of 16 1..2 144 GB" in lines
-    assert lines[-1].startswith("no order")
+    assert [line for line in lines if line.startswith("no order")] == lines[-1:]
 
 
 # A better order, and what changes; traffic without a unit is noted as bytes.
@@ -97,10 +97,12 @@ def test_files(in_process, tmp_path):
         (["tp=2", "--on", "8", "--traffic", "tp=" + "9" * 5000], "2**60"),
         (["tp=2", "--on", "8", "--weights", "host=x"], "--weights"),
         (["tp=2", "--on", "8", "--weights", "leaf=1"], "--weights"),
+        (["tp=2", "--on", "8", "--weights", "host=a"], "domain=1,leaf=7"),
+        (["tp=2", "--on", "hots=2"], "did you mean 'host'"),
         (["tp=2", "--on", "8", "--on", "live"], "--on live"),
         (["tp=2", "--on", "live"], NO_JOB),
         (["tp=2", "--on", "n1,\x1b[31m"], "node list"),
-        (["tp", "--on", "8"], "number of GPUs"),
+        (["tp", "--on", "8"], "size of dim 'tp'"),
         (["tp=4,dp", "--on", "n[1-3]", "--gpus-per-node", "2"], "6"),
         (["tp=2", "--on", "8", "--write", "order", "x"], "rankfile"),
         (["tp=2", "--on", "8", "--write", "rankfile", "/no/x"], "/no/x"),

@@ -124,13 +124,29 @@ def test_blocks(file):
     assert topology.level("domain").of_rank.tolist() == [rank // 72 for rank in range(144)]
 
 
-# The default topology of a topology.yaml is read, else the first with a tree or blocks.
+# The default topology of a topology.yaml is read, or the only one.
 def test_topology_yaml(file):
     topology = read_topology(file("topology.yaml", SLURM_YAML), 4)
     assert topology.names == ("host", "leaf", "spine")
     assert units(topology)["leaf"] == ["s1", "s1", "s2", "s2"]
-    other = SLURM_YAML.replace("cluster_default", "other")
-    assert read_topology(file("topology.yml", other), 4).names == ("host", "domain")
+    only = "- topology: nvl\n  block: {blocks: [{block: b1, nodes: 'n[1-4]'}]}\n"
+    assert read_topology(file("topology.yml", only), 4).names == ("host", "domain")
+
+
+# Without a default that is a tree or blocks, several topologies are an error.
+@pytest.mark.parametrize(
+    "text",
+    [
+        SLURM_YAML.replace("cluster_default", "other"),
+        SLURM_YAML.replace("  block:", "  cluster_default: true\n  block:"),
+        SLURM_YAML.replace("  cluster_default: true\n", "").replace(
+            "  flat: true", "  flat: true\n  cluster_default: true"
+        ),
+    ],
+)
+def test_topology_yaml_without_default(file, text):
+    with pytest.raises(TopologyError, match="default"):
+        read_topology(file("topology.yaml", text), 4)
 
 
 # {host: switch}, as JSON, YAML or a mapping.
@@ -138,7 +154,9 @@ def test_switches_of_hosts(file):
     leaves = {"a": "s1", "b": "s2"}
     wanted = {"host": ["a", "b"], "leaf": ["s1", "s2"]}
     assert units(read_topology(leaves, 2)) == wanted
-    assert units(read_topology(file("x.json", json.dumps(leaves)), 2)) == wanted
+    text = json.dumps(leaves, indent="\t")
+    for on in (file("x.json", text), file("switches", text), text):
+        assert units(read_topology(on, 2)) == wanted
     assert units(read_topology(file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
 
 
@@ -193,7 +211,15 @@ def test_values():
         ("t.conf", "SwitchName=a \\\n\\\n Knots=x\n", "line 1"),
         ("t.conf", "SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=x", "cycle"),
         ("t.conf", "BlockName=b\n", "names no host"),
-        ("t.json", '{"a": ', "YAML"),
+        ("t.json", '{"a": ', "JSON"),
+        ("t.json", f'{{"a": {"9" * 5000}}}', "JSON"),
+        ("t.json", "[" * 100_000, "JSON"),
+        ("t.yaml", "[" * 20_000, "YAML"),
+        ("t.yaml", "- " * 20_000, "YAML"),
+        ("t.yaml", "#" * 2**23, "bytes"),
+        ("t.conf", "SwitchName=a Nodes=x\nSwitchName=a Nodes=y\n", "defines switch 'a' again"),
+        ("t.conf", "BlockName=b Nodes=x\nBlockName=b Nodes=y\n", "defines block 'b' again"),
+        ("t.conf", "SwitchName=a Switches=a Nodes=x\n", "line 1"),
         ("t.json", '{"a": 3, "b": ["s"]}', "must map"),
         ("t.yaml", f"a: {'9' * 5000}\nb: [s]\n", "must map"),
         ("t.yaml", "- topology: x\n", "has no tree or blocks"),
@@ -206,8 +232,10 @@ def test_values():
 )
 def test_bad_files(file, name, text, where):
     path = file(name, text)
+    start = time.process_time()
     with pytest.raises(TopologyError) as caught:
         read_topology(path, 4)
+    assert time.process_time() - start < 1
     assert where in str(caught.value)
     assert path in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -224,6 +252,11 @@ def test_bad_files(file, name, text, where):
         ("8,8", 8),
         ("host=8,host=16", 8),
         ("a=b", 8),
+        ("hots=2", 4),
+        ("\x1b=2", 4),
+        (True, 4),
+        (8, True),
+        ('{"a": ', 4),
         ("1,2,4,8,16,32", 64),
         (8, None),
         (0, 8),
