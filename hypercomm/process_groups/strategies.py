@@ -70,8 +70,10 @@ class Attempt:
         None on a rank that is not a member, and where there is no store. It refers to the attempt,
         which therefore does not keep it: a cycle would wait for the garbage collector.
         """
+        if self.job is None or not self.job.has_store:
+            return None
         own = self.own
-        if own is None or self.job is None or not self.job.has_store:
+        if own is None:
             return None
 
         def look(positions: Sequence[int], waited_s: float) -> None:

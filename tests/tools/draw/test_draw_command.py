@@ -59,7 +59,7 @@ def test_files(in_process, tmp_path, arguments, picture):
         (["tp=2,dp=4", "-o", "grid.pdf"], ".svg, .png, .txt"),
         (["tp=2,dp=4", "--groups", "pp"], "'pp'"),
         (["tp=2,dp=0"], "'dp=0'"),
-        (["tp=2,dp=-1"], "--world-size"),
+        (["tp=2,dp=-1"], "'dp' is unspecified"),
         (["tp=2", "--to", "dp=2", "--to-offset", "-1"], "--to-offset"),
         (["tp=2,dp=4", "--on", "0"], "'0'"),
         (["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"], "--to"),
