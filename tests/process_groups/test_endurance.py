@@ -54,6 +54,10 @@ def test_cycles_under_load():
     )
     assert failures == []
     for _, before, after in got:
-        for what in ("groups", "threads", "files", "python threads"):
+        for what in ("groups", "files"):
             assert after[what] == before[what], what
+        # The pool of store workers keeps as many threads as were ever busy at once: while gloo
+        # connects slowly, a second one looks whether members have given up.
+        for what in ("threads", "python threads"):
+            assert after[what] <= before[what] + 2, what
     assert max(growth) < GROWTH_KIB
