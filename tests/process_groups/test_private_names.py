@@ -68,7 +68,6 @@ def test_groups_are_right_without_private_names():
     ("path", "change"),
     [
         ("distributed.distributed_c10d._abort_process_group", "delattr(target, name)"),
-        ("distributed.Backend._plugins", "delattr(target, name)"),
         ("distributed.distributed_c10d._process_group_name", RENAMED),
     ],
 )
