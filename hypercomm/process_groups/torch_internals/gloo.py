@@ -302,6 +302,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         missing = list(islice(self._missing(keys), _MOST_LOOKED_FOR))
         self._patience.look(missing, time.monotonic() - begin)
         if self._store.check([f"{place}/{GAVE_UP_KEY}"]):
+            self._patience.look(missing, time.monotonic() - begin)  # its reason may be newer
             refuse_failed(self._store, place)
             late = list(self._missing(keys)) or self._missed  # who came just now was late as well
             if self._missed is None or not late:
