@@ -111,8 +111,8 @@ def test_from_anybody(tmp_path, is_awaited):
     assert "in takes_from_anybody has not ended on rank 2" in str(verdict)
 
 
-# The tool of torch finds no mistake in the collectives. That of torch 2.10 knows only the names that
-# NCCL gives them, so the records get those.
+# The tool of torch finds no mistake in the collectives. That of torch 2.10 knows only the names
+# that NCCL gives them, so the records get those.
 def test_torchfrtrace(tmp_path):
     fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
     (tmp_path / "pickles").mkdir()
