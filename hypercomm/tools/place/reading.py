@@ -140,9 +140,9 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
         raise TopologyError(unknown)
     for name, size in sizes.items():
         if name not in levels:
-            units = np.arange(world_size) // size
-            names = tuple(f"{name}{unit}" for unit in range(units[-1] + 1))
-            levels[name] = Level(name, units, names)
+            units = np.arange(world_size)
+            units //= size  # in place: there may be 2**24 ranks
+            levels[name] = Level(name, units)
     return Topology([levels[name] for name in sorted(levels, key=place_of)])
 
 
