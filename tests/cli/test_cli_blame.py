@@ -37,7 +37,7 @@ def test_words(in_process, folder):
 def test_json(in_process, folder):
     done = in_process("blame", str(folder), "--json", "--layout", "tp=2,dp=2")
     found = json.loads(done.stdout)
-    assert (done.returncode, found["outcome"], found["dumps"]) == (1, "blamed", 4)
+    assert (done.returncode, found["outcome"], found["world_size"]) == (1, "blamed", 4)
     (finding,) = found["findings"]
     assert finding["kind"] == "absent"
     assert [(one["rank"], one["coords"]) for one in finding["culprits"]] == [
