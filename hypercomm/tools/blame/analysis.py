@@ -291,71 +291,16 @@ class Finding:
     says: str
 
 
-@attrs.frozen(eq=False)
 class Verdict:
-    """The result of judging the dumps of a job.
-
-    Attributes:
-        evidence: The dumps.
-        findings: The faults, the worst first.
-        waits: The calls that have not ended, with the members that have not entered them.
-    """
-
-    evidence: Evidence
-    findings: list[Finding]
-    waits: list[Wait]
-
-    @property
-    def outcome(self) -> str:
-        """Return "clear", "blamed", or "unclear" if something is wrong and no rank is blamed."""
-        return "blamed" if self.culprits else "unclear" if self.findings else "clear"
-
-    @property
-    def culprits(self) -> tuple[int, ...]:
-        """The ranks to blame, in ascending order."""
-        return tuple(sorted({rank for each in self.findings for rank in each.culprits}))
-
-    def __str__(self) -> str:
-        clear = f"no rank waits: the calls of {len(self.evidence.ranks)} ranks agree and have ended"
-        return "\n".join(finding.says for finding in self.findings) or clear
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as a dict for JSON."""
-        evidence = self.evidence
-        findings = [attrs.asdict(finding) for finding in self.findings]
-        for finding in findings:
-            finding["culprits"] = [evidence.describe(rank) for rank in finding["culprits"]]
-        waits = [
-            {
-                "group": wait.call.group.title,
-                "members": wait.call.group.ranks,
-                "op": wait.call.op,
-                "number": wait.call.number,
-                "where": wait.call.where,
-                "waiting": sorted(wait.calls),
-                "absent": wait.absent,
-            }
-            for wait in self.waits
-        ]
-        return {
-            "outcome": self.outcome,
-            "verdict": str(self),
-            "world_size": evidence.world_size,
-            "no_dump": evidence.missing,
-            "findings": findings,
-            "waits": waits,
-            "notes": list(evidence.unreadable.values()),
-        }
-
-
-def judge(evidence: Evidence) -> Verdict:
-    """Find the ranks that others wait for.
+    """Which ranks of a job the others wait for; str() describes it.
 
     Args:
         evidence: The calls, as `read_folder` returns them.
 
-    Returns:
-        The verdict; str() describes it.
+    Attributes:
+        evidence: The calls.
+        waits: The calls that have not ended, with the members that have not entered them.
+        findings: The faults, the worst first.
 
     Example:
         Rank 1 has not entered the second all_reduce.
@@ -367,50 +312,70 @@ def judge(evidence: Evidence) -> Verdict:
         >>> ranks = {0: Record(0), 1: Record(1)}
         >>> for rank, call in [(0, first), (1, first), (0, second)]:
         ...     ranks[rank].add(call)
-        >>> print(judge(Evidence(ranks, world_size=2)))
+        >>> print(Verdict(Evidence(ranks, world_size=2)))
         rank 1 has not entered all_reduce number 2 of WORLD (ranks 0..1), in which rank 0 waits
-    """
-    judged = _Judge(evidence)
-    findings = [*judged.mistakes(), *judged.ends()]
-    findings = findings or list(judged.unknowns())
-    findings.sort(key=lambda one: (not one.culprits, -len(one.waiting)))
-    return Verdict(evidence, findings, judged.waits)
-
-
-class _Judge:
-    """Judges the calls of a job.
-
-    Attributes:
-        evidence: The calls.
-        waits: The calls that have not ended.
-        graph: Which rank waits for which.
-        explained: The ranks that others wait for because of what was found.
     """
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence, self.waits = evidence, find_waits(evidence)
-        self.graph = _wait_graph(evidence, self.waits)
-        self.explained: set[int] = set()
+        self._graph = _wait_graph(evidence, self.waits)
+        self._explained: set[int] = set()  # ranks that others wait for because of a finding
+        self.findings = [*self._mistakes(), *self._ends()] or list(self._unknowns())
+        self.findings.sort(key=lambda one: (not one.culprits, -len(one.waiting)))
 
-    def _finding(
-        self, kind: str, culprits: Iterable[int], ranks: Iterable[int], says: str
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks to blame, in ascending order."""
+        return tuple(sorted({rank for each in self.findings for rank in each.culprits}))
+
+    @property
+    def outcome(self) -> str:
+        """Return "clear", "blamed", or "unclear" if something is wrong and no rank is blamed."""
+        return "blamed" if self.culprits else "unclear" if self.findings else "clear"
+
+    def __str__(self) -> str:
+        clear = f"no rank waits: the calls of {len(self.evidence.ranks)} ranks agree and have ended"
+        return "\n".join(finding.says for finding in self.findings) or clear
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as a dict for JSON."""
+        findings = [attrs.asdict(finding) for finding in self.findings]
+        for finding in findings:
+            finding["culprits"] = [self.evidence.describe(rank) for rank in finding["culprits"]]
+        waits = []
+        for each in self.waits:
+            known = {name: getattr(each.call, name) for name in ("op", "number", "where")}
+            group = {"group": each.call.group.title, "members": each.call.group.ranks}
+            waits.append({**group, **known, "waiting": sorted(each.calls), "absent": each.absent})
+        return {
+            "outcome": self.outcome,
+            "verdict": str(self),
+            "world_size": self.evidence.world_size,
+            "no_dump": self.evidence.missing,
+            "findings": findings,
+            "waits": waits,
+            "notes": list(self.evidence.unreadable.values()),
+        }
+
+    def _found(
+        self, kind: str, says: str, ranks: Iterable[int], culprits: Iterable[int] = ()
     ) -> Finding:
         ranks = tuple(sorted(ranks))
-        return Finding(kind, tuple(culprits), ranks, _waiting(self.graph, ranks), says)
+        return Finding(kind, tuple(culprits), ranks, _waiting(self._graph, ranks), says)
 
-    def mistakes(self) -> Iterator[Finding]:
+    def _mistakes(self) -> Iterator[Finding]:
         """Yield the calls that differ, and the ranks that leave the common order."""
         differences = find_differences(self.evidence)
         deviations = find_deviations(self.evidence, self.waits, differences)
-        self.explained.update(deviations)
+        self._explained.update(deviations)
         for wait in self.waits:
             group = wait.call.group
             own = [deviations[rank].own for rank in wait.calls if rank in deviations]
             if any(call.group.title == group.title for call in own):
-                self.explained.update(wait.absent)
+                self._explained.update(wait.absent)
             calls = [next(iter(each.calls.values())) for each in differences]
             if any(call.group == group and call.number <= wait.call.number for call in calls):
-                self.explained.update(wait.calls)
+                self._explained.update(wait.calls)
         for each in differences:
             if each.odd or not deviations.keys() & each.calls.keys():
                 yield self._difference(each)
@@ -421,7 +386,7 @@ class _Judge:
                 f"{self.evidence.name(rank)} calls {one.own}{one.own.at} {after}, where most ranks "
                 f"call {one.usual.op} over {one.usual.group.title} (rank {one.by}{one.usual.at})"
             )
-            yield self._finding("order", [rank], [rank], says)
+            yield self._found("order", says, [rank], [rank])
 
     def _difference(self, each: Difference) -> Finding:
         first = next(iter(each.odd or each.calls))
@@ -439,76 +404,67 @@ class _Judge:
         kinds = zip(("order", "shape", "dtype"), one.terms, other.terms, strict=True)
         kind = next(kind for kind, mine, theirs in kinds if mine != theirs)
         if kind == "order":
-            self.explained.update(each.odd or each.calls)
-        return self._finding(kind, each.odd, each.calls, says)
+            self._explained.update(each.odd or each.calls)
+        return self._found(kind, says, each.calls, each.odd)
 
-    def ends(self) -> Iterator[Finding]:
+    def _ends(self) -> Iterator[Finding]:
         """Yield the ranks, or circles of ranks, at which the waiting of others ends."""
         import networkx as nx
 
-        unknown = [rank for rank in self.evidence.missing if rank in self.graph]
-        known = self.graph.copy()
+        unknown = [rank for rank in self.evidence.missing if rank in self._graph]
+        known = self._graph.copy()
         known.remove_nodes_from(unknown)
         for part in nx.attracting_components(known):
             ranks = [node for node in part if isinstance(node, int)]
-            if ranks and self.explained.isdisjoint(ranks):
+            if ranks and self._explained.isdisjoint(ranks):
                 yield self._absent(ranks[0]) if len(part) == 1 else self._circle(part)
-                self.explained.update(ranks)
-        self.explained.update(_waiting(known, self.explained))
+                self._explained.update(ranks)
+        self._explained.update(_waiting(known, self._explained))
         for rank in unknown:
-            if not self.explained.issuperset(_waiting(self.graph, [rank])):
+            if not self._explained.issuperset(_waiting(self._graph, [rank])):
                 yield self._absent(rank)
 
     def _circle(self, part: Collection[Any]) -> Finding:
         import networkx as nx
 
-        steps = nx.find_cycle(self.graph.subgraph(part))
+        steps = nx.find_cycle(self._graph.subgraph(part))
         calls = {rank: wait.calls[rank] for rank, wait in steps if isinstance(rank, int)}
         each = [f"{self.evidence.name(rank)} is in {call}{call.at}" for rank, call in calls.items()]
-        says = f"ranks wait for each other in a circle: {'; '.join(each)}"
-        return self._finding("circle", (), calls, says)
+        return self._found("circle", f"ranks wait for each other: {'; '.join(each)}", calls)
 
     def _absent(self, rank: int) -> Finding:
-        record = self.evidence.ranks.get(rank)
+        evidence, record = self.evidence, self.evidence.ranks.get(rank)
         awaiting = [wait for wait in self.waits if rank in wait.absent]
         wait = min(awaiting, key=lambda wait: wait.call.order)
         does = "answered" if wait.call.channel else "entered"
-        if self.evidence.last(rank, wait.call.group) >= wait.call.number and does == "entered":
+        if does == "entered" and evidence.last(rank, wait.call.group) >= wait.call.number:
             does = "started"  # its device has it queued
         kind, why = "absent", ""
-        if rank in self.evidence.unreadable:
-            kind, why = "unreadable", f"; {self.evidence.unreadable[rank]}"
+        if rank in evidence.unreadable:
+            kind, why = "unreadable", f"; {evidence.unreadable[rank]}"
         elif record is None:
             kind, why = "no dump", "; it left no dump, so it may have died"
         elif record.why.startswith(("left", "raised")):
             why = f"; it {record.why}"
         elif record.place:
             why = f"; it is at {record.place[0]}"
-        says = (
-            f"{self.evidence.name(rank)} has not {does} {wait.call}, in which "
-            f"{_ranks(wait.calls, 'waits', 'wait')}{why}"
-        )
-        others = set(_waiting(self.graph, [rank])) - wait.calls.keys()
-        says += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
-        return self._finding(kind, [] if kind == "unreadable" else [rank], [rank], says)
+        others = set(_waiting(self._graph, [rank])) - wait.calls.keys()
+        why += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
+        says = f"{evidence.name(rank)} has not {does} {wait.call}, in which "
+        says += _ranks(wait.calls, "waits", "wait") + why
+        return self._found(kind, says, [rank], [rank] if kind != "unreadable" else [])
 
-    def unknowns(self) -> Iterator[Finding]:
+    def _unknowns(self) -> Iterator[Finding]:
         """Yield what may be wrong where nothing else is found."""
-        ranks, missing = len(self.evidence.ranks), self.evidence.missing
         if self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
-            says = (
-                f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank is "
-                f"known to be missing: check the network and the devices"
-            )
-            yield self._finding("stuck", (), wait.calls, says)
-        elif missing:
-            says = (
-                f"the calls of {ranks} of {self.evidence.world_size} ranks agree and have ended; "
-                f"{_ranks(missing, 'has', 'have')} no dump that can be read, so it is unknown "
-                f"whether anything waits"
-            )
-            yield self._finding("no dump", (), missing, says)
+            says = f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank "
+            says += "is known to be missing: check the network and the devices"
+            yield self._found("stuck", says, wait.calls)
+        elif self.evidence.missing:
+            says = f"{_ranks(self.evidence.missing, 'has', 'have')} no dump that can be read; the "
+            says += "calls of the others agree and have ended"
+            yield self._found("no dump", says, self.evidence.missing)
 
 
 def _ranks(ranks: Iterable[int], one: str = "", many: str = "") -> str:

@@ -9,7 +9,7 @@ from hypercomm.cli import options
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
-from hypercomm.tools.blame.analysis import Verdict, judge
+from hypercomm.tools.blame.analysis import Verdict
 from hypercomm.tools.blame.reading import read_folder
 
 _COLOURS = {"clear": "green", "blamed": "red", "unclear": "yellow"}
@@ -29,7 +29,7 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     waits, 1 if one does, 2 for a folder that cannot be judged.
     """
     layout = None if sizes is None else RankLayout.parse(sizes)
-    verdict = judge(read_folder(folder, layout))
+    verdict = Verdict(read_folder(folder, layout))
     if as_json:
         print_json(verdict.to_dict())
     else:

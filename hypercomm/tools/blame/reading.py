@@ -15,7 +15,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hypercomm.errors import DumpError, WorldSizeError
 from hypercomm.layout import RankLayout
@@ -71,8 +71,8 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         try:
             record = _read_file(file, rank, layout)
         except Exception as error:  # noqa: BLE001 - whatever a file holds, the others are judged
-            why = "a field is missing" if isinstance(error, KeyError) else str(error)[:200]
-            unreadable[rank] = f"{name} cannot be read: {_printable(why) or type(error).__name__}"
+            why = _printable(f"{type(error).__name__}: {error}"[:200])
+            unreadable[rank] = f"{name} cannot be read as a dump: {why}"
             continue
         if rank in records:
             raise DumpError(
@@ -126,14 +126,6 @@ def _read_file(file: Path, rank: int, layout: RankLayout | None) -> Record:
 # ---- decoding -----------------------------------------------------------------------------------
 
 
-class _Operations(dict[int, Any]):
-    def __missing__(self, code: int) -> Any:
-        raise pickle.UnpicklingError(
-            f"it has the pickle operation {code:#x}; a dump holds only numbers, texts, lists and "
-            f"dicts, and nothing in it was run"
-        )
-
-
 def _load_tuple(size: int) -> Any:
     def load(self: Any) -> None:
         self.stack[-size:] = [self.stack[-size:]]
@@ -144,12 +136,10 @@ def _load_tuple(size: int) -> Any:
 class _PlainUnpickler(pickle._Unpickler):
     """Builds plain containers only; tuples become lists, which cannot be keys that are hashed."""
 
-    dispatch = _Operations(
-        {
-            code: pickle._Unpickler.dispatch[code]
-            for code in b"\x80\x95\x94\x88\x89\x8a\x8c\x8d(.])}NJKMGXtaesuhjqr"
-        }
-    )
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code]
+        for code in b"\x80\x95\x94\x88\x89\x8a\x8c\x8d(.])}NJKMGXtaesuhjqr"
+    }
     dispatch[ord("t")] = pickle._Unpickler.dispatch[ord("l")]
     dispatch[ord(")")] = dispatch[ord("]")]
     dispatch.update({code: _load_tuple(size) for size, code in enumerate(b"\x85\x86\x87", 1)})
@@ -159,15 +149,16 @@ def unpickle(content: bytes) -> object:
     """Read a pickle that holds plain values; code in it is not run.
 
     Raises:
-        pickle.UnpicklingError, EOFError, ValueError: It holds more, or is cut off.
+        KeyError: It has an operation that makes something else, such as an object.
+        pickle.UnpicklingError, EOFError, ValueError: It is cut off or broken.
 
     Example:
         >>> import os, pickle
         >>> unpickle(pickle.dumps({"version": "2.10"}))
         {'version': '2.10'}
-        >>> unpickle(pickle.dumps(os.getcwd))  # doctest: +ELLIPSIS
+        >>> unpickle(pickle.dumps(os.getcwd))
         Traceback (most recent call last):
-        _pickle.UnpicklingError: it has the pickle operation 0x93; a dump holds only numbers, ...
+        KeyError: 147
     """
     return _PlainUnpickler(io.BytesIO(content)).load()
 
@@ -220,7 +211,7 @@ def _is_library(file: str) -> bool:
 # ---- the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components ---------------
 
 _STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
-_OPS = {
+OPS = {
     "_all_gather_base": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
@@ -285,7 +276,7 @@ def _read_call(entry: Mapping[str, Any], group: Group, batches: Mapping[Any, str
     message, state = _MESSAGE.search(op), entry["state"]
     if op == "coalesced" or (message is not None and not entry["is_p2p"]):
         return None
-    op = _OPS.get(op, op)
+    op = OPS.get(op, op)
     call = Call(op, group, _integer(entry["collective_seq_id"]), _integer(entry["record_id"]), "")
     call.shapes = _shapes(entry["input_sizes"])
     call.dtypes = tuple(map(_text, entry["input_dtypes"][:_MOST_TENSORS]))

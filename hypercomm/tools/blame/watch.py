@@ -40,12 +40,12 @@ from hypercomm.process_groups import job
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
 from hypercomm.tools.blame.calls import FROM_ANYBODY
+from hypercomm.tools.blame.reading import OPS
 
 __all__ = ["Watch"]
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_S = 1e6
 _MOST_CHARACTERS, _MOST_TENSORS = 120, 8
 _KEPT = 500
 """The number of calls that are kept, of all groups together."""
@@ -53,11 +53,7 @@ _KEPT = 500
 _MOST_PENDING = 1000
 """Calls that are polled for their end; gloo never reports the end of an unawaited message."""
 
-_NAMES = {
-    "all_gather_into_tensor": "_all_gather_base",
-    "reduce_scatter_tensor": "_reduce_scatter_base",
-    "all_reduce_coalesced": "allreduce_coalesced",
-}
+_NAMES = {op: name for name, op in OPS.items() if name.startswith("_")}
 """Names of the flight recorder that differ from those of torch.distributed."""
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -104,19 +100,16 @@ class Watch:
         layouts: Mapping[str, RankLayout],
         pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
     ) -> None:
-        if not 0 < seconds <= _LONGEST_S:
+        if not 0 < seconds <= 1e6:
             raise WatchError(
-                f"seconds must be above 0, at most {_LONGEST_S:,.0f}, got {shown(seconds)}; take "
-                f"a fraction of the groups' timeout, such as 60"
+                f"seconds must be above 0 and at most 1e6, got {shown(seconds)}; try 60"
             )
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = job.current().rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         if Watch._current is not None:
-            raise WatchError(
-                f"this process has a watch, which writes {Watch._current.file}; stop() it first: "
-                f"one watch records all groups"
-            )
+            file = Watch._current.file
+            raise WatchError(f"this process has a watch, which writes {file}; stop() it first")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text("")  # instead of the record of an earlier job
@@ -131,12 +124,10 @@ class Watch:
         self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
         self._moves, self._ids = 0, itertools.count()
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._methods: dict[str, tuple[Any, Any]] = {}
+        self._originals: dict[str, Any] = {}
         for method, op in c10d.calls_of_groups().items():
-            original = vars(ProcessGroup)[method]
-            recorded = self._recorded(op, getattr(ProcessGroup, method))
-            self._methods[method] = original, recorded
-            setattr(ProcessGroup, method, recorded)
+            self._originals[method] = vars(ProcessGroup)[method]
+            setattr(ProcessGroup, method, self._recorded(op, getattr(ProcessGroup, method)))
         self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
         self._thread.start()
         Watch._current = self
@@ -156,9 +147,8 @@ class Watch:
         if self._over.is_set():
             return
         self._over.set()
-        for method, (original, recorded) in self._methods.items():
-            if vars(ProcessGroup)[method] is recorded:  # and no other library replaced it since
-                setattr(ProcessGroup, method, original)
+        for method, original in self._originals.items():
+            setattr(ProcessGroup, method, original)
         Watch._current = None
         self._thread.join()
         text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
