@@ -335,7 +335,7 @@ def test_one_thread_reshapes():
             r"view 'expert' \(.*\) does not fit .* different membership",
         ),
         ("tp=4,dp=2,pp=2", {"expert": "ep=4,pp=2"}, LayoutError, "view 'expert' .* does not fit"),
-        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "; the grid has 16 ranks"),
+        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "; the grid size is 16"),
         ("tp=4,dp=2,pp=2", {"expert": "pp=2,ep=8"}, LayoutError, "'pp' has different membership"),
         ("tp=4,dp=2,pp=2", {"expert": "ep=x"}, LayoutError, "view 'expert'"),
         ("tp=4,dp=2,pp=2", {"expert": 5}, LayoutError, "view 'expert'"),
