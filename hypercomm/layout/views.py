@@ -9,7 +9,7 @@ import attrs
 from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
 from hypercomm.layout.checks import as_names, as_strings
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.parsing import Dims, as_dims, close_sizes, parse_sizes, read_sizes
+from hypercomm.layout.parsing import Dims, as_dims, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, shown
 
 BASE = "base"
@@ -72,8 +72,8 @@ class Views(Mapping[str, View]):
     def register(
         self,
         name: str,
-        shape: Iterable[int],
-        dim_names: Iterable[str],
+        shape: str | Mapping[str, int] | Iterable[int] | RankLayout,
+        dim_names: Iterable[str] | None = None,
         shared_dims: Iterable[str] | None = None,
     ) -> View:
         """Add a view, as `HyperCommGrid.register_view` describes."""
@@ -81,7 +81,8 @@ class Views(Mapping[str, View]):
         if name == BASE or name in self._views:
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
-        sizes = self._sizes_of(name, read_sizes(shape, dim_names))
+        given = shape.sizes if isinstance(shape, RankLayout) else shape
+        sizes = self._sizes_of(name, read_sizes(given, dim_names))
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         shared = self._shared(name, layout, () if lone is None else as_strings(lone, "shared_dims"))
@@ -111,10 +112,10 @@ class Views(Mapping[str, View]):
         others = Views(base)
         for name, view in self.items():
             try:
-                given = parse_sizes(sizes[name]) if name in sizes else view.layout.sizes
+                given = read_sizes(sizes[name]) if name in sizes else view.layout.sizes
                 both = {*given} & {*base.dim_names}
                 shared = [dim for dim in view.wanted_dims if dim in both]
-                new = others.register(name, tuple(given.values()), tuple(given), shared)
+                new = others.register(name, given, shared_dims=shared)
                 others._views[name] = attrs.evolve(new, wanted_dims=view.wanted_dims)
             except LayoutError as error:
                 raise LayoutError(
@@ -132,27 +133,34 @@ class Views(Mapping[str, View]):
             UnknownViewError: There is no such view.
             UnknownDimError: There is no such dim; names the view that has it, if one does.
         """
-        ordered, found = self.ordered(dims, view), self.asked(view)
+        found = None if view is None else self.asked(view)
+        try:
+            ordered = (self.base if found is None else found.layout).order_dims(dims)
+        except UnknownDimError as error:
+            raise self._elsewhere(dims, view, error) from error
         if found is None or set(ordered) <= set(found.shared_dims):
             return None, ordered if found is None else self.base.order_dims(ordered)
         return found, ordered
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
         """Order dims as a view, or the base, has them; raises as `find` does."""
-        layout = self.layout_of(view)
         try:
-            return layout.order_dims(dims)
+            return self.layout_of(view).order_dims(dims)
         except UnknownDimError as error:
-            if not self:
-                raise
-            names = {*as_dims(dims)}
-            layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
-            having = [name for name, one in layouts.items() if names <= {*one.dim_names}]
-            views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
-            hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
-            raise UnknownDimError(
-                f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
-            ) from error
+            raise self._elsewhere(dims, view, error) from error
+
+    def _elsewhere(self, dims: Dims, view: str | None, error: UnknownDimError) -> UnknownDimError:
+        """Return the error for dims that a view lacks; it names the view that has them."""
+        if not self:
+            return error
+        names = {*as_dims(dims)}
+        layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
+        having = [name for name, one in layouts.items() if names <= {*one.dim_names}]
+        views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
+        hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
+        return UnknownDimError(
+            f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
+        )
 
     def layout_of(self, view: str | None) -> RankLayout:
         """Return the layout of a view, or the base."""

@@ -252,7 +252,10 @@ def test_explicit_places():
         (lambda: GridSet.tile(8), LayoutError, "at least one"),
         (lambda: GridSet({}, world_size=8), LayoutError, "at least one"),
         (lambda: GridSet(["a"], world_size=8), LayoutError, r"grids must map names.*got \['a'\]"),
-        (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
+        (lambda: GridSet({"a": 2}, world_size=8), LayoutError, "grid 'a': .*got 2"),
+        (lambda: GridSet(a="tp=2", b=2, world_size=8), LayoutError, "grid 'b': .*got 2"),
+        (lambda: GridSet(a="tp=9", world_size=8), WorldSizeError, "grid 'a': tp=9 needs 9 ranks"),
+        (lambda: GridSet({"a": "tp=2"}, nam="x", world_size=8), TypeError, "'nam'.*'name'"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
         (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a' needs sizes such as"),
@@ -284,7 +287,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=4", b="dp=6"),
             WorldSizeError,
-            r"grid 'b' \(dp=6 at rank_offset 4\) needs 10 ranks; the world has 8",
+            "grid 'b': dp=6 from rank 4 needs 10 ranks; the world has 8",
         ),
         (lambda: GridSet.tile(8, a="tp=8", requires="all"), LayoutError, "got 'all'"),
         (

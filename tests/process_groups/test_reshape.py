@@ -203,7 +203,7 @@ def test_open_sizes(layout, ranks):
         (8, LayoutError, "target must be a text"),
         ([2, 4], LayoutError, "target must be a text"),
         (b"tp=8", LayoutError, "target must be a text"),
-        ({"tp": 8}, LayoutError, "target must be a text"),
+        ({"tp": 3}, WorldSizeError, "tp=3 needs 3 ranks; the grid has 8"),
     ],
 )
 def test_refused_targets(target, error, words):
