@@ -5,13 +5,11 @@ import pickle
 
 import pytest
 
-from hypercomm import (
-    GridSet,
+from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm.errors import (
     GroupOptionsError,
-    HyperCommGrid,
     LayoutError,
     NotPicklableError,
-    RankLayout,
     UnknownDimError,
     UnknownGridError,
     UnknownViewError,

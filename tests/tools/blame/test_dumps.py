@@ -7,7 +7,7 @@ import time
 import pytest
 from tools.blame.dumps import Dumps, job
 
-from hypercomm import DumpError, WorldSizeError
+from hypercomm.errors import DumpError, WorldSizeError
 from hypercomm.tools.blame.verdict import blame
 
 pytestmark = pytest.mark.torch_free

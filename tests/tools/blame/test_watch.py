@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
+from hypercomm import HyperCommGrid
+from hypercomm.errors import DumpError, NotInitializedError, WatchError
 from hypercomm.testing import fake_world
 from hypercomm.tools.blame.reading import read_folder
 from hypercomm.tools.blame.verdict import blame

@@ -8,7 +8,8 @@ import pytest
 from ranks import blame_ranks
 from ranks.mortal_ranks import exit_codes
 
-from hypercomm import RankFailedError, RankLayout, run_ranks
+from hypercomm import RankLayout, run_ranks
+from hypercomm.errors import RankFailedError
 from hypercomm.tools.blame.verdict import blame
 
 pytestmark = pytest.mark.long
