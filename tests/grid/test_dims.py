@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import dims_ranks
 
@@ -210,3 +211,15 @@ def test_habits_of_a_device_mesh():
         ):
             with pytest.raises(AttributeError, match=words):
                 getattr(grid, name)
+
+
+# An int tensor of one element is a rank, a coordinate and a size, as numpy's ints are.
+@pytest.mark.parametrize("rank", [torch.tensor(5), np.int64(5), torch.tensor([5])])
+def test_tensors_are_ranks(rank):
+    layout = RankLayout("tp=2,dp=4")
+    assert layout.coords(rank) == {"tp": 1, "dp": 2}
+    assert layout.groups("dp").of(rank) == (1, 3, 5, 7)
+    assert layout.rank(tp=torch.tensor(1), dp=2) == 5
+    assert layout["tp"].at(rank).rank == 1
+    assert rank in layout
+    assert RankLayout(tp=torch.tensor(2), dp=4) == layout
