@@ -210,8 +210,7 @@ def _explain(attempt: Attempt, error: Exception, waited_s: float, why: str) -> N
     if not dist.is_initialized():
         raise NotInitializedError(
             f"torch.distributed is not initialised, so the groups over {attempt.name} cannot be "
-            f"created; call torch.distributed.init_process_group() first, or start the program "
-            f"with torchrun"
+            f"created; call hypercomm.join() or torch.distributed.init_process_group() first"
         ) from error
     if attempt.connecting is None:
         return

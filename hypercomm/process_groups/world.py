@@ -44,15 +44,10 @@ def _from_environment(variable: str) -> int:
         raise WorldSizeError(str(error)) from error
     if found is not None:
         return found.number
-    argument = variable.lower()
-    forgotten = why_not_told(os.environ)
-    if forgotten is not None:
-        raise NotInitializedError(
-            f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised, "
-            f"and {forgotten}; or pass {argument}="
-        )
+    what, forgotten = variable.lower().replace("_", " "), why_not_told(os.environ)
+    argument = ", or pass world_size=" if variable == "WORLD_SIZE" else ""
     raise NotInitializedError(
-        f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised "
-        f"and the environment has no {variable}; call torch.distributed.init_process_group() "
-        f"first, start the program with torchrun, or pass {argument}="
+        f"cannot tell the {what}: torch.distributed is not initialised and "
+        f"{forgotten or f'the environment has no {variable}'}; call hypercomm.join() or "
+        f"torch.distributed.init_process_group() first, start the program with torchrun{argument}"
     )

@@ -14,16 +14,15 @@ from busy import late_s
 from ranks import connect_ranks
 from ranks.mortal_ranks import exit_codes
 
-from hypercomm import (
+from hypercomm import HyperCommGrid, run_ranks
+from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm.errors import (
     ConnectTimeout,
     GridDestroyedError,
     GroupOptionsError,
-    HyperCommGrid,
     NotInitializedError,
     UnknownDimError,
-    run_ranks,
 )
-from hypercomm.compat.megatron.state.state import ParallelState
 from hypercomm.grid import connect
 from hypercomm.grid.connect import Connection, Connections
 from hypercomm.process_groups.agreement.steps import Step

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommError, HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm.errors import HyperCommError
 from hypercomm.grid import connect as connecting
 from ranks.common import sum_over
 

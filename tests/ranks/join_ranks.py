@@ -73,7 +73,7 @@ def live():
     for name, arguments in wrong.items():
         try:
             hypercomm.join(**arguments)
-        except hypercomm.HyperCommError as error:
+        except hypercomm.errors.HyperCommError as error:
             refused[name] = f"{type(error).__name__}: {error}"
     return {
         "job": [

@@ -22,7 +22,7 @@ class Rank:
 
         try:
             hypercomm.join()
-        except hypercomm.LaunchError as error:
+        except hypercomm.errors.LaunchError as error:
             return str(error)
         return "joined"
 

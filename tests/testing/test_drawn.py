@@ -14,7 +14,8 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from hypercomm import HyperCommGrid, RankFailedError, RankLayout, RankMapping, errors
+from hypercomm import HyperCommGrid, RankLayout, RankMapping, errors
+from hypercomm.errors import RankFailedError
 from hypercomm.testing import (
     fake_world,
     given_ranks,

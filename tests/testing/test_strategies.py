@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, NoSuchExample
 
-from hypercomm import LayoutError, RankLayout
+from hypercomm import RankLayout
+from hypercomm.errors import LayoutError
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
 pytestmark = pytest.mark.torch_free

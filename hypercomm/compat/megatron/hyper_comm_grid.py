@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm import grid
 from hypercomm.compat import public_groups
-from hypercomm.errors import CreationError, GroupExistsError, GroupOptionsError
+from hypercomm.errors import CreationError, GroupExistsError, GroupOptionsError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.views import BASE as _BASE_VIEW_NAME
@@ -70,7 +70,10 @@ class HyperCommGrid(grid.HyperCommGrid):
         self._others: dict[Key, ProcessGroup | None] = {}
         if options.get("world_size") is None and "WORLD_SIZE" in os.environ:
             options["world_size"] = _world_size_of_the_environment()
-        super().__init__(shape, dim_names, rank_offset, backend, **options)
+        try:
+            super().__init__(shape, dim_names, rank_offset, backend, **options)
+        except WorldSizeError as error:  # Megatron's words
+            raise WorldSizeError(f"Grid shape {shape} is over sized: {error}") from error
 
     # ---- views --------------------------------------------------------------------------------
 
@@ -184,7 +187,7 @@ class HyperCommGrid(grid.HyperCommGrid):
 
     def reshape(
         self,
-        target: str | RankLayout,
+        target: str | Mapping[str, int] | RankLayout,
         *,
         views: Mapping[str, str] | None = None,
         ranks: Iterable[int] | None = None,

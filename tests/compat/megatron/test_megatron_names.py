@@ -383,10 +383,7 @@ BAD = [
     (
         {"local_world_size": 32},
         errors.WorldSizeError,
-        (
-            "Grid shape [1, 1, 1, 32, 1] is over sized: the grid tp=1 * cp=1 * ep=1 * dp=32 * "
-            "pp=1 = 32 ranks at rank_offset 0 needs 32 ranks; the world has 16"
-        ),
+        "tp=1,cp=1,ep=1,dp=32,pp=1 needs 32 ranks; the world has 16",
     ),
     (
         {"share": "all"},

@@ -478,7 +478,7 @@ def test_other_sets():
         ({"rank_offset": 16}, WorldSizeError, "no ranks .* left behind rank_offset=16; make it"),
         ({"requires": "all"}, LayoutError, "requires must be one of"),
         ({"beside": 1}, LayoutError, "beside must be True or False, got 1"),
-        ({"dp": 32}, WorldSizeError, "grid 'training' .* needs 32 ranks"),
+        ({"dp": 32}, WorldSizeError, "grid 'training': .* needs 32 ranks"),
         ({"world_size": 0}, LayoutError, "world_size must be at least 1"),
         ({"rank_offset": -1}, LayoutError, "rank_offset must be non-negative"),
     ],

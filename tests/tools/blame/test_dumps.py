@@ -7,7 +7,7 @@ import time
 import pytest
 from tools.blame.dumps import Dumps, blame, job
 
-from hypercomm import DumpError, WorldSizeError
+from hypercomm.errors import DumpError, WorldSizeError
 
 pytestmark = pytest.mark.torch_free
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from tools.blame.dumps import blame
 
-from hypercomm import DumpError, HyperCommGrid, NotInitializedError, WatchError
+from hypercomm import HyperCommGrid
+from hypercomm.errors import DumpError, NotInitializedError, WatchError
 from hypercomm.testing import fake_world
 from hypercomm.tools.blame.reading import read_folder
 

@@ -9,7 +9,8 @@ from ranks import blame_ranks
 from ranks.mortal_ranks import exit_codes
 from tools.blame.dumps import blame
 
-from hypercomm import RankFailedError, RankLayout, run_ranks
+from hypercomm import RankLayout, run_ranks
+from hypercomm.errors import RankFailedError
 
 pytestmark = pytest.mark.long
 
