@@ -1,7 +1,8 @@
-"""Stands for a process group of a simulated rank: calls are recorded and return immediately."""
+"""Replaces a process group of a simulated rank: calls are recorded and return immediately."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,16 +12,26 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.records import OBJECTS, Book, Creation
+from hypercomm.testing.simulation.records import Book, Collective, Creation, Step
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-Splits = tuple[Sequence[Any], Sequence[Any]]
+
+_NONE = pickle.dumps(None)
 
 
 class SimulatedGroup:
-    """Stands in for a process group of the calling rank: knows all but how to communicate."""
+    """Replaces a process group of the calling rank: it knows its members, and cannot communicate.
+
+    Args:
+        name: Its name.
+        rank: The position of the calling rank among the members.
+        size: The number of members.
+        timeout: Its timeout.
+        description: Its description.
+    """
 
     bound_device_id = None
+    _device_types = ()
 
     def __init__(
         self, name: str, rank: int, size: int, timeout: timedelta, description: str
@@ -40,12 +51,12 @@ class SimulatedGroup:
         return self._size
 
     def name(self) -> str:
-        """Return what kind of backend this is."""
+        """Return the kind of backend."""
         return "simulated"
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """ProcessGroup, because DeviceMesh checks for it."""
+        """ProcessGroup, because torch checks for it."""
         return ProcessGroup
 
     def _get_backend(self, _device: object) -> SimulatedGroup:
@@ -62,19 +73,29 @@ class SimulatedGroup:
 
 
 class SimulatedWork(Work):
-    """The work of a simulated collective, which is always complete."""
+    """The work of simulated calls, which are always complete.
+
+    Args:
+        steps: The steps of the rank that made the calls.
+        calls: The indices of the calls.
+        results: The outputs.
+        source: The sender, by its position in the group.
+    """
 
     def __init__(
-        self, book: Book, index: int, results: Sequence[torch.Tensor], source: int = 0
+        self,
+        steps: list[Step],
+        calls: Sequence[int],
+        results: Sequence[torch.Tensor] = (),
+        source: int = 0,
     ) -> None:
         super().__init__()
-        self._book, self._steps, self._index = book, book.steps, index
-        self._results = list(results)
-        self._source = source
+        self._steps, self._calls = steps, calls
+        self._results, self._source = list(results), source
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
         """Record that the rank waits here."""
-        self._book.wait(self._steps, self._index)
+        self._steps.extend(self._calls)
         return True
 
     synchronize = wait  # type: ignore[assignment]
@@ -94,19 +115,19 @@ class SimulatedWork(Work):
         return future
 
     def source_rank(self) -> int:
-        """Return who sent, by its position in the group."""
+        """Return the sender, by its position in the group."""
         return self._source
 
     _source_rank = source_rank
 
 
 class RecordingGroup(SimulatedGroup):
-    """Stands in for a process group of a rank, with the methods that torch.distributed calls.
+    """Replaces a process group of a rank, with the methods that torch.distributed calls.
 
     Args:
-        creation: The group; its name is what the members know it by.
-        rank: The rank of the job whose group this is.
-        book: Records its calls.
+        creation: The group; its name is the one that the members compare.
+        rank: The rank in the job.
+        book: Records the calls.
         name: The name that torch knows.
     """
 
@@ -116,8 +137,8 @@ class RecordingGroup(SimulatedGroup):
         ranks = creation.ranks
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
-        self.ranks = ranks
         self._book, self._creation = book, creation
+        self._first = 0
 
     # ---- the same on all members
 
@@ -135,96 +156,83 @@ class RecordingGroup(SimulatedGroup):
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: ARG002 - torch's arguments
         """Record a barrier."""
-        return self.barrier_of("barrier")
+        return self._call("barrier", ())
 
-    def barrier_of(self, op: str) -> SimulatedWork:
-        """Record a barrier of any name."""
-        return self._call(op, ())
+    def monitored_barrier(self, *_: object, **__: object) -> None:
+        """Record a barrier."""
+        self._call("monitored_barrier", ()).wait()
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Put this rank's tensor in every slot."""
-        (outputs,), (own,) = outputs, inputs
-        self._check_number("all_gather", outputs)
-        work = self._call("all_gather", _alike(outputs, own), results=outputs)
-        _fill(outputs, own)
+    def allgather(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensor into every slot."""
+        (slots,), (own,) = outputs, inputs
+        self._check_number("all_gather", slots)
+        work = self._call("all_gather", _distinct(slots, own), results=slots)
+        _fill(slots, own)
         return work
 
-    def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Put this rank's tensor in every slot."""
-        self._check_size("all_gather_into_tensor", output, own)
-        work = self._call("all_gather_into_tensor", own, results=[output])
-        self._fill_whole(output, own)
-        return work
+    def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensor into every slot."""
+        return self._gather_whole("all_gather_into_tensor", [output], [own])
 
-    _allgather_base = all_gather_single
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensors into every slot."""
+        return self._gather_whole("all_gather_into_tensor_coalesced", outputs, inputs)
 
-    def all_gather_single_coalesced(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,  # noqa: ARG002
-    ) -> SimulatedWork:
-        """Put this rank's tensors in every slot."""
-        work = self._call("all_gather_into_tensor_coalesced", inputs, results=outputs)
+    def _gather_whole(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
+        work = self._call(op, inputs, results=outputs)
         for output, own in zip(outputs, inputs, strict=True):
-            self._check_size("all_gather_into_tensor", output, own)
-            self._fill_whole(output, own)
+            self._check_size(op, output, own)
+            slots = own.detach().reshape(1, -1).expand(self._size, -1)
+            output.detach().copy_(slots.reshape(output.shape))
         return work
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensors."""
         (parts,) = inputs
         self._check_number("reduce_scatter", parts)
-        given = _alike(parts, parts[self._rank])
-        work = self._call("reduce_scatter", given, reduction=_reduction(opts), results=outputs)
-        _fill(outputs, parts[self._rank])
+        own, how = parts[self._rank], _reduction(opts)
+        work = self._call("reduce_scatter", _distinct(parts, own), reduction=how, results=outputs)
+        _fill(outputs, own)
         return work
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensor."""
-        how = _reduction(opts)
-        self._check_size("reduce_scatter_tensor", own, output)
-        work = self._call("reduce_scatter_tensor", own, reduction=how, results=[output])
-        self._take_part(output, own)
-        return work
-
-    _reduce_scatter_base = reduce_scatter_single
+        return self._scatter_whole("reduce_scatter_tensor", [output], [own], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
         """Give this rank its part of its tensors."""
-        how = _reduction(opts)
-        work = self._call("reduce_scatter_tensor_coalesced", inputs, reduction=how, results=outputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            self._check_size("reduce_scatter_tensor", own, output)
-            self._take_part(output, own)
-        return work
+        return self._scatter_whole("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def _scatter_whole(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        work = self._call(op, inputs, reduction=_reduction(opts), results=outputs)
+        for output, own in zip(outputs, inputs, strict=True):
+            self._check_size(op, own, output)
+            part = own.detach().reshape(self._size, -1)[self._rank]
+            output.detach().copy_(part.reshape(output.shape))
+        return work
 
     # ---- from each to each
 
     def all_to_all_single(
-        self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], _opts: Any = None
+        self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
-        """Give this rank its own tensor, where that fits."""
+        """Give this rank its own tensor, if the shapes are equal."""
         op = "all_to_all_single"
-        splits = self._splits(op, own, gives), self._splits(op, output, takes)
-        work = self._call(op, own, shapes=(own.shape[1:],), splits=splits, results=[output])
+        sends, receives = self._splits(op, own, gives), self._splits(op, output, takes)
+        shapes = [own.shape[1:]]
+        work = self._call(op, own, shapes, sends=sends, receives=receives, results=[output])
         _fill([output], own)
         return work
 
-    alltoall_base = all_to_all_single
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Give this rank its own tensors, where those fit."""
+    def alltoall(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Give this rank its own tensors, if the shapes are equal."""
         for tensors in (outputs, inputs):
             self._check_number("all_to_all", tensors)
-        splits = [tensor.shape for tensor in inputs], [tensor.shape for tensor in outputs]
-        work = self._call("all_to_all", inputs, shapes=(), splits=splits, results=outputs)
+        sends = [tuple(tensor.shape) for tensor in inputs]
+        receives = [tuple(tensor.shape) for tensor in outputs]
+        work = self._call("all_to_all", inputs, [], sends=sends, receives=receives, results=outputs)
         for output, own in zip(outputs, inputs, strict=True):
             _fill([output], own)
         return work
@@ -232,30 +240,29 @@ class RecordingGroup(SimulatedGroup):
     # ---- from one, or to one
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        """Give this rank what the root had, if that ran before."""
-        work = self._call("broadcast", tensors, root=opts.rootRank)
+        """Give this rank the root's values, if the root ran before."""
         own = _listed(tensors)
-        kinds = ("broadcast", *map(_kind, own))
-        kept = self._spread(opts.rootRank, kinds, lambda: [_copy(tensor) for tensor in own])
-        for tensor, value in zip(own, kept or (), strict=False):
-            _fill([tensor], value)
+        work = self._call("broadcast", own, root=opts.rootRank)
+        is_root, kinds = self._rank == opts.rootRank, ("broadcast", *map(_kind, own))
+        kept = self._spread(is_root, kinds, lambda: [_copy(tensor) for tensor in own])
+        if not is_root:
+            self._take(own, kept)
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Give this rank its part of what the root had, if that ran before."""
-        (output,) = outputs
+        """Give this rank its part of the root's values, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
-        if self._rank == opts.rootRank:
-            self._check_number("scatter", inputs[0])
-        kinds = ("scatter", _kind(output))
-        kept = self._spread(opts.rootRank, kinds, lambda: [_copy(part) for part in inputs[0]])
-        parts = inputs[0] if self._rank == opts.rootRank else kept
-        if parts is not None:
-            _fill([output], parts[self._rank])
+        is_root, parts = self._rank == opts.rootRank, inputs[0] if inputs else ()
+        if is_root:
+            self._check_number("scatter", parts)
+        kinds = ("scatter", _kind(outputs[0]))
+        kept = self._spread(is_root, kinds, lambda: [_copy(part) for part in parts])
+        parts = parts if is_root else kept
+        self._take(outputs, None if parts is None else [parts[self._rank]])
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Put the destination's own tensor in every slot."""
+        """Put the destination's own tensor into every slot."""
         work = self._call("gather", inputs, root=opts.rootRank, results=outputs)
         if outputs:
             self._check_number("gather", outputs[0])
@@ -266,64 +273,47 @@ class RecordingGroup(SimulatedGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> SimulatedWork:
         """Keep the tensor for a rank that runs later."""
-        (tensor,) = _listed(tensors)
-        self._post(to, tag, _kind(tensor), lambda: _copy(tensor))
-        return self._call("send", tensor, root=to, tag=tag)
+        (own,) = _listed(tensors)
+        work = self._call("send", own, root=to, tag=tag)
+        self._book.send(
+            self._creation, self._creation.ranks[to], tag, _kind(own), lambda: _copy(own)
+        )
+        return work
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> SimulatedWork:
-        """Give this rank what was sent to it, if the sender ran before."""
-        return self._receive(tensors, source, tag)
+    def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> SimulatedWork:
+        """Give this rank the values sent to it, if the sender ran before."""
+        own, ranks = _listed(tensors), self._creation.ranks
+        work = self._call("recv", own, root=source, tag=tag)
+        sender = None if source is None else ranks[source]
+        found = self._book.receive(self._creation, sender, tag, _kind(own[0]))
+        self._take(own, None if found is None or found[1] is None else [found[1]])
+        work._source = (self._rank + 1) % self._size if found is None else ranks.index(found[0])
+        return work
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimulatedWork:
-        """Give this rank the first that was sent to it, if any sender ran before."""
-        return self._receive(tensors, None, tag)
+        """Give this rank the first values sent to it, if any sender ran before."""
+        return self.recv(tensors, None, tag)
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> SimulatedWork:
-        (tensor,) = _listed(tensors)
-        found = self._get(source, tag, _kind(tensor))
-        if found is not None and found[1] is not None:
-            _fill([tensor], found[1])
-        sender = (self._rank + 1) % self._size if found is None else self.ranks.index(found[0])
-        return self._call("recv", tensor, root=source, tag=tag, source=sender)
+    # ---- names of other releases of torch, and coalesced calls
 
-    # ---- coalesced calls, and objects
-
-    def _start_coalescing(self, _device: object) -> None:
-        pass
-
-    def _end_coalescing(self, _device: object) -> SimulatedWork:
-        return SimulatedWork(self._book, len(self._book.steps) - 1, [])
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def get_backend(self, _device: object) -> RecordingGroup:
         """Return itself."""
         return self
 
-    def call_on_objects(self, op: str, count: int = 0, root: int | None = None) -> SimulatedWork:
-        """Record a collective of pickled objects."""
-        shapes = ((count,),) if count else ()
-        return self._call(op, (), shapes=shapes, dtype=OBJECTS, root=root)
+    def _start_coalescing(self, _device: object) -> None:
+        self._first = len(self._book.steps)
 
-    def spread_objects(self, root: int, op: str, value: Callable[[], bytes]) -> bytes | None:
-        """Return what the root had, if that ran before."""
-        kept: bytes | None = self._spread(root, op, value)
-        return kept
-
-    def send_objects(self, to: int, count: int, value: bytes) -> None:
-        """Keep objects for a rank that runs later."""
-        self._post(to, 0, count, lambda: value)
-        self._object_message("send_object_list", to, count)
-
-    def receive_objects(self, source: int | None, count: int) -> tuple[int, bytes | None]:
-        """Return a sender's rank, and its objects if it ran before."""
-        found = self._get(source, 0, count)
-        self._object_message("recv_object_list", source, count)
-        if found is None:
-            return self.ranks[(self._rank + 1) % self._size if source is None else source], None
-        return found
-
-    def _object_message(self, op: str, peer: int | None, count: int) -> None:
-        shapes = ((count,),)
-        self._call(op, (), shapes=shapes, dtype=OBJECTS, root=peer).wait()
+    def _end_coalescing(self, _device: object) -> SimulatedWork:
+        steps = self._book.steps
+        begun = range(self._first, len(steps))
+        calls = [index for index in begun if isinstance(steps[index], Collective)]
+        return SimulatedWork(steps, calls)
 
     # ---- what they share
 
@@ -331,41 +321,44 @@ class RecordingGroup(SimulatedGroup):
         self,
         op: str,
         tensors: Tensors,
+        shapes: Sequence[Sequence[int]] | None = None,
         *,
-        shapes: tuple[Any, ...] | None = None,
-        dtype: str = "",
         reduction: str = "",
         root: int | None = None,
-        splits: Splits | None = None,
+        sends: Sequence[Any] = (),
+        receives: Sequence[Any] = (),
         tag: int = 0,
         results: Sequence[torch.Tensor] | None = None,
-        source: int = 0,
     ) -> SimulatedWork:
         given = _listed(tensors)
         if shapes is None:
-            shapes = tuple(tensor.shape for tensor in given)
-        dtype = str(given[0].dtype).removeprefix("torch.") if given else dtype
-        index = self._book.call(
+            shapes = [tensor.shape for tensor in given]
+        call = Collective(
             op,
             self._creation,
             tuple(tuple(map(int, shape)) for shape in shapes),
-            dtype,
+            str(given[0].dtype).removeprefix("torch.") if given else "",
             reduction,
-            None if root is None else self.ranks[root],
-            *((None, None) if splits is None else map(tuple, splits)),
+            None if root is None else self._creation.ranks[root],
+            tuple(sends),
+            tuple(receives),
             tag,
         )
-        return SimulatedWork(self._book, index, given if results is None else results, source)
+        index = self._book.call(call)
+        return SimulatedWork(self._book.steps, [index], given if results is None else results)
 
-    def _spread(self, root: int, kind: Hashable, value: Callable[[], Any]) -> Any:
-        return self._book.spread(self._creation, self._rank == root, kind, value)
+    def _spread(self, is_root: bool, kind: Hashable, value: Callable[[], Any]) -> Any:
+        return self._book.spread(self._creation, is_root, kind, value)
 
-    def _post(self, to: int, tag: int, kind: Hashable, value: Callable[[], Any]) -> None:
-        self._book.send(self._creation, self.ranks[to], tag, kind, value)
-
-    def _get(self, source: int | None, tag: int, kind: Hashable) -> tuple[int, Any] | None:
-        sender = None if source is None else self.ranks[source]
-        return self._book.receive(self._creation, sender, tag, kind)
+    def _take(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None) -> None:
+        """Fill tensors with received values; without any, objects are None."""
+        for tensor, value in zip(tensors, values or (), strict=False):
+            _fill([tensor], value)
+        if values is None and self._book.has_objects:
+            for tensor in tensors:
+                is_sizes = tensor.dtype == torch.int64
+                data = [len(_NONE)] * tensor.numel() if is_sizes else _NONE * tensor.numel()
+                tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
 
     def _check_number(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._size:
@@ -381,31 +374,23 @@ class RecordingGroup(SimulatedGroup):
                 f"{self._size} members, got {whole.numel()}"
             )
 
-    def _splits(self, op: str, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+    def _splits(self, op: str, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[int]:
         length = tensor.shape[0] if tensor.dim() else 0
         if not splits and length % self._size == 0:
-            return (length // self._size,) * self._size
+            return [length // self._size] * self._size
         if len(splits) != self._size or sum(splits) != length:
             raise SimulationError(
                 f"{op} needs {self._size} sizes, one for each member, with the sum {length}, "
                 f"got {list(splits)}"
             )
-        return tuple(splits)
-
-    def _fill_whole(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        flat = part.detach().reshape(1, -1).expand(self._size, -1)
-        whole.detach().copy_(flat.reshape(whole.shape))
-
-    def _take_part(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        parts = whole.detach().reshape(self._size, -1)
-        part.detach().copy_(parts[self._rank].reshape(part.shape))
+        return splits
 
 
 def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def _alike(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
+def _distinct(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return one tensor if all have its shape, else all of them."""
     return [own] if {part.shape for part in parts} == {own.shape} else parts
 
@@ -420,19 +405,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:
     """Put a tensor into those slots that it fits."""
-    own = own.detach()
     for slot in slots:
         if slot.shape == own.shape and slot is not own:
-            slot.detach().copy_(own)
-
-
-_REDUCTIONS: dict[object, str] = {None: "sum"}
+            slot.detach().copy_(own.detach())
 
 
 def _reduction(opts: Any) -> str:
-    given = getattr(opts, "reduceOp", opts)
-    op = getattr(given, "op", given)
-    name = _REDUCTIONS.get(op)
-    if name is None:
-        name = _REDUCTIONS[op] = str(op).rpartition(".")[2].lower()
-    return name
+    """Return the reduction of the options of a collective, "sum" by default."""
+    op = getattr(opts, "reduceOp", opts)
+    return "sum" if op is None else str(getattr(op, "op", op)).rpartition(".")[2].lower()
