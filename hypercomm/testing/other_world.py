@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -54,7 +54,8 @@ class OtherWorld:
         tables: dict[str, Any] = {table: {} for table in _TABLES}
         marks = {"is_of_another_world": True, "has_other_ranks": store is not None}
         ours = {"group_count": 0, **marks, **tables}
-        self._torch: Any = type("OtherWorld", (type(dist.distributed_c10d._world),), ours)()
+        c10d: Any = dist.distributed_c10d
+        self._torch: Any = type("OtherWorld", (c10d._World,), ours)()
 
     def show(self) -> None:
         """Show this job to torch.distributed, within an `other_worlds` block."""
@@ -102,35 +103,29 @@ class OtherWorld:
         self._torch.pg_to_tag[group] = f"ptd:{name}"
         self._torch.tags_to_pg[f"ptd:{name}"] = [group]
 
-    def new_group(
-        self,
-        group_size: int,
-        group_rank: int | None,
-        members: Sequence[int],
-        backend: str,
-        _store: object,
-        group_name: str,
-        *,
-        timeout: timedelta = timedelta(0),
-        group_desc: str | None = None,
-        **_: object,
-    ) -> tuple[Any, None]:
-        """Create one group; the arguments are those of torch's helper.
+    def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
+        """Create one group; the arguments are those of torch's `_new_process_group_helper`.
 
         Raises:
             ValueError: The name is taken.
         """
-        if group_name in self._torch.pg_names.values():
-            raise ValueError(f"the group name {group_name} is taken")
-        if group_rank is None:
+        size, position, ranks, backend, *more = args
+        name = options["group_name"] if "group_name" in options else more[1]
+        if name in self._torch.pg_names.values():
+            raise ValueError(f"the group name {name} is taken")
+        if position is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        ranks, backend = tuple(members), str(backend)
         # torch counts groups anew in each job, so a second job has other groups of the same names.
         is_unique = self._jobs == 1 or self._store is not None
-        name = group_name if is_unique else f"{group_name} (job {self._jobs})"
-        group = self._create(name, ranks, backend, timeout, group_desc or "undefined")
-        positions = dict(zip(ranks, range(group_size), strict=True))
-        self._register(group, group_name, backend, positions)
+        timeout, description = options.get("timeout", timedelta(0)), options.get("group_desc")
+        group = self._create(
+            name if is_unique else f"{name} (job {self._jobs})",
+            tuple(ranks),
+            str(backend),
+            timeout,
+            description or "undefined",
+        )
+        self._register(group, name, str(backend), dict(zip(ranks, range(size), strict=True)))
         return group, None
 
 

@@ -161,7 +161,7 @@ def objects_passed_on():
         (gathered, (), [[-1] * 4, [-1] * 4, [2] * 4, [-1] * 4]),
         (passed_on, (), [-1, 5, 6, 7]),
         (in_a_ring, (), [-1, 0, 1, 2]),
-        (from_anyone, (), [(None, -1), (None, -1), (None, -1), (1, 1)]),
+        (from_anyone, (), [(None, -1), (None, -1), (None, -1), (0, -1)]),
         (begun, (), [0, 1, 2, 3]),
         (together, (), [0, 1, 2, 3]),
         (objects, (), [([0, None], 3 if rank == 3 else None, "aaabcd"[rank + 2] if rank else None,
@@ -285,8 +285,7 @@ def test_one_rank_differs(program, words):
     told = [re.sub(r" at [\w.]+:\d+", "", str(one)) for one in got.disagreements]
     assert sum(words in one for one in told) == 1, told
     assert len(told) <= 3
-    assert "would not end" in str(got)
-    with pytest.raises(DisagreementError, match="would not end"):
+    with pytest.raises(DisagreementError, match=r"^\d disagreements?:"):
         got.check()
     simulate(run, 8, args=(None,)).check()
     assert simulate(run, 8, args=(5,), ranks=[6, 7]).disagreements == ()
@@ -457,10 +456,16 @@ def test_a_creation_and_a_barrier():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: dist.all_gather(slots(3), own()), "all_gather needs a list of 4 tensors"),
-        (lambda: dist.all_gather_into_tensor(torch.zeros(7), own()), "needs 8 elements, 2 for"),
-        (lambda: dist.reduce_scatter_tensor(own(), torch.zeros(7)), "needs 8 elements, 2 for"),
-        (lambda: dist.all_to_all_single(own(3), own(3)), "needs 4 sizes, one for each member, wi"),
+        (lambda: dist.all_gather(slots(3), own()), "all_gather needs 4 tensors"),
+        (
+            lambda: dist.all_gather_into_tensor(torch.zeros(7), own()),
+            "needs 4 tensors of shape [2], or",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(own(), torch.zeros(7)),
+            "needs 4 tensors of shape [2], or",
+        ),
+        (lambda: dist.all_to_all_single(own(3), own(3)), "needs 4 sizes with the sum 3"),
     ],
 )
 def test_what_is_refused(call, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -79,19 +79,14 @@ class SimulatedWork(Work):
         steps: The steps of the rank that made the calls.
         calls: The indices of the calls.
         results: The outputs.
-        source: The sender, by its position in the group.
     """
 
     def __init__(
-        self,
-        steps: list[Step],
-        calls: Sequence[int],
-        results: Sequence[torch.Tensor] = (),
-        source: int = 0,
+        self, steps: list[Step], calls: Sequence[int], results: Sequence[torch.Tensor] = ()
     ) -> None:
         super().__init__()
-        self._steps, self._calls = steps, calls
-        self._results, self._source = list(results), source
+        self._steps, self._calls, self._results = steps, calls, list(results)
+        self.source = 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
         """Record that the rank waits here."""
@@ -116,7 +111,7 @@ class SimulatedWork(Work):
 
     def source_rank(self) -> int:
         """Return the sender, by its position in the group."""
-        return self._source
+        return self.source
 
     _source_rank = source_rank
 
@@ -164,53 +159,44 @@ class RecordingGroup(SimulatedGroup):
 
     def allgather(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
         """Put this rank's tensor into every slot."""
-        (slots,), (own,) = outputs, inputs
-        self._check_number("all_gather", slots)
-        work = self._call("all_gather", _distinct(slots, own), results=slots)
-        _fill(slots, own)
-        return work
+        return self._all_gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
         """Put this rank's tensor into every slot."""
-        return self._gather_whole("all_gather_into_tensor", [output], [own])
+        return self._all_gather("all_gather_into_tensor", [output], [own])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
         """Put this rank's tensors into every slot."""
-        return self._gather_whole("all_gather_into_tensor_coalesced", outputs, inputs)
+        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs)
 
-    def _gather_whole(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
-        work = self._call(op, inputs, results=outputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            self._check_size(op, output, own)
-            slots = own.detach().reshape(1, -1).expand(self._size, -1)
-            output.detach().copy_(slots.reshape(output.shape))
+    def _all_gather(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
+        slots = [self._slots(op, *pair) for pair in zip(outputs, inputs, strict=True)]
+        given = [each for pair in zip(slots, inputs, strict=True) for each in _distinct(*pair)]
+        work = self._call(op, given, results=outputs)
+        for listed, own in zip(slots, inputs, strict=True):
+            _fill(listed, own)
         return work
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensors."""
-        (parts,) = inputs
-        self._check_number("reduce_scatter", parts)
-        own, how = parts[self._rank], _reduction(opts)
-        work = self._call("reduce_scatter", _distinct(parts, own), reduction=how, results=outputs)
-        _fill(outputs, own)
-        return work
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensor."""
-        return self._scatter_whole("reduce_scatter_tensor", [output], [own], opts)
+        return self._reduce_scatter("reduce_scatter_tensor", [output], [own], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
         """Give this rank its part of its tensors."""
-        return self._scatter_whole("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    def _scatter_whole(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        work = self._call(op, inputs, reduction=_reduction(opts), results=outputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            self._check_size(op, own, output)
-            part = own.detach().reshape(self._size, -1)[self._rank]
-            output.detach().copy_(part.reshape(output.shape))
+    def _reduce_scatter(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        parts = [self._slots(op, *pair) for pair in zip(inputs, outputs, strict=True)]
+        given = [each for listed in parts for each in _distinct(listed, listed[self._rank])]
+        work = self._call(op, given, results=outputs, reduction=_reduction(opts))
+        for output, listed in zip(outputs, parts, strict=True):
+            _fill([output], listed[self._rank])
         return work
 
     # ---- from each to each
@@ -219,80 +205,80 @@ class RecordingGroup(SimulatedGroup):
         self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
         """Give this rank its own tensor, if the shapes are equal."""
-        op = "all_to_all_single"
-        sends, receives = self._splits(op, own, gives), self._splits(op, output, takes)
-        shapes = [own.shape[1:]]
-        work = self._call(op, own, shapes, sends=sends, receives=receives, results=[output])
+        sends, receives, op = (
+            self._splits(own, gives),
+            self._splits(output, takes),
+            "all_to_all_single",
+        )
+        work = self._call(op, own, [own.shape[1:]], [output], sends=sends, receives=receives)
         _fill([output], own)
         return work
 
     def alltoall(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
         """Give this rank its own tensors, if the shapes are equal."""
-        for tensors in (outputs, inputs):
-            self._check_number("all_to_all", tensors)
-        sends = [tuple(tensor.shape) for tensor in inputs]
-        receives = [tuple(tensor.shape) for tensor in outputs]
-        work = self._call("all_to_all", inputs, [], sends=sends, receives=receives, results=outputs)
+        sends, receives = (
+            tuple(tuple(part.shape) for part in self._slots("all_to_all", tensors))
+            for tensors in (inputs, outputs)
+        )
+        work = self._call("all_to_all", inputs, (), outputs, sends=sends, receives=receives)
         for output, own in zip(outputs, inputs, strict=True):
             _fill([output], own)
         return work
 
     # ---- from one, or to one
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
+    def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
         """Give this rank the root's values, if the root ran before."""
-        own = _listed(tensors)
-        work = self._call("broadcast", own, root=opts.rootRank)
-        is_root, kinds = self._rank == opts.rootRank, ("broadcast", *map(_kind, own))
-        kept = self._spread(is_root, kinds, lambda: [_copy(tensor) for tensor in own])
-        if not is_root:
-            self._take(own, kept)
+        work = self._call("broadcast", tensors, root=opts.rootRank)
+        lane = (self._creation.name, "")
+        if self._rank == opts.rootRank:
+            self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+        else:
+            self._take(tensors, self._book.take(lane))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         """Give this rank its part of the root's values, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
-        is_root, parts = self._rank == opts.rootRank, inputs[0] if inputs else ()
-        if is_root:
-            self._check_number("scatter", parts)
-        kinds = ("scatter", _kind(outputs[0]))
-        kept = self._spread(is_root, kinds, lambda: [_copy(part) for part in parts])
-        parts = parts if is_root else kept
-        self._take(outputs, None if parts is None else [parts[self._rank]])
+        lane, parts = (self._creation.name, ""), None
+        if self._rank == opts.rootRank:
+            parts = self._slots("scatter", inputs[0])
+            self._book.post(lane, [part.detach().clone() for part in parts])
+        else:
+            parts = self._book.take(lane)
+        self._take(outputs, parts and parts[self._rank : self._rank + 1])
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         """Put the destination's own tensor into every slot."""
-        work = self._call("gather", inputs, root=opts.rootRank, results=outputs)
+        work = self._call("gather", inputs, results=outputs, root=opts.rootRank)
         if outputs:
-            self._check_number("gather", outputs[0])
-            _fill(outputs[0], inputs[0])
+            _fill(self._slots("gather", outputs[0]), inputs[0])
         return work
 
     # ---- from one to one
 
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> SimulatedWork:
+    def send(self, tensors: Any, to: int, tag: int = 0) -> SimulatedWork:
         """Keep the tensor for a rank that runs later."""
-        (own,) = _listed(tensors)
-        work = self._call("send", own, root=to, tag=tag)
-        self._book.send(
-            self._creation, self._creation.ranks[to], tag, _kind(own), lambda: _copy(own)
-        )
+        work = self._call("send", tensors, root=to, tag=tag)
+        lane = (self._creation.name, f"{self._rank}->{to} tag {tag}")
+        self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
         return work
 
-    def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> SimulatedWork:
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
         """Give this rank the values sent to it, if the sender ran before."""
-        own, ranks = _listed(tensors), self._creation.ranks
-        work = self._call("recv", own, root=source, tag=tag)
-        sender = None if source is None else ranks[source]
-        found = self._book.receive(self._creation, sender, tag, _kind(own[0]))
-        self._take(own, None if found is None or found[1] is None else [found[1]])
-        work._source = (self._rank + 1) % self._size if found is None else ranks.index(found[0])
+        work = self._call("recv", tensors, root=source, tag=tag)
+        lane = (self._creation.name, f"{source}->{self._rank} tag {tag}")
+        self._take(tensors, self._book.take(lane))
+        work.source = source
         return work
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimulatedWork:
-        """Give this rank the first values sent to it, if any sender ran before."""
-        return self.recv(tensors, None, tag)
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        """Leave the tensor as it is."""
+        work = self._call("recv", tensors, tag=tag)
+        self._take(tensors, None)
+        work.source = (self._rank + 1) % self._size
+        return work
 
     # ---- names of other releases of torch, and coalesced calls
 
@@ -312,8 +298,7 @@ class RecordingGroup(SimulatedGroup):
     def _end_coalescing(self, _device: object) -> SimulatedWork:
         steps = self._book.steps
         begun = range(self._first, len(steps))
-        calls = [index for index in begun if isinstance(steps[index], Collective)]
-        return SimulatedWork(steps, calls)
+        return SimulatedWork(steps, [at for at in begun if isinstance(steps[at], Collective)])
 
     # ---- what they share
 
@@ -322,85 +307,59 @@ class RecordingGroup(SimulatedGroup):
         op: str,
         tensors: Tensors,
         shapes: Sequence[Sequence[int]] | None = None,
-        *,
-        reduction: str = "",
+        results: Any = None,
         root: int | None = None,
-        sends: Sequence[Any] = (),
-        receives: Sequence[Any] = (),
-        tag: int = 0,
-        results: Sequence[torch.Tensor] | None = None,
+        **fields: Any,
     ) -> SimulatedWork:
-        given = _listed(tensors)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if shapes is None:
             shapes = [tensor.shape for tensor in given]
-        call = Collective(
-            op,
-            self._creation,
-            tuple(tuple(map(int, shape)) for shape in shapes),
-            str(given[0].dtype).removeprefix("torch.") if given else "",
-            reduction,
-            None if root is None else self._creation.ranks[root],
-            tuple(sends),
-            tuple(receives),
-            tag,
-        )
+        numbers = tuple(tuple(map(int, shape)) for shape in shapes)
+        dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
+        peer = None if root is None else self._creation.ranks[root]
+        call = Collective(op, self._creation, numbers, dtype, peer=peer, **fields)
         index = self._book.call(call)
         return SimulatedWork(self._book.steps, [index], given if results is None else results)
 
-    def _spread(self, is_root: bool, kind: Hashable, value: Callable[[], Any]) -> Any:
-        return self._book.spread(self._creation, is_root, kind, value)
+    def _slots(self, op: str, whole: Any, part: torch.Tensor | None = None) -> Sequence[Any]:
+        """Return a list, or a tensor that holds a part for each member, as a slot for each."""
+        if isinstance(whole, torch.Tensor) and part is not None:
+            if whole.numel() == self._size * part.numel():
+                return list(whole.detach().reshape(self._size, *part.shape))
+            whole = [whole]
+        if len(whole) != self._size:
+            needed = "" if part is None else f" of shape {list(part.shape)}"
+            got = [list(tensor.shape) for tensor in whole]
+            raise SimulationError(
+                f"{op} needs {self._size} tensors{needed}, or one that holds them, got {got}"
+            )
+        return list(whole)
+
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+        length = tensor.shape[0] if tensor.dim() else 0
+        sizes = tuple(splits or [length // self._size] * self._size)
+        if len(sizes) != self._size or sum(sizes) != length:
+            raise SimulationError(
+                f"all_to_all_single needs {self._size} sizes with the sum {length}, got {sizes}"
+            )
+        return sizes
 
     def _take(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None) -> None:
         """Fill tensors with received values; without any, objects are None."""
-        for tensor, value in zip(tensors, values or (), strict=False):
-            _fill([tensor], value)
-        if values is None and self._book.has_objects:
+        kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
+        if kinds[0] == kinds[1]:
+            for tensor, value in zip(tensors, values or (), strict=True):
+                tensor.detach().copy_(value)
+        elif self._book.has_objects:
             for tensor in tensors:
                 is_sizes = tensor.dtype == torch.int64
                 data = [len(_NONE)] * tensor.numel() if is_sizes else _NONE * tensor.numel()
                 tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
 
-    def _check_number(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._size:
-            raise SimulationError(
-                f"{op} needs a list of {self._size} tensors, one for each member, "
-                f"got {len(tensors)}"
-            )
-
-    def _check_size(self, op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.numel() != self._size * part.numel():
-            raise SimulationError(
-                f"{op} needs {self._size * part.numel()} elements, {part.numel()} for each of "
-                f"{self._size} members, got {whole.numel()}"
-            )
-
-    def _splits(self, op: str, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[int]:
-        length = tensor.shape[0] if tensor.dim() else 0
-        if not splits and length % self._size == 0:
-            return [length // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != length:
-            raise SimulationError(
-                f"{op} needs {self._size} sizes, one for each member, with the sum {length}, "
-                f"got {list(splits)}"
-            )
-        return splits
-
-
-def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
 
 def _distinct(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return one tensor if all have its shape, else all of them."""
     return [own] if {part.shape for part in parts} == {own.shape} else parts
-
-
-def _kind(tensor: torch.Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:

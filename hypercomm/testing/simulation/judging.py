@@ -236,22 +236,14 @@ def _describe(calls: Mapping[int, Call]) -> str:
     kinds: dict[object, list[int]] = {}
     for rank in sorted(calls):
         kinds.setdefault(calls[rank].terms, []).append(rank)
-    every = sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
-    if isinstance(calls[every[0][0]].source, Creation):
-        rank, other_rank = sorted([every[0][0], every[1][0]])
-        one, other = calls[rank].source, calls[other_rank].source
-        fields = "; ".join(
-            f"{field} {mine!r} on rank {rank}, {theirs!r} on rank {other_rank}"
-            for field, mine, theirs in zip(Creation._fields, one, other, strict=True)
-            if mine != theirs
-        )
-        return f"the ranks create it differently: {fields}"
-    words = [
-        f"{_ranks_that(ranks, 'calls', 'call')} {calls[ranks[0]].source}"
-        for ranks in every[:_SHOWN_KINDS]
-    ]
-    left = len(every) - len(words)
-    return "; ".join([*words, *([f"and {left} more calls"] if left else [])])
+    words = []
+    for ranks in sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks)):
+        source, verb = calls[ranks[0]].source, "call"
+        if isinstance(source, Creation):
+            source, verb = source.options, "create"
+        words.append(f"{_ranks_that(ranks, f'{verb}s', verb)} {source}")
+    left = len(words) - _SHOWN_KINDS
+    return "; ".join([*words[:_SHOWN_KINDS], *([f"and {left} more calls"] if left > 0 else [])])
 
 
 def _uneven(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[tuple[dict[int, Call], str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,11 @@ class Creation(NamedTuple):
     def called(self) -> str:
         """The description; without one, the name."""
         return self.name if self.description == "undefined" else self.description
+
+    @property
+    def options(self) -> str:
+        """The group with its backend and timeout in words."""
+        return f"{self} with {self.backend} and a timeout of {self.timeout}"
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:_SHOWN_RANKS]))
@@ -116,17 +121,15 @@ class Book:
         self.programs: dict[int, list[Step]] = {}
         self.steps: list[Step] = []
         self.has_objects = False
-        self._rank = 0
         self._index = 0
         self._objects: FrameType | None = None
-        self._turns: Counter[str] = Counter()
-        self._spread: dict[tuple[str, int], tuple[Hashable, Any]] = {}
-        self._sent: defaultdict[tuple[str, int, int], list[tuple[int, Hashable, Any]]]
-        self._sent = defaultdict(list)
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._values: dict[tuple[tuple[str, str], int], Any] = {}
+        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def begin(self, rank: int) -> None:
         """Record the next steps as those of a rank."""
-        self._rank, self._objects = rank, None
+        self._objects = None
         self.steps = self.programs[rank] = []
         self._turns.clear()
 
@@ -146,38 +149,19 @@ class Book:
         self.steps.append(call._replace(place=place))
         return self._index
 
-    def spread(
-        self, group: Creation, is_root: bool, kind: Hashable, value: Callable[[], Any]
-    ) -> Any:
-        """Keep the root's value for later members; return it to them, else None."""
-        self._turns[group.name] += 1
-        turn, last = (group.name, self._turns[group.name]), max(group.ranks)
-        if is_root:
-            if self._rank < last:
-                self._spread[turn] = (kind, value())
-            return None
-        found = self._spread.get(turn)
-        if self._rank == last:
-            self._spread.pop(turn, None)
-        return found[1] if found is not None and found[0] == kind else None
+    def shared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tuple that all members use; a large job would not fit into memory else."""
+        return self._members.setdefault(ranks, ranks)
 
-    def send(
-        self, group: Creation, to: int, tag: int, kind: Hashable, value: Callable[[], Any]
-    ) -> None:
-        """Keep a value for a rank that runs later."""
-        if to > self._rank:
-            self._sent[group.name, to, tag].append((self._rank, kind, value()))
+    def post(self, lane: tuple[str, str], value: Any) -> None:
+        """Keep a value for the ranks that call `take` as the same turn in a lane."""
+        self._turns[lane] += 1
+        self._values[lane, self._turns[lane]] = value
 
-    def receive(
-        self, group: Creation, source: int | None, tag: int, kind: Hashable
-    ) -> tuple[int, Any] | None:
-        """Return the first sender and its value; None if no sender has run yet."""
-        waiting = self._sent.get((group.name, self._rank, tag), [])
-        for index, (sender, sent, value) in enumerate(waiting):
-            if source in (None, sender):
-                del waiting[index]
-                return sender, value if sent == kind else None
-        return None
+    def take(self, lane: tuple[str, str]) -> Any:
+        """Return the value of the next turn in a lane; None if its rank has not run yet."""
+        self._turns[lane] += 1
+        return self._values.get((lane, self._turns[lane]))
 
 
 def _caller() -> tuple[str, FrameType | None]:

@@ -15,7 +15,7 @@ from hypercomm.testing.simulation.records import Collective, Creation
 Result = TypeVar("Result")
 
 _SHOWN = 5
-"""Disagreements of a kind that a simulation shows as text."""
+"""Disagreements that a simulation shows as text."""
 
 
 @attrs.frozen(repr=False)
@@ -75,15 +75,10 @@ class Simulation(Generic[Result]):
         }
 
     def _lines(self) -> Iterator[str]:
-        groups = [one for one in self.disagreements if not one.number]
-        calls = [one for one in self.disagreements if one.number]
-        kinds = (("process group", "be created", groups), ("collective", "end", calls))
-        for what, verb, found in kinds:
-            if found:
-                yield f"{counted(len(found), what)} would not {verb}:"
-                yield from (f"  {one}" for one in found[:_SHOWN])
-            if len(found) > _SHOWN:
-                yield f"  and {len(found) - _SHOWN:,} more"
+        yield f"{counted(len(self.disagreements), 'disagreement')}:"
+        yield from (f"  {one}" for one in self.disagreements[:_SHOWN])
+        if len(self.disagreements) > _SHOWN:
+            yield f"  and {len(self.disagreements) - _SHOWN:,} more"
 
     @property
     def _headline(self) -> str:

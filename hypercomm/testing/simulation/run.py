@@ -129,89 +129,62 @@ def simulate(
         raise SimulationError(
             "simulate() was called by a function that it runs; leave it out there"
         )
-    job, returned = _Job(world_size, backend, timeout), {}
-    for rank in wanted:
-        with job.as_rank(rank), ezpz.current.fresh(), megatron.current.fresh():
-            try:
-                returned[rank] = function(*args)
-            except Exception as error:
-                raise RankFailedError(rank, traceback.format_exc()) from error
-    programs = job.book.programs
-    return Simulation(
-        world_size,
-        returned,
-        {rank: [one for one in own if isinstance(one, Creation)] for rank, own in programs.items()},
-        {
-            rank: [one for one in own if isinstance(one, Collective)]
-            for rank, own in programs.items()
-        },
-        judge(programs),
-    )
-
-
-class _Job:
-    """A job whose ranks are simulated one after the other.
-
-    Args:
-        world_size: The number of ranks.
-        backend: The backend of WORLD.
-        timeout: Its timeout.
-
-    Attributes:
-        book: The steps of each rank.
-    """
-
-    def __init__(self, world_size: int, backend: str, timeout: timedelta) -> None:
-        self.book = Book()
-        self._everyone = _Everyone(world_size)
-        self._backend = backend
-        self._timeout = timeout
-        self._known: dict[str, Sequence[int]] = {}
-
-    @contextlib.contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        """Replace torch.distributed by that of a rank within a `with` block."""
-        size = len(self._everyone)
-        jobs = itertools.count(1)
-
-        def world() -> RecordingGroup:
-            number = next(jobs)
-            name = "WORLD" if number == 1 else f"WORLD (job {number})"
-            whole = Creation(name, range(size), self._backend, self._timeout, name)
-            return RecordingGroup(whole, rank, self.book, "0")
-
-        def create(
-            name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
-        ) -> RecordingGroup:
-            # The members of a group share one tuple: a large job would not fit into memory.
-            known = self._known.setdefault(name, ranks)
-            made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
-            self.book.steps.append(made)
-            return RecordingGroup(made, rank, self.book, name)
-
-        self.book.begin(rank)
-        job = OtherWorld(world, self._everyone, self._backend, create)
-        with other_worlds(lambda: job), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
+    book, everyone = Book(), _Everyone(world_size)
+    returned: dict[int, Result] = {}
+    job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
+    with other_worlds(lambda: job), _environment():
+        for rank in wanted:
+            job = _job(rank, everyone, book, backend, timeout)
             job.show()
             job.begin()
-            yield
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+            with ezpz.current.fresh(), megatron.current.fresh():
+                try:
+                    returned[rank] = function(*args)
+                except Exception as error:
+                    raise RankFailedError(rank, traceback.format_exc()) from error
+    creations: dict[int, list[Creation]] = {}
+    collectives: dict[int, list[Collective]] = {}
+    for rank, steps in book.programs.items():
+        creations[rank] = [step for step in steps if isinstance(step, Creation)]
+        collectives[rank] = [step for step in steps if isinstance(step, Collective)]
+    return Simulation(world_size, returned, creations, collectives, judge(book.programs))
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set variables, and hide those that a launcher has set for this process."""
+def _environment() -> Iterator[None]:
+    """Hide the variables of a launcher, and restore all variables afterwards."""
     before = dict(os.environ)
     for name in VARIABLES:
         os.environ.pop(name, None)
-    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in {*VARIABLES, *variables}:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _job(
+    rank: int, everyone: Mapping[int, int], book: Book, backend: str, timeout: timedelta
+) -> OtherWorld:
+    """Return the job as a rank sees it, whose groups record their creations and calls."""
+    jobs = itertools.count(1)
+
+    def make_world() -> RecordingGroup:
+        number = next(jobs)
+        name = "WORLD" if number == 1 else f"WORLD (job {number})"
+        whole = Creation(name, range(len(everyone)), backend, timeout, name)
+        return RecordingGroup(whole, rank, book, "0")
+
+    def create(
+        name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
+    ) -> RecordingGroup:
+        made = Creation(name, book.shared(ranks), backend, timeout, description)
+        book.steps.append(made)
+        return RecordingGroup(made, rank, book, name)
+
+    book.begin(rank)
+    return OtherWorld(make_world, everyone, backend, create)
 
 
 class _Everyone(Mapping[int, int]):
