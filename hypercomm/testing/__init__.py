@@ -28,21 +28,18 @@ if TYPE_CHECKING:
     from hypercomm.testing.strategies import shardings as shardings
     from hypercomm.testing.strategies import views_of as views_of
 
+_STRATEGIES = (
+    *("dim_subsets", "grids", "layouts", "mappings", "orders", "ranks_of", "shardings", "views_of"),
+)
+
 _HOMES = {
+    **dict.fromkeys(_STRATEGIES, "hypercomm.testing.strategies"),
     "Simulation": "hypercomm.testing.simulation.result",
-    "dim_subsets": "hypercomm.testing.strategies",
     "fake_world": "hypercomm.testing.fake",
     "given_ranks": "hypercomm.testing.given",
-    "grids": "hypercomm.testing.strategies",
-    "layouts": "hypercomm.testing.strategies",
-    "mappings": "hypercomm.testing.strategies",
-    "orders": "hypercomm.testing.strategies",
-    "ranks_of": "hypercomm.testing.strategies",
     "registered_groups": "hypercomm.testing.fake",
     "run_ranks": "hypercomm.launch",
-    "shardings": "hypercomm.testing.strategies",
     "simulate": "hypercomm.testing.simulation.run",
-    "views_of": "hypercomm.testing.strategies",
 }
 
 __all__ = [

@@ -175,11 +175,13 @@ def _dumped(call: functools.partial[Any], module: str) -> bytes:
         except Exception as error:
             name = getattr(call.func, "__qualname__", shown(call.func))
             for argument, value in (*enumerate(call.args), *call.keywords.items()):
-                if not _can_travel(value):
+                try:
+                    _pickled(value)
+                except Exception as inner:
                     raise LaunchError(
                         f"argument {argument!r} of {name} cannot be pickled for its ranks: "
-                        f"{shown(value)}: {error}; make it in the function"
-                    ) from error
+                        f"{shown(value)}: {inner}; make it in the function"
+                    ) from inner
             raise LaunchError(
                 f"{name} cannot be pickled for its ranks: {error}; it uses a global variable or a "
                 f"variable around it that cannot: make that in the function"
@@ -190,14 +192,6 @@ def _pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
-
-
-def _can_travel(value: object) -> bool:
-    try:
-        _pickled(value)
-    except Exception:  # noqa: BLE001 - pickling runs the user's code
-        return False
-    return True
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
