@@ -210,12 +210,12 @@ def _started(job: RankJob) -> Iterator[list[_Rank]]:
 
 def _loaded_here() -> list[str]:
     """What ranks of a test import with its module, and the fork server can load once for all."""
-    kit = "hypercomm.testing.kit"
+    testing = "hypercomm.testing"
     loads = {
         "pytest": ["pytest"],
         "hypothesis": ["hypothesis.strategies"],
-        f"{kit}.bodies": [f"{kit}.bodies", "torch.distributed.tensor"],  # assert_close loads it
-        f"{kit}.given": [f"{kit}.given", "hypercomm.testing.mapping_strategies"],
+        f"{testing}.on_ranks": [f"{testing}.on_ranks", "torch.distributed.tensor"],  # assert_close
+        f"{testing}.given": [f"{testing}.given"],
     }
     return [name for module, names in loads.items() if module in sys.modules for name in names]
 

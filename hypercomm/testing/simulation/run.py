@@ -12,17 +12,16 @@ from typing import TypeVar
 
 from hypercomm.compat.ezpz import state as ezpz
 from hypercomm.compat.megatron.state import state as megatron
-from hypercomm.errors import LayoutError, RankFailedError, SimulationError
+from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launch.launchers import VARIABLES
-from hypercomm.launch.run import check_call
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
-from hypercomm.testing.other_world import OtherWorld
-from hypercomm.testing.simulation.functions import FUNCTIONS
+from hypercomm.testing.other_world import OtherWorld, other_worlds
 from hypercomm.testing.simulation.group import RecordingGroup
 from hypercomm.testing.simulation.judging import judge
-from hypercomm.testing.simulation.records import BEGIN, CALL, CREATE, Book, Creation
+from hypercomm.testing.simulation.records import Book, Collective, Creation
 from hypercomm.testing.simulation.result import Simulation
 
 Result = TypeVar("Result")
@@ -40,11 +39,11 @@ def simulate(
     """Run a function once for every rank of a job, one after the other, in this process.
 
     torch.distributed returns the values of that rank. `torch.distributed.init_process_group`
-    returns immediately (if called like this, not by a name that was imported before). Groups are
-    stand-ins that know their ranks: no process group of torch is made. Groups of
-    `torch.distributed.new_group` and DeviceMesh are recorded like those of a grid. The global
-    state of Megatron and ezpz (`hypercomm.compat`) is empty at the start of each rank; other
-    global variables are shared. Other threads see the simulated job too.
+    returns immediately (if called like this, not by a name that was imported before). No process
+    group of torch is made. Groups of `torch.distributed.new_group` and DeviceMesh are recorded
+    like those of a grid. The global state of Megatron and ezpz (`hypercomm.compat`) is empty at
+    the start of each rank; other global variables are shared. Other threads see the simulated job
+    too.
 
     All collectives of torch.distributed, sends and receives are recorded and return immediately.
     They move values of ranks that ran before, and never those of later ranks:
@@ -54,8 +53,7 @@ def simulate(
       tensor; all_to_all: its own tensor, if the shapes are equal.
     - broadcast, scatter, recv: the values of the root or sender if it ran before; otherwise the
       tensor is unchanged.
-    - Collectives of objects do the same with copies; call them as attributes of
-      torch.distributed.
+    - Collectives of objects do the same with copies; an object of a later root or sender is None.
 
     Then the ranks are compared. The members of a group must make the same calls in the same order:
     op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL; of an all-to-all,
@@ -69,7 +67,7 @@ def simulate(
         function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
         world_size: The number of ranks of the job, at most 2**24.
         ranks: The ranks to simulate; default: all. Members among them are compared.
-        args: Arguments of the function.
+        args: The arguments of the function.
         backend: The backend of WORLD; it need not be available on this machine.
         timeout: The timeout of WORLD.
 
@@ -114,7 +112,11 @@ def simulate(
         (2, 'all_reduce', ((5,),), ((4,),))
     """
     as_world_size(world_size)
-    check_call(function, args)
+    if not callable(function) or not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(
+            f"function must be callable, and args a sequence of arguments, got {shown(function)} "
+            f"and {shown(args)}"
+        )
     check_given_timeout(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
@@ -127,83 +129,66 @@ def simulate(
         raise SimulationError(
             "simulate() was called by a function that it runs; leave it out there"
         )
-    job, returned, creations = _Job(world_size, wanted, backend, timeout), {}, {}
-    for rank in wanted:
-        with job.as_rank(rank) as created, ezpz.current.fresh(), megatron.current.fresh():
-            try:
-                returned[rank] = function(*args)
-            except Exception as error:
-                raise RankFailedError(rank, traceback.format_exc()) from error
-        creations[rank] = tuple(created)
-    collectives = {
-        rank: tuple(item for kind, item in steps if kind in {CALL, BEGIN})
-        for rank, steps in job.book.programs.items()
-    }
-    found = judge(job.book.programs)
-    return Simulation(world_size, returned, creations, collectives, found)
-
-
-class _Job:
-    """A job whose ranks are simulated one after the other."""
-
-    def __init__(
-        self, world_size: int, ranks: Sequence[int], backend: str, timeout: timedelta
-    ) -> None:
-        self.book = Book(ranks if isinstance(ranks, range) else frozenset(ranks))
-        self._everyone = _Everyone(world_size)
-        self._backend = backend
-        self._timeout = timeout
-        self._known: dict[str, Sequence[int]] = {}
-
-    @contextlib.contextmanager
-    def as_rank(self, rank: int) -> Iterator[list[Creation]]:
-        """Replace torch.distributed by that of a rank, and yield the list of its creations."""
-        created: list[Creation] = []
-        size = len(self._everyone)
-        jobs = itertools.count(1)
-
-        def world() -> RecordingGroup:
-            number = next(jobs)
-            name = "WORLD" if number == 1 else f"WORLD (job {number})"
-            whole = Creation(name, range(size), self._backend, self._timeout, name)
-            return RecordingGroup(whole, rank, self.book, "0")
-
-        def create(
-            name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
-        ) -> RecordingGroup:
-            # The members of a group hold one tuple, or a large job would not fit into memory.
-            known = self._known.setdefault(name, ranks)
-            made = Creation(name, known if known == ranks else ranks, backend, timeout, description)
-            created.append(made)
-            self.book.steps.append((CREATE, made))
-            return RecordingGroup(made, rank, self.book, name)
-
-        self.book.begin(rank)
-        job = OtherWorld(world, self._everyone, self._backend, create, functions=FUNCTIONS)
-        with job.entered(), _environment(RANK=str(rank), WORLD_SIZE=str(size)):
-            yield created
+    book, everyone = Book(), _Everyone(world_size)
+    returned: dict[int, Result] = {}
+    job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
+    with other_worlds(lambda: job), _environment():
+        for rank in wanted:
+            job = _job(rank, everyone, book, backend, timeout)
+            job.show()
+            job.begin()
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+            with ezpz.current.fresh(), megatron.current.fresh():
+                try:
+                    returned[rank] = function(*args)
+                except Exception as error:
+                    raise RankFailedError(rank, traceback.format_exc()) from error
+    creations: dict[int, list[Creation]] = {}
+    collectives: dict[int, list[Collective]] = {}
+    for rank, steps in book.programs.items():
+        creations[rank] = [step for step in steps if isinstance(step, Creation)]
+        collectives[rank] = [step for step in steps if isinstance(step, Collective)]
+    return Simulation(world_size, returned, creations, collectives, judge(book.programs))
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set variables, and hide those that a launcher has set for this process."""
-    others = [name for name in VARIABLES if name in os.environ and name not in variables]
-    before = {name: os.environ.get(name) for name in (*variables, *others)}
-    for name in others:
-        del os.environ[name]
-    os.environ.update(variables)
+def _environment() -> Iterator[None]:
+    """Hide the variables of a launcher, and restore all variables afterwards."""
+    before = dict(os.environ)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _job(
+    rank: int, everyone: Mapping[int, int], book: Book, backend: str, timeout: timedelta
+) -> OtherWorld:
+    """Return the job as a rank sees it, whose groups record their creations and calls."""
+    jobs = itertools.count(1)
+
+    def make_world() -> RecordingGroup:
+        number = next(jobs)
+        name = "WORLD" if number == 1 else f"WORLD (job {number})"
+        whole = Creation(name, range(len(everyone)), backend, timeout, name)
+        return RecordingGroup(whole, rank, book, "0")
+
+    def create(
+        name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
+    ) -> RecordingGroup:
+        made = Creation(name, book.shared(ranks), backend, timeout, description)
+        book.steps.append(made)
+        return RecordingGroup(made, rank, book, name)
+
+    book.begin(rank)
+    return OtherWorld(make_world, everyone, backend, create)
 
 
 class _Everyone(Mapping[int, int]):
-    """Each rank of the world, mapped to itself."""
+    """Maps each rank of a world to itself."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = range(world_size)
