@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.grid_set import GridSet as GridSet
-    from hypercomm.joining import Joined as Joined
-    from hypercomm.joining import Renewed as Renewed
-    from hypercomm.joining import renew_world as renew_world
-    from hypercomm.joining.join import join as join
+    from hypercomm.launch import Joined as Joined
+    from hypercomm.launch import Renewed as Renewed
+    from hypercomm.launch import join as join
+    from hypercomm.launch import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
@@ -47,16 +47,16 @@ _HOMES = {
     "GridSet": "hypercomm.grid.grid_set",
     "GroupKey": "hypercomm.process_groups.spec",
     "HyperCommGrid": "hypercomm.grid",
-    "Joined": "hypercomm.joining",
+    "Joined": "hypercomm.launch",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
-    "Renewed": "hypercomm.joining",
+    "Renewed": "hypercomm.launch",
     "cli": "hypercomm.cli",
     "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
     "draw": "hypercomm.tools.draw",
-    "join": "hypercomm.joining",
+    "join": "hypercomm.launch",
     "launch": "hypercomm.launch",
     "live_topology": "hypercomm.tools.place",
     "layout": "hypercomm.layout",
@@ -64,7 +64,7 @@ _HOMES = {
     "megatron_requests": "hypercomm.compat.megatron.groups.requests",
     "place": "hypercomm.tools.place",
     "read_topology": "hypercomm.tools.place",
-    "renew_world": "hypercomm.joining",
+    "renew_world": "hypercomm.launch",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
     "torchtitan_grids": "hypercomm.compat.torchtitan.presets",

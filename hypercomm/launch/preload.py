@@ -6,6 +6,7 @@ libraries would start threads, which a process that forks should not have.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -21,6 +22,8 @@ def _load() -> None:
     try:
         importlib.import_module("hypercomm.grid")
         importlib.import_module("hypercomm.launch.local_rank")
+        with contextlib.suppress(ImportError):
+            importlib.import_module("cloudpickle")
     finally:
         for name, value in before.items():
             os.environ.pop(name)

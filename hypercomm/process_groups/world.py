@@ -11,7 +11,7 @@ import os
 import torch.distributed as dist
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
-from hypercomm.launch.worlds import told, why_not_told
+from hypercomm.launchers import told
 
 
 def world_size(explicit: int | None = None) -> int:
@@ -43,14 +43,8 @@ def _from_environment(variable: str) -> int:
     except LaunchError as error:
         raise WorldSizeError(str(error)) from error
     if found is not None:
-        return found.number
+        return found[0]
     argument = variable.lower()
-    forgotten = why_not_told(os.environ)
-    if forgotten is not None:
-        raise NotInitializedError(
-            f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised, "
-            f"and {forgotten}; or pass {argument}="
-        )
     raise NotInitializedError(
         f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised "
         f"and the environment has no {variable}; call torch.distributed.init_process_group() "

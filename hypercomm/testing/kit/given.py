@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hypercomm.errors import LaunchError
-from hypercomm.launch.run import check_seconds
+from hypercomm.launch.run import check_seconds, preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.checks import positive
 from hypercomm.layout.text import shown
@@ -24,6 +24,8 @@ except ModuleNotFoundError as error:
         "given_ranks of hypercomm.testing needs hypothesis: pip install 'hypercomm[testing]'",
         name="hypothesis",
     ) from error
+
+preloads += ["hypothesis.strategies", __name__, "hypercomm.testing.mapping_strategies"]
 
 _EXAMPLE = "layouts(max_ranks=4, max_offset=0)"
 

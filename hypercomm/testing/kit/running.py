@@ -21,6 +21,8 @@ from hypercomm.launch.local_rank import pickled
 from hypercomm.testing.kit import bodies
 from hypercomm.testing.kit.bodies import Body, on_rank
 
+run.preloads += ["pytest", "hypercomm.testing.kit.bodies", "torch.distributed.tensor"]
+
 _OWN_FRAMES = re.compile(
     rf'  File "{re.escape(str(Path(bodies.__file__)))}", line \d+,? in .*(?:\n    .*)*(?:\n|$)'
 )

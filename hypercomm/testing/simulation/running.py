@@ -13,8 +13,8 @@ from typing import TypeVar
 from hypercomm.compat.ezpz import state as ezpz
 from hypercomm.compat.megatron.state import state as megatron
 from hypercomm.errors import LayoutError, RankFailedError, SimulationError
-from hypercomm.launch.launchers import VARIABLES
 from hypercomm.launch.run import check_call
+from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
