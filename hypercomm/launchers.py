@@ -301,10 +301,10 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
                 f"{name}={held[name]}, and SLURM_STEP_ID names no step: this is inside an "
                 f"allocation, not in a step of it; start with srun, or unset {name}"
             )
-    if "MASTER_ADDR" in held:
+    if "MASTER_ADDR" in held:  # else each process would be a world of its own
+        address = shown(held["MASTER_ADDR"])
         raise LaunchError(
-            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={shown(held['MASTER_ADDR'])} is "
-            f"set; set them, or unset MASTER_ADDR"
+            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={address} is set; set all, or none"
         )
 
 

@@ -150,7 +150,7 @@ def join(
         False
     """
     check_timeout(timeout)
-    _check_numbers(rank, size, local_rank, port)
+    _check_numbers(rank, size)
     variables = os.environ if environment is None else environment
     if dist.is_initialized():
         return _live(rank, size, backend, variables)
@@ -174,23 +174,15 @@ def join(
     return _joined(job, backend, chosen, [dist.group.WORLD])
 
 
-def _check_numbers(
-    rank: int | None, size: int | None, local_rank: int | None, port: int | None
-) -> None:
-    given = (("size", size, 1), ("rank", rank, 0), ("local_rank", local_rank, 0), ("port", port, 1))
-    for name, value, smallest in given:
-        if value is not None and as_int(value, name) < smallest:
-            raise LaunchError(f"{name} must be at least {smallest}, got {value}")
-    if port is not None and port > 65_535:
-        raise LaunchError(f"port must be at most 65535, got {port}")
+def _check_numbers(rank: int | None, size: int | None) -> None:
     if rank is None and size is None:
         return
     if rank is None or size is None:
         raise LaunchError(
             f"rank={rank} and size={size}: give both, or neither to use the launcher's"
         )
-    if rank >= size:
-        raise LaunchError(f"rank={rank} and size={size}: the last rank would be {size - 1}")
+    if not 0 <= as_int(rank, "rank") < as_int(size, "size"):
+        raise LaunchError(f"rank={rank} and size={size}: the ranks are 0 to size - 1")
 
 
 def _job(
@@ -270,21 +262,19 @@ def _live(
     Raises:
         LaunchError: An argument contradicts it.
     """
-    here, live = (dist.get_rank(), dist.get_world_size()), c10d.default_backend()
-    wrong: list[tuple[str, Any, Any]] = [
-        (name, asked, actual)
-        for name, asked, actual in zip(("rank", "size"), (rank, size), here, strict=True)
-        if asked not in {None, actual}
-    ]
+    here = (dist.get_rank(), dist.get_world_size())
+    live = c10d.default_backend()
     if backend is not None:
         check_known(backend)
-        if not c10d.parts_of(backend).items() <= c10d.parts_of_world().items():
-            wrong.append(("backend", backend, live))
-    for name, asked, actual in wrong:
-        raise LaunchError(
-            f"torch.distributed is already initialised with {name} {actual!r}, but {name}="
-            f"{asked!r} was given; leave it out, or call destroy_process_group() first"
-        )
+        if c10d.parts_of(backend).items() <= c10d.parts_of_world().items():
+            backend = live
+    asked, actual = (rank, size, backend), (*here, live)
+    for name, wanted, value in zip(("rank", "size", "backend"), asked, actual, strict=True):
+        if wanted not in {None, value}:
+            raise LaunchError(
+                f"torch.distributed is already initialised with {name} {value!r}, but {name}="
+                f"{wanted!r} was given; leave it out, or call destroy_process_group() first"
+            )
     found = None
     with contextlib.suppress(LaunchError):
         found = find_job(variables)

@@ -112,25 +112,22 @@ def _meet(job: Job, ranks: tuple[int, ...], key: str, timeout: timedelta | None)
         late, words = yield from name_late(job, missing, ranks, alone)
         return End("missing", missing, words, late=late)
 
-    while True:
-        attempt = job.renewals[key]
-        meeting = arrive(f"{key}/{attempt}", job.rank, ranks, begin + limit_s, explain=explain)
-        end, pending = hold_for_all(meeting, limit_s, CALL)
-        job.renewals[key] += 1
-        if pending is not None:
-            raise pending
-        if end.kind == "agreed":
-            return attempt
-        waited = time.monotonic() - begin
-        if job.rank in end.ranks and waited < limit_s:
-            continue  # the others timed out just before: they may call again
-        raise GroupCreationTimeout(
-            f"{CALL} of ranks {format_ranks(sorted(ranks))} waited {waited:.1f} s for "
-            f"{end.words or 'others'}; all of them must call it, with the same ranks in one order, "
-            f"or go on without the missing ones",
-            missing=end.ranks,
-            waited=timedelta(seconds=waited),
-        )
+    attempt = job.renewals[key]
+    job.renewals[key] += 1
+    meeting = arrive(f"{key}/{attempt}", job.rank, ranks, begin + limit_s, explain=explain)
+    end, pending = hold_for_all(meeting, limit_s, CALL)
+    if pending is not None:
+        raise pending
+    if end.kind == "agreed":
+        return attempt
+    waited = time.monotonic() - begin
+    raise GroupCreationTimeout(
+        f"{CALL} of ranks {format_ranks(sorted(ranks))} waited {waited:.1f} s for "
+        f"{end.words or 'others'}; all of them must call it, with the same ranks in one order, "
+        f"or go on without the missing ones",
+        missing=end.ranks,
+        waited=timedelta(seconds=waited),
+    )
 
 
 def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
