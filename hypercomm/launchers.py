@@ -292,8 +292,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
         if there is not None and _is_marked(launcher, held):
             missing = launcher.size[0] if there == launcher.rank else launcher.rank
             raise LaunchError(
-                f"{missing} is missing, but {there}={shown(held[there])} is set, as by "
-                f"{launcher.name}; set both, or unset {there}"
+                f"{missing} is missing, but {there}={shown(held[there])} of {launcher.name} is "
+                f"set; set both, or unset {there}"
             )
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         if name in held and _number(name, held) > 1:

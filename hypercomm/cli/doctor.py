@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -15,7 +14,7 @@ import attrs
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from hypercomm import __version__
 from hypercomm.cli import options
@@ -95,7 +94,7 @@ def report() -> Report:
         _describe_torch(found)
         for name in c10d.known_backends():
             found.backends[name] = c10d.why_unavailable(name) or c10d.why_not_here(name)
-        _try_strategies(found)
+        found.strategies = _strategies()
     found.problems = [
         f"creation={each.name!r} failed" for each in found.strategies if each.state == "failed"
     ]
@@ -146,67 +145,66 @@ def _describe_torch(found: Report) -> None:
     found.gpus = [str(torch.cuda.get_device_name(index)) for index in devices]
 
 
-def _try_strategies(found: Report) -> None:
-    import torch.distributed as dist
+def _strategies() -> list[Strategy]:
+    """Create a group in each way, in a world of one gloo rank, and communicate over it.
 
-    from hypercomm.process_groups.strategies import STRATEGIES
-
-    if dist.is_initialized():
-        raise WorldSizeError(
-            f"torch.distributed is initialised in this process, with {dist.get_world_size()} "
-            f"ranks; run doctor in another process"
-        )
-    found.strategies = [_try(name) for name in STRATEGIES]
-
-
-def _try(strategy: Any) -> Strategy:
-    """Create a group in one way, in a world of one gloo rank, and communicate over it."""
+    Raises:
+        WorldSizeError: torch.distributed is initialised already.
+    """
     import torch
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
     from hypercomm.process_groups.strategies import STRATEGIES, Wanted
 
-    why_not, cost, _ = STRATEGIES[strategy]
+    if dist.is_initialized():
+        raise WorldSizeError(
+            f"torch.distributed is initialised in this process, with {dist.get_world_size()} "
+            f"ranks; run doctor in another process"
+        )
     stores: Any = dist  # has them, but not for type checkers
-    try:
-        store = stores.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-        if (reason := why_not(Wanted("gloo"))) is not None:
-            return Strategy(strategy, "not here", reason)
-        begin = time.perf_counter()
-        with HyperCommGrid([1], ["dp"], creation=strategy) as grid:
-            dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
-        return Strategy(strategy, "works", cost, time.perf_counter() - begin)
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
-        return Strategy(strategy, "failed", one_line(error))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    tried = []
+    for name, (why_not, cost, _) in STRATEGIES.items():
+        try:
+            store = stores.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
+            if (reason := why_not(Wanted("gloo"))) is not None:
+                tried.append(Strategy(name, "not here", reason))
+                continue
+            begin = time.perf_counter()
+            creation: Any = name  # one of the literals
+            with HyperCommGrid([1], ["dp"], creation=creation) as grid:
+                dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
+            tried.append(Strategy(name, "works", cost, time.perf_counter() - begin))
+        except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
+            tried.append(Strategy(name, "failed", one_line(error)))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return tried
 
 
 def _show(found: Report) -> None:
-    out = console(_PIPED_WIDTH)
     gpus = ", ".join(f"{count} x {name}" for name, count in Counter(found.gpus).items())
     facts = {name: version or "not installed" for name, version in found.versions.items()}
     facts |= {"GPUs": gpus or "none found", "launcher": found.launcher}
-    out.print(_table(("what", "version"), facts.items()))
-    if found.strategies:
-        states = ((name, reason or "available") for name, reason in found.backends.items())
-        out.print(_table(("backend", "state"), states))
-        tried = ((each.name, each.state, each.says) for each in found.strategies)
-        out.print(_table(("strategy", "result", "cost, or why not"), tried))
-    if found.environment:
-        out.print(_table(("environment", "value"), sorted(found.environment.items())))
+    backends = ((name, reason or "available") for name, reason in found.backends.items())
+    strategies = ((each.name, each.state, each.says) for each in found.strategies)
+    tables = {
+        ("what", "version"): facts.items(),
+        ("backend", "state"): backends,
+        ("strategy", "result", "cost, or why not"): strategies,
+        ("environment", "value"): sorted(found.environment.items()),
+    }
+    out = console(_PIPED_WIDTH)
+    for titles, rows in tables.items():
+        shown = table(*(Column(title, overflow="fold") for title in titles), show_edge=False)
+        for row in rows:
+            shown.add_row(*(escape(cell or "(empty)") for cell in row))
+        if shown.row_count:
+            out.print(shown)
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
     if not found.problems:
         out.print("hypercomm works with this torch")
     out.print("include the output of 'hypercomm doctor --json' in a bug report", markup=False)
-
-
-def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    made = table(*(Column(title, overflow="fold") for title in titles), show_edge=False)
-    for row in rows:
-        made.add_row(*(escape(cell or "(empty)") for cell in row))
-    return made

@@ -68,8 +68,8 @@ def pickled(value: object, what: str) -> bytes:
         raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
     try:
         return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # pickling runs the user's code
-        raise LaunchError(f"{what} cannot be sent to another process: {error}") from error
+    except Exception as error:  # noqa: BLE001 - pickling runs the user's code
+        raise LaunchError(f"{what} cannot be sent to another process: {error}") from None
 
 
 @attrs.define
