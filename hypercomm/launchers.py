@@ -1,7 +1,7 @@
 """The variables that launchers set for the ranks that they start, and the job that they describe.
 
-`find_job` is how `hypercomm.join` and `hypercomm check` find their job; `told` is for a process
-that has not joined its job yet.
+`hypercomm.join` and `hypercomm check` find their job with `find_job`; `find_number` is for a
+process that has not joined its job yet.
 
 Sources: torchrun of torch 2.13, mpirun of Open MPI 4.1 and mpiexec of MPICH 4.0 as they print
 them; https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
@@ -117,7 +117,7 @@ class FoundJob:
         """Return the address and port of rank 0.
 
         Raises:
-            LaunchError: One of them is unknown; the message says how to set it.
+            LaunchError: One of them is unknown; the message explains how to set it.
 
         Example:
             >>> job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"}
@@ -175,7 +175,7 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     )
 
 
-def told(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
+def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the world size or the rank that an environment describes; None if there is none.
 
     WORLD_SIZE without RANK counts, and RANK without WORLD_SIZE: they may be set by hand.
@@ -192,9 +192,9 @@ def told(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | Non
 
     Example:
         >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
-        >>> told("RANK", step)
+        >>> find_number("RANK", step)
         (5, 'SLURM_PROCID=5 and SLURM_NTASKS=8 of srun')
-        >>> told("WORLD_SIZE", {"WORLD_SIZE": "4096"})
+        >>> find_number("WORLD_SIZE", {"WORLD_SIZE": "4096"})
         (4096, 'WORLD_SIZE=4096')
     """
     held = _read(environment)
@@ -301,7 +301,7 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
                 f"{name}={held[name]}, and SLURM_STEP_ID names no step: this is inside an "
                 f"allocation, not in a step of it; start with srun, or unset {name}"
             )
-    if "MASTER_ADDR" in held:  # else each process would be a world of its own
+    if "MASTER_ADDR" in held:  # else each process would create a world alone
         address = shown(held["MASTER_ADDR"])
         raise LaunchError(
             f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={address} is set; set all, or none"

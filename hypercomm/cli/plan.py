@@ -14,7 +14,7 @@ from hypercomm.cli import options
 from hypercomm.cli.groups import AskedViews, Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table, write
 from hypercomm.errors import LayoutError, NotationError
-from hypercomm.launchers import told
+from hypercomm.launchers import find_number
 from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import hosts_touched
 from hypercomm.layout.parsing import OPEN, parse_sizes
@@ -114,7 +114,7 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
     """Read sizes; one that is unspecified fills the job whose variables are set, if any."""
     room = "" if world_size is None else f"--world-size is {world_size}"
     if world_size is None and OPEN in parse_sizes(text).values():
-        job = told("WORLD_SIZE", os.environ)
+        job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
             world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
     layout = options.read_layout(text, world_size, room, rank_offset)

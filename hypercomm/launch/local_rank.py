@@ -1,4 +1,4 @@
-"""What a local rank does between its start and its end; `run` is the parent's side.
+"""The life of a local rank, from its start to its end; `run` is the parent's side.
 
 A rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value):
 "message", "returned" or "raised". The parent answers with one message once every rank has returned.
@@ -32,7 +32,7 @@ _JOINED, _ALL_JOINED = "hypercomm/joined", "hypercomm/all joined"
 
 @attrs.frozen
 class RankJob:
-    """What the ranks of one job have in common.
+    """The arguments that all ranks of one job share.
 
     Attributes:
         function: The pickled function.

@@ -1,4 +1,4 @@
-"""What the fork server loads: torch once, for all ranks that will be forked from it.
+"""Imports for the fork server: torch once, for all ranks that will be forked from it.
 
 The stock fork server ignores Ctrl-C only once it has loaded everything, and the numerical
 libraries would start threads, which a process that forks should not have.

@@ -68,7 +68,7 @@ def run_ranks(
     functions of a notebook cell work.
 
     Args:
-        function: What each rank runs.
+        function: The function that each rank runs.
         nprocs: The number of ranks, at most 4096.
         args: Arguments of `function`, the same on every rank.
         backend: Backend of the job: "gloo", or one with "nccl", which gives rank i device i.
@@ -222,7 +222,7 @@ class _Conversation:
     Attributes:
         ranks: The ranks.
         on_message: Called with the rank and the value of each report.
-        returned: What each rank returned.
+        returned: The result of each rank that has returned.
         failed: When a rank failed, which one, and why.
     """
 

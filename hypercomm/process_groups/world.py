@@ -11,7 +11,7 @@ import os
 import torch.distributed as dist
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
-from hypercomm.launchers import told
+from hypercomm.launchers import find_number
 
 
 def world_size(explicit: int | None = None) -> int:
@@ -39,7 +39,7 @@ def rank(explicit: int | None = None) -> int:
 
 def _from_environment(variable: str) -> int:
     try:
-        found = told(variable, os.environ)
+        found = find_number(variable, os.environ)
     except LaunchError as error:
         raise WorldSizeError(str(error)) from error
     if found is not None:

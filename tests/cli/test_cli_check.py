@@ -61,7 +61,7 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 BROKEN = "cannot be loaded (no such device)"
 
 
-# Where a launcher's variables tell of a job that cannot be joined, nothing is started. Of ranks
+# If a launcher's variables describe a job that cannot be joined, nothing is started. Of ranks
 # that would say the same, rank 0 does.
 @pytest.mark.parametrize(
     ("environment", "message"),

@@ -37,7 +37,7 @@ torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda _: "Tesl
 
 
 def doctor(*arguments, before="", **variables):
-    """What the command prints in a fresh process, in which something was done before."""
+    """The output of the command in a fresh process, after some code has run there."""
     program = f"{before}\nimport sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = UNTOUCHED | variables
     if before != WITHOUT_TORCH:
@@ -60,7 +60,7 @@ def answer(before="", **variables):
 
 @pytest.fixture(scope="module")
 def found():
-    """What is found here, where all is well."""
+    """The report of this machine, on which everything works."""
     code, found = answer()
     assert code == 0
     return found
@@ -133,7 +133,7 @@ def test_text(text):
     assert "launcher none" in words(text)
 
 
-# If a strategy needs a private name of torch that is missing, it says so, and another one works.
+# A strategy that needs a missing private name of torch is reported, and another one works.
 def test_a_missing_strategy():
     code, found = answer(OTHER_HELPER)
     assert (code, found["ok"]) == (0, True)
@@ -187,7 +187,7 @@ def test_environment():
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-# The launcher is named, or what is wrong with its variables; doctor has a world of its own.
+# The launcher is named, or the mistake in its variables; doctor does not join its job.
 def test_in_a_job():
     launcher = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
     code, found = answer(**launcher)
@@ -196,7 +196,7 @@ def test_in_a_job():
     assert "WORLD_SIZE is missing" in answer(RANK="3")[1]["launcher"]
 
 
-# Without torch, or with one that cannot be loaded, it says so, and what else it knows.
+# Without torch, or with one that cannot be loaded, the versions are reported all the same.
 def test_without_torch():
     code, found = answer(WITHOUT_TORCH)
     assert code == 1
@@ -216,7 +216,7 @@ def test_gpus(found):
     assert found["gpus"] is not None
 
 
-# What is printed, logged or warned of meanwhile is not seen, and afterwards all is as before.
+# Output, logs and warnings within the block are discarded; those after it are not.
 def test_quiet(capfd, caplog, recwarn):
     import warnings
 

@@ -163,7 +163,7 @@ def test_mistakes(arguments, error, words):
     assert dict(os.environ) == before
 
 
-# Nobody else comes: the error says who waited where, and torch.distributed is as before.
+# If no other rank arrives, the error names the rank and the address, and nothing is initialised.
 def test_nobody_comes():
     port = free_port()
     with pytest.raises(JoinError) as caught:
@@ -173,7 +173,7 @@ def test_nobody_comes():
     assert not dist.is_initialized()
 
 
-# Where the port is another's, the error says how to choose one.
+# If another program uses the port, the error explains how to choose one.
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -277,7 +277,7 @@ def test_the_current_device(four_gpus, monkeypatch):
     assert calls == [(2, (BOTH,), torch.device("cuda:2"))]
 
 
-# What join() adds to torch's own initialisation, of four gloo ranks, in turns with it.
+# The time that join() adds to torch's own initialisation of four gloo ranks, measured in turns.
 @pytest.mark.alone
 @pytest.mark.slow
 def test_what_it_costs():

@@ -73,7 +73,7 @@ def test_arguments_environment_and_reports(monkeypatch):
     assert "RANK" not in os.environ
 
 
-# What a rank prints reaches the caller's stdout and stderr, pytest's capture included.
+# The output of a rank reaches the caller's stdout and stderr, pytest's capture included.
 def test_prints(capfd):
     run_ranks(rank_functions.print_something, 2)
     out, err = capfd.readouterr()
@@ -126,7 +126,7 @@ def test_a_program_without_a_file():
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2]\n", "")
 
 
-# What is large arrives: a result of 100 MiB, and 5 MB of output.
+# A result of 100 MiB arrives, and so do 5 MB of output.
 @pytest.mark.long
 def test_large_results_and_output(capfd):
     [first, second] = run_ranks(rank_functions.return_and_print, 2, args=(100 * 2**20, 5 * 10**6))
@@ -162,7 +162,7 @@ def test_a_rank_that_dies(function, args, reason):
     assert_gone(pids)
 
 
-# Ranks that do not return in time are ended, and the error says where each of them was.
+# Ranks that do not return in time are ended, and the error has the stack of each.
 @pytest.mark.long
 def test_ranks_that_hang():
     pids = []
@@ -182,7 +182,7 @@ def test_ranks_that_hang():
     assert_gone(pids)
 
 
-# A stopped rank cannot say where it is, and is ended all the same.
+# A stopped rank has no stack to show, and is ended all the same.
 @pytest.mark.long
 def test_a_rank_that_is_stopped():
     pids = []
@@ -221,7 +221,7 @@ def test_a_rank_that_is_slow_to_say_where_it_is():
     assert time.monotonic() - begin > 3.7 + 1.3
 
 
-# What a rank has started ends with it.
+# Processes that a rank has started end with it.
 def test_what_a_rank_started():
     pids = []
     with pytest.raises(RankFailedError, match="on purpose"):
@@ -332,7 +332,7 @@ def test_bad_calls(call, error, words):
         call()
 
 
-# Without cloudpickle the error says what to install, before a process is started.
+# Without cloudpickle the error names the package to install, before a process is started.
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(MissingPackageError, match="pip install cloudpickle"):

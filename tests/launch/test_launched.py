@@ -68,7 +68,7 @@ def started(command, environment=None, seconds=120):
 
 
 def ranks_of(done):
-    """What the ranks have printed, in their order."""
+    """The JSON that the ranks have printed, by rank."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda rank: rank["rank"])
@@ -121,7 +121,7 @@ def test_check_under_slurm(slurm):
     check_checked(started([program("srun"), "-n", "4", *CHECK], slurm))
 
 
-# A launcher inside of a SLURM job leaves its variables beside SLURM's; its own are those of ranks.
+# Inside a SLURM job a launcher's own variables describe the ranks, and not those of SLURM.
 def test_open_mpi_in_an_allocation(slurm, open_mpi):
     command = [program("salloc"), "-n", "4", *open_mpi, sys.executable, PROGRAM]
     check_joined(started(command, slurm), "Open MPI")
@@ -131,8 +131,8 @@ def test_torchrun_in_a_step(slurm):
     check_joined(started([program("srun"), "-n", "1", *torchrun(), PROGRAM], slurm), "torchrun")
 
 
-# Steps of one allocation, one after the other, find ports of their own; between them, and in a
-# script of sbatch, nothing was launched, and a world of one is refused.
+# Consecutive steps of one allocation use different ports. Between them, and in a script of sbatch,
+# nothing was launched, and a world of one is an error.
 def test_allocations(slurm, tmp_path):
     alone = [sys.executable, "-c", "import hypercomm; hypercomm.join()"]
     done = started([program("salloc"), "-n", "4", *alone], slurm)
@@ -167,7 +167,7 @@ def torchrun(*options):
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *options]
 
 
-# Ranks meet in the store of torchrun's agent, also where they are told by argument who they are.
+# Ranks meet in the store of torchrun's agent, also if rank and size are arguments.
 @pytest.mark.parametrize(("words", "by"), [((), "torchrun"), (("told",), "the call")])
 def test_torchrun(words, by):
     check_joined(started([*torchrun(), PROGRAM, *words]), by)

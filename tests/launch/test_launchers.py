@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hypercomm.errors import LaunchError
-from hypercomm.launchers import VARIABLES, find_job, told
+from hypercomm.launchers import VARIABLES, find_job, find_number
 
 pytestmark = pytest.mark.torch_free
 
@@ -188,13 +188,13 @@ def test_any_values():
         ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"}, 4, None),
     ],
 )
-def test_told(environment, size, rank):
-    found = [told(variable, environment) for variable in ("WORLD_SIZE", "RANK")]
+def test_numbers(environment, size, rank):
+    found = [find_number(variable, environment) for variable in ("WORLD_SIZE", "RANK")]
     assert [one and one[0] for one in found] == [size, rank]
     for variable in ("WORLD_SIZE", "RANK"):
         if not environment:
             with pytest.raises(LaunchError, match="SLURM_NTASKS=8"):
-                told(variable, ALLOCATION | {"SLURM_NTASKS": "8"})
+                find_number(variable, ALLOCATION | {"SLURM_NTASKS": "8"})
 
 
 # The first host of a list in each form that srun writes.
