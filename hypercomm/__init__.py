@@ -18,25 +18,24 @@ if TYPE_CHECKING:
     from hypercomm import cli as cli
     from hypercomm import compat as compat
     from hypercomm import grid as grid
-    from hypercomm import joining as joining
     from hypercomm import launch as launch
     from hypercomm import layout as layout
     from hypercomm import testing as testing
     from hypercomm import tools as tools
     from hypercomm import training as training
     from hypercomm import transfers as transfers
-    from hypercomm.compat.megatron.groups.requests import megatron_requests as megatron_requests
+    from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
     from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
-    from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
+    from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.dims import GridDims as GridDims
     from hypercomm.grid.grid import GridView as GridView
     from hypercomm.grid.grid_set import GridSet as GridSet
-    from hypercomm.joining import Joined as Joined
-    from hypercomm.joining import Renewed as Renewed
-    from hypercomm.joining import renew_world as renew_world
-    from hypercomm.joining.join import join as join
+    from hypercomm.launch import Joined as Joined
+    from hypercomm.launch import Renewed as Renewed
+    from hypercomm.launch import join as join
+    from hypercomm.launch import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from hypercomm.tools.place import live_topology as live_topology
     from hypercomm.tools.place import place as place
     from hypercomm.tools.place import read_topology as read_topology
-    from hypercomm.training.gradients import clip_grad_norm_ as clip_grad_norm_
+    from hypercomm.training import clip_grad_norm_ as clip_grad_norm_
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
@@ -68,15 +67,14 @@ _HOMES = {
     "draw": "hypercomm.tools.draw",
     "fake_world": "hypercomm.testing",
     "grid": "hypercomm.grid",
-    "join": "hypercomm.joining",
-    "joining": "hypercomm.joining",
+    "join": "hypercomm.launch",
     "launch": "hypercomm.launch",
     "layout": "hypercomm.layout",
     "live_topology": "hypercomm.tools.place",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "place": "hypercomm.tools.place",
     "read_topology": "hypercomm.tools.place",
-    "renew_world": "hypercomm.joining",
+    "renew_world": "hypercomm.launch",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
     "tools": "hypercomm.tools",
@@ -87,9 +85,9 @@ _HOMES = {
 }
 _RARE = {
     "GroupKey": "hypercomm.process_groups.spec",
-    "Joined": "hypercomm.joining",
-    "Renewed": "hypercomm.joining",
-    "megatron_requests": "hypercomm.compat.megatron.groups.requests",
+    "Joined": "hypercomm.launch",
+    "Renewed": "hypercomm.launch",
+    "megatron_requests": "hypercomm.compat.megatron.presets",
     "torchtitan_grids": "hypercomm.compat.torchtitan",
 }
 """Names that resolve here and are not listed."""

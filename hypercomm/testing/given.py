@@ -12,8 +12,11 @@ import hypothesis
 from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError
+from hypercomm.launch.run import preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.testing.on_ranks import most_ranks, run_body
+
+preloads += ["hypothesis.strategies", __name__]
 
 
 def given_ranks(

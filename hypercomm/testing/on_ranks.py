@@ -23,8 +23,11 @@ import cloudpickle
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
+from hypercomm.launch.run import preloads
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
+
+preloads += ["pytest", __name__, "torch.distributed.tensor"]  # the last by assert_close
 
 _OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+,? in .*(?:\n    .*)*(?:\n|$)')
 """The frames of this file in a traceback, between the start of a rank and the test's function."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from hypercomm.compat.ezpz import state as ezpz
 from hypercomm.compat.megatron.state import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
-from hypercomm.launch.launchers import VARIABLES
+from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d

@@ -43,7 +43,6 @@ def test_mistakes_of_dtensors():
         (lambda: grad_norm({"tp": []}), "such as grid.'tp', 'pp'., or None, got 'tp'"),
         (lambda: grad_norm({None: []}, 0), "norm_type must be a number larger than 0, got 0"),
         (lambda: clip_grad_norm_({None: []}, -1), "max_norm must be .* at least 0, got -1"),
-        (lambda: clip_grad_norm_({None: []}, True), "max_norm must be .*, got True"),
     ],
 )
 def test_what_is_refused(call, words):
@@ -73,9 +72,3 @@ def test_odd_ranks():
         assert norm == largest == pytest.approx(3.0)
         assert math.isnan(number)
         assert "cut along 'dp', but its parameter is given under dims ()" in said
-
-
-@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), 5, [("name", torch.zeros(1))]])
-def test_what_is_no_tensor(given):
-    with pytest.raises(GroupOptionsError, match="parameters under None must be tensors"):
-        grad_norm({None: given})
