@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hypercomm import launch as launch
     from hypercomm import layout as layout
     from hypercomm import testing as testing
-    from hypercomm.compat.megatron.groups.requests import megatron_requests as megatron_requests
     from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
+    from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
     from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.grid_set import GridSet as GridSet
@@ -61,7 +61,7 @@ _HOMES = {
     "live_topology": "hypercomm.tools.place",
     "layout": "hypercomm.layout",
     "megatron_grids": "hypercomm.compat.megatron.presets",
-    "megatron_requests": "hypercomm.compat.megatron.groups.requests",
+    "megatron_requests": "hypercomm.compat.megatron.presets",
     "place": "hypercomm.tools.place",
     "read_topology": "hypercomm.tools.place",
     "renew_world": "hypercomm.joining",

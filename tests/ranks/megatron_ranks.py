@@ -84,22 +84,6 @@ def two_states():
     return answers, in_threads, parallel_state.is_initialized()
 
 
-def lazily(arguments):
-    """With lazy=True nothing is created until it is used, and then only that."""
-    before = len(registered()[0])
-    with ParallelState.create(**arguments, lazy=True) as state, parallel_state.use(state):
-        steps = [len(registered()[0]) - before]
-        sizes = parallel_state.get_all_ranks()
-        steps.append(len(registered()[0]) - before)
-        tensor = parallel_state.get_tensor_model_parallel_group()
-        again = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        steps.append(len(registered()[0]) - before)
-        total = all_reduce_of(2 ** dist.get_rank(), tensor)
-        sums = sums_over_every_group(state)
-        steps.append(len(registered()[0]) - before)
-    return steps, sizes, tensor is again, total, sums, len(registered()[0]) - before
-
-
 def shared(arguments):
     """With share="identical" there is one group for each distinct set of ranks."""
     before = len(registered()[0])

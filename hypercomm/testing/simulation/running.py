@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from hypercomm.compat.ezpz import state as ezpz
-from hypercomm.compat.megatron.state import state as megatron
+from hypercomm.compat.ezpz import tp as ezpz
+from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LayoutError, RankFailedError, SimulationError
 from hypercomm.launch.launchers import VARIABLES
 from hypercomm.launch.run import check_call

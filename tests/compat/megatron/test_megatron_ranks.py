@@ -7,7 +7,7 @@ import pytest
 from megatron_facts import state_of, theirs
 from ranks import megatron_ranks
 
-from hypercomm.compat.megatron.state.state import GLOBALS
+from hypercomm.compat.megatron.state import GLOBALS
 from hypercomm.launch import run_ranks
 
 # Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, twins.
@@ -74,20 +74,6 @@ def test_two_states():
         assert answers == [wide, narrow] * 3 + [narrow]
         assert in_threads == {"w": wide, "n": narrow}
         assert not default
-
-
-# With lazy=True a group is created at its first use, and ranks and sizes need none.
-def test_lazy():
-    found = run_ranks(partial(megatron_ranks.lazily, EXPERTS), 8)
-    for rank, (steps, sizes, same, total, sums, left) in enumerate(found):
-        wanted = expected_sums(EXPERTS, rank)
-        assert steps[:3] == [0, 0, 1]
-        assert steps[3] > 20
-        assert sizes == state_of(theirs, 8, rank, EXPERTS)["get_all_ranks({})"]
-        assert same
-        assert total == wanted["_TENSOR_MODEL_PARALLEL_GROUP"]
-        assert sums == wanted
-        assert left == 0
 
 
 # With share="identical" a rank has one group for each distinct set of ranks, and one more for the
