@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
     from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
-    from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
+    from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.grid_set import GridSet as GridSet
     from hypercomm.joining import Joined as Joined
@@ -67,7 +67,7 @@ _HOMES = {
     "renew_world": "hypercomm.joining",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
-    "torchtitan_grids": "hypercomm.compat.torchtitan.presets",
+    "torchtitan_grids": "hypercomm.compat.torchtitan",
     "transfer": "hypercomm.transfers.transfer",
     "transfer_state": "hypercomm.transfers.state",
 }
