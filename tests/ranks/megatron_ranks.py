@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 import warnings
 
 import torch
@@ -98,6 +99,23 @@ def shared(arguments):
         overlapping = state.values["_DATA_PARALLEL_GROUP_WITH_CP_AG"]
         alone = [name for name, group in groups_of(state) if group is overlapping]
     return len(sets), created, alone, sums, len(registered()[0]) - before
+
+
+def one_rank_differs():
+    """Rank 1 asks for tp=4 in place of tp=2; then all ask for tp=2."""
+    before, began = registered(), time.monotonic()
+    try:
+        parallel_state.initialize_model_parallel(4 if dist.get_rank() == 1 else 2)
+    except RuntimeError as error:
+        kind = type(error).__name__
+    took = time.monotonic() - began
+    left = registered() == before and not parallel_state.is_initialized()
+    dist.barrier()
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    total = all_reduce_of(2 ** dist.get_rank(), group)
+    parallel_state.destroy_model_parallel()
+    return kind, took, left, total
 
 
 def one_rank_late(late):

@@ -90,6 +90,16 @@ def test_share_identical(arguments):
         assert left == 0
 
 
+# After a mistake on one rank all ranks raise without waiting, and the next call by all succeeds.
+def test_one_rank_differs():
+    found = run_ranks(megatron_ranks.one_rank_differs, 4)
+    for rank, (kind, took, left, total) in enumerate(found):
+        assert kind in {"GridMismatchError", "PlanMismatchError"}
+        assert took < 10  # the timeout of a group is 30 minutes
+        assert left
+        assert total == 0b11 << rank // 2 * 2
+
+
 # A rank that comes too late is named, nothing is left behind, and a second try works.
 @pytest.mark.long
 def test_a_late_rank():
