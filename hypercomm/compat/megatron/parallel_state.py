@@ -455,6 +455,8 @@ def _data_keys(kind: Any, *names: str, override: str | None = None) -> dict[bool
 
 _SIZES = _data_keys(SIZE, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
 _RANKS = _data_keys(RANK, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
+_DP_SIZE, _DP_CP_SIZE, _ = _SIZES[True]
+_DP_RANK, _DP_CP_RANK, _ = _RANKS[True]
 _EXPERT_SIZES = _data_keys(SIZE, _EDP, _INTRA_EDP)
 _EXPERT_RANKS = _data_keys(RANK, _EDP, _INTRA_EDP)
 
@@ -468,7 +470,10 @@ def get_data_parallel_world_size(
     """Return the size of the data parallel group; arguments as for `get_data_parallel_group`."""
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(SIZE)
-    key = _SIZES[with_gtp_remat][2 if partial_data_parallel else 1 if with_context_parallel else 0]
+    if with_gtp_remat and not partial_data_parallel:
+        key = _DP_CP_SIZE if with_context_parallel else _DP_SIZE
+    else:
+        key = _SIZES[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
     state = current.alone or _state()
     known = state.facts[key]
     return FACTS[key].ask(state) if known is None else known
@@ -483,7 +488,10 @@ def get_data_parallel_rank(
     """Return the position of the calling rank in the data parallel group; arguments the same."""
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(RANK)
-    key = _RANKS[with_gtp_remat][2 if partial_data_parallel else 1 if with_context_parallel else 0]
+    if with_gtp_remat and not partial_data_parallel:
+        key = _DP_CP_RANK if with_context_parallel else _DP_RANK
+    else:
+        key = _RANKS[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
     state = current.alone or _state()
     known = state.facts[key]
     return FACTS[key].ask(state) if known is None else known
