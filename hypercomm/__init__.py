@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from hypercomm import tools as tools
     from hypercomm import training as training
     from hypercomm import transfers as transfers
-    from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
     from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
+    from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
     from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.dims import GridDims as GridDims

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from hypercomm.compat.ezpz import state as ezpz
-from hypercomm.compat.megatron.state import state as megatron
+from hypercomm.compat.ezpz import tp as ezpz
+from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size

@@ -173,7 +173,7 @@ def test_what_no_field_has(rank):
 # Hybrid groups that do not come out even are refused, and where none fit there is none.
 def test_hybrid_sizes():
     with fake_world(6, 3), megatron_grids(tp=2) as grids:
-        with pytest.raises(AssertionError, match=r"grid 'training'.*must come out even"):
+        with pytest.raises(AssertionError, match=r"grid 'training'.*must divide them"):
             create_megatron_pgs(grids, hybrid_context_parallel=True)
         assert not grids["training"].pgs
     with fake_world(4, 3), megatron_grids(tp=2) as grids:

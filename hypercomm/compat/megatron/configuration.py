@@ -1,4 +1,4 @@
-"""Configuration: the arguments of `initialize_model_parallel`, and what they mean for a world."""
+"""Configuration: the checked arguments of `initialize_model_parallel`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from typing import Any
 
 import attrs
 
-from hypercomm.compat.megatron.groups.layouts import (
-    GTP,
-    Layouts,
-    model_layouts,
-    other_pipelines,
-)
-from hypercomm.compat.megatron.releases import version
-from hypercomm.errors import (
-    ConfigurationError,
-    GroupOptionsError,
-    WorldSizeError,
-)
-from hypercomm.grid.arguments import Share
+from hypercomm.compat.megatron import version
+from hypercomm.compat.megatron.layouts import GTP, Layouts, model_layouts, pipeline_problem
+from hypercomm.errors import ConfigurationError, GroupOptionsError, WorldSizeError
+from hypercomm.grid.arguments import SHARES, Share
 from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
 from hypercomm.layout.parsing import misfit, nearest_divisors
 from hypercomm.layout.text import shown
@@ -42,7 +33,7 @@ _EXPERT = {
     "pp": "pipeline_model_parallel_size",
     GTP: "expert_gtp_remat_size",
 }
-"""The argument that has the size of each dim, but for dp, which takes what the others leave."""
+"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
 
 
 def _as_levels(value: object) -> tuple[int, ...]:
@@ -71,13 +62,17 @@ def _check_minutes(_: object, attribute: attrs.Attribute[Any], value: float) -> 
         )
 
 
+def _check_share(_: object, __: attrs.Attribute[Any], value: object) -> None:
+    check_choice("share", value, SHARES)
+
+
 def _as_keys(value: object) -> tuple[str, ...]:
     return as_ordered(() if value is None else value, "high_priority_stream_groups")
 
 
 @attrs.frozen(kw_only=True)
 class Configuration:
-    """One Megatron configuration, as given; `initialize_model_parallel` explains the arguments.
+    """One Megatron configuration; `initialize_model_parallel` documents the arguments.
 
     Example:
         >>> layouts = Configuration(
@@ -115,22 +110,22 @@ class Configuration:
     create_all_gather_group: bool = False
     rank_offset: int = 0
     local_world_size: int | None = None
-    share: Share = "never"
-    lazy: bool = False
+    share: Share = attrs.field(default="never", validator=_check_share)
+    strict: bool = False
     version: version.Version = attrs.field(factory=version.current, init=False)
 
     @property
     def has_gtp(self) -> bool:
-        """Whether weights are shared among GTP peers, of dense layers or of experts."""
+        """Whether dense layers or experts have GTP peers."""
         return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
 
     @property
     def answers_gtp(self) -> bool:
-        """Whether data parallel getters answer groups with GTP peers where nothing is said."""
+        """Whether data parallel getters return groups with GTP peers by default."""
         return self.has_gtp or version.has("gtp_remat", self.version)
 
     def creates_gloo(self, grid: str) -> bool:
-        """Whether a grid, "dense" or "expert", has gloo twins; with GTP there are none."""
+        """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
         sizes = {"dense": self.gtp_remat_size, "expert": self.expert_gtp_remat_size}
         with_gtp = self.gtp_remat_size > 1 or sizes[grid] > 1
         return bool(self.create_gloo_process_groups) and not with_gtp
@@ -142,16 +137,16 @@ class Configuration:
 
     @property
     def sharp_group(self) -> str | None:
-        """The group whose communicator uses SHARP: "dp", "dp_replica" or none."""
+        """The group whose communicator uses SHARP: "dp", "dp_replica" or None."""
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
 
     def layouts(self, world_size: int) -> Layouts:
-        """Check everything, and lay the dense and the expert dims out over the world.
+        """Check all arguments, and return the dense and the expert layout.
 
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
-            WorldSizeError: The sizes do not divide the world; names those that would.
-            OrderError, UnknownDimError: The order leaves out a size, or names an unknown dim.
+            WorldSizeError: The sizes do not divide the world; names sizes that would.
+            OrderError, UnknownDimError: The order omits a dim, or names an unknown one.
             ConfigurationError: Two choices contradict each other.
         """
         self._check_sharp()
@@ -161,9 +156,9 @@ class Configuration:
         dense = self._sizes(_DENSE, world_size)
         self._check_virtual_pipeline()
         expert = self._sizes(_EXPERT, world_size)
-        layouts = model_layouts(self.order, dense, expert, self.rank_offset)
+        layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
         factors = {dim: name for dim, name in _EXPERT.items() if dim != GTP or self.has_gtp}
-        problem = other_pipelines(layouts, self.order, factors)
+        problem = pipeline_problem(layouts, self.order, factors)
         if problem is not None:
             raise ConfigurationError(problem)
         self._check_derived(dense["dp"] * dense["cp"], expert["dp"])
@@ -173,7 +168,7 @@ class Configuration:
         return layouts
 
     def _sizes(self, arguments: Mapping[str, str], world_size: int) -> dict[str, int]:
-        """Read sizes that must divide the world, by dim; dp has what they leave of it."""
+        """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
         given = {dim: getattr(self, name) for dim, name in arguments.items()}
         if self.expert_tensor_parallel_size is None:
             given["tp"] = self.tensor_model_parallel_size
@@ -201,14 +196,9 @@ class Configuration:
                 f"sharp_enabled_group='dp_replica' needs {name} of at least 2, "
                 f"got {self.num_distributed_optimizer_instances}"
             )
-        if self.use_sharp and self.lazy:
-            raise ConfigurationError(
-                "use_sharp=True needs its group before all others, and lazy=True creates none; "
-                "give one of them"
-            )
 
     def check_gtp(self) -> None:
-        """Refuse several optimizer instances with GTP."""
+        """Raise if there are several optimizer instances with GTP."""
         name = "num_distributed_optimizer_instances"
         instances = self.num_distributed_optimizer_instances
         if self.has_gtp and instances > 1:
@@ -230,7 +220,7 @@ class Configuration:
             )
 
     def _check_derived(self, replicas: int, expert_replicas: int) -> None:
-        """Check what is made of groups: instances, levels, hybrid groups."""
+        """Check optimizer instances, levels of cp, and hybrid groups."""
         instances = self.num_distributed_optimizer_instances
         for what, size in [("dp * cp", replicas), ("expert dp", expert_replicas)]:
             if size % instances:
@@ -247,18 +237,18 @@ class Configuration:
         self.check_hybrid(replicas)
 
     def check_hybrid(self, replicas: int) -> None:
-        """Refuse hybrid groups of `replicas` ranks of dp and cp that do not come out even."""
+        """Raise if hybrid groups do not divide the `replicas` ranks of dp and cp."""
         uneven = [size for size in hybrid_sizes(replicas) if replicas % size]
         if self.hybrid_context_parallel and (replicas % 2 or uneven):
             raise ConfigurationError(
                 f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
-                f"groups of {hybrid_sizes(replicas) or 2}, and they must come out even; "
-                f"choose sizes that make dp * cp a power of 2"
+                f"groups of {hybrid_sizes(replicas) or 2}, which must divide them; "
+                f"choose sizes for which dp * cp is a power of 2"
             )
 
 
 def hybrid_sizes(replicas: int) -> list[int]:
-    """List the powers of 2 from 2 on that hybrid context parallelism makes groups of.
+    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
 
     >>> hybrid_sizes(16)
     [2, 4, 8]

@@ -1,18 +1,146 @@
-"""Megatron's enumeration of ranks, on layouts."""
+"""Megatron's numbering of ranks: layouts of the dense and expert dims, and `RankGenerator`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from hypercomm.compat.megatron.groups.layouts import GTP, order_layout
-from hypercomm.compat.megatron.releases import version
+from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_int, as_ordered, positive
+from hypercomm.layout.parsing import parse_order
 from hypercomm.layout.text import shown
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
+
+def model_layouts(
+    order: str,
+    dense: Mapping[str, int],
+    expert: Mapping[str, int],
+    rank_offset: int,
+    release: version.Version | None = None,
+) -> Layouts:
+    """Return the layouts of a model's dense and expert layers, in an order of Megatron's dims.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        dense: Sizes of tp, cp, dp and pp, and of gtp_remat if there are peers.
+        expert: Sizes of tp, ep, dp and pp, and of gtp_remat.
+        rank_offset: The smallest rank.
+        release: The megatron-core whose order is used; default: the one that is followed.
+
+    Raises:
+        UnknownDimError, OrderError: As for `order_layout`.
+
+    Example:
+        >>> dense, expert = dict(tp=2, cp=1, dp=4, pp=1), dict(tp=2, ep=4, dp=1, pp=1)
+        >>> [str(layout) for layout in model_layouts("tp-cp-ep-dp-pp", dense, expert, 0)]
+        ['tp=2,cp=1,ep=1,dp=4,pp=1', 'tp=2,cp=1,ep=4,dp=1,pp=1']
+    """
+    anchor = "cp" if version.has("cp_before_gtp_remat", release) else "tp"
+    return Layouts(
+        order_layout(order, {**dense, "ep": 1}, rank_offset, anchor),
+        order_layout(order, {**expert, "cp": 1}, rank_offset, "ep"),
+    )
+
+
+def pipeline_problem(layouts: Layouts, order: str, names: Mapping[str, str]) -> str | None:
+    """Return how the pipelines of dense and expert layers differ; None if they are the same.
+
+    Megatron requires equal pipelines. If pp is not last in the order, the data parallel sizes must
+    be equal too.
+
+    Args:
+        layouts: The two layouts.
+        order: The order as given.
+        names: The caller's names for the experts' tp, ep and gtp_remat.
+
+    Example:
+        >>> dense, expert = dict(tp=2, cp=1, pp=2, dp=2), dict(tp=4, ep=1, pp=2, dp=1)
+        >>> pipeline_problem(model_layouts("tp-cp-dp-pp", dense, expert, 0), "tp-cp-dp-pp", {})
+        >>> layouts = model_layouts("tp-pp-dp", dense, expert, 0)
+        >>> pipeline_problem(layouts, "tp-pp-dp", {"tp": "etp", "ep": "ep"}).rpartition("; ")[2]
+        'put pp last in the order, or choose expert sizes with etp * ep = 2'
+    """
+    dense, expert = layouts
+    is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
+    have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+    if dense.groups("pp") == expert.groups("pp") and have_same_dp:
+        return None
+    factors = " * ".join(names[dim] for dim in names if dim not in {"pp", "dp"})
+    inner = dense.size_of("tp") * dense.size_of("cp") * dense.size_of(GTP, default=1)
+    return (
+        f"with order {order!r} the dense layers ({dense}) and the expert layers ({expert})"
+        f" must have the same pipelines and data parallel size, but their pipelines are "
+        f"{dense.groups('pp')!r} and {expert.groups('pp')!r}; put pp last in the order, or "
+        f"choose expert sizes with {factors} = {inner}"
+    )
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; without a size of gtp_remat there is no such dim.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        OrderError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    given = order
+    order = order.lower() if isinstance(order, str) else order
+    names = parse_order(order)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    if GTP not in sizes and GTP in names:
+        order = "-".join(name for name in names if name != GTP) or "tp"
+    elif GTP in sizes and anchor is not None:
+        order = inject_gtp(given, anchor).lower()
+    ordered = {name: sizes[name] for name in DIMS if name in sizes}
+    return RankLayout.from_order(order, rank_offset=rank_offset, **ordered)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])
+
+
+# ---- Megatron's enumerations --------------------------------------------------------------------
 
 
 def generate_masked_orthogonal_rank_groups(

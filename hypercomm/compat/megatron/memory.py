@@ -152,11 +152,11 @@ _USE_GROUPS = (
     ("megatron.core.inference.symmetric_memory", "SymmetricMemoryManager.destroy"),
     (__name__, "SymmetricMemoryManager.destroy"),
 )
-"""What must end before the groups do: modules, if they were imported, and their functions."""
+"""What is destroyed before the groups: modules, if they were imported, and their functions."""
 
 
-def end_what_uses_groups() -> None:
-    """End what holds on to process groups; what cannot be ended keeps no group alive."""
+def destroy_users_of_groups() -> None:
+    """Destroy what uses process groups; an error is logged, since it keeps no group alive."""
     for module, path in _USE_GROUPS:
         try:
             end = attrgetter(path)(sys.modules[module])
