@@ -537,9 +537,8 @@ def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGro
     with only_call(owner):
         batch.plan()
         try:
-            # A derived group is looked through here, where nobody waits for this rank so far.
-            is_needed = owner.agreement.compares() or any(one.derive for one in specs)
-            entries = batch.words() if is_needed else [str(one.key) for one in specs]
+            is_compared = owner.agreement.compares()
+            entries = batch.words() if is_compared else [str(one.key) for one in specs]
             return all_or_none(
                 owner.steps, entries, batch.limit_s(), CALL, batch.create, batch.take_back
             ).get()
