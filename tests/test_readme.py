@@ -28,7 +28,7 @@ def program_of(begin):
 # Every example that shows its output prints just that, where no older megatron-core is installed.
 @pytest.mark.long
 def test_examples():
-    with version.use(version.text_of(version.NEWEST)):
+    with version.use(".".join(map(str, version.NEWEST))):
         failures, attempted = doctest.testfile(str(README), module_relative=False)
     assert (failures, attempted > 10) == (0, True)
 

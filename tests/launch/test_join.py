@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ports import free_port
 from ranks import join_ranks
 
-from hypercomm import HyperCommGrid, JoinError, LaunchError, join, run_ranks
-from hypercomm.errors import GroupOptionsError, LayoutError
+from hypercomm import HyperCommGrid, join, run_ranks
+from hypercomm.errors import GroupOptionsError, JoinError, LaunchError, LayoutError
 from hypercomm.launch import devices
 from hypercomm.launchers import VARIABLES
 from hypercomm.testing import fake_world, simulate
