@@ -325,7 +325,7 @@ def get_hybrid_data_context_parallel_groups(
         GroupMissingError: There is no group of that size (a KeyError).
     """
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
-        return _dp_cp(check_initialized)
+        return _dp_cp_only(check_initialized)
     groups = _state().values["_HYBRID_DP_CP_GROUPS"]
     if group_size not in groups:
         raise GroupMissingError(

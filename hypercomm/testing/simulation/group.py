@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
@@ -31,7 +32,6 @@ class SimulatedGroup:
     """
 
     bound_device_id = None
-    _device_types = ()
 
     def __init__(
         self, name: str, rank: int, size: int, timeout: timedelta, description: str
@@ -53,6 +53,15 @@ class SimulatedGroup:
     def name(self) -> str:
         """Return the kind of backend."""
         return "simulated"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The CPU, if the backend runs on it: `monitored_barrier` needs it from torch 2.15 on.
+
+        Never an accelerator: torch would put the bytes of objects there.
+        """
+        parts = dist.get_backend_config(self).split(",")  # type: ignore[arg-type]
+        return [torch.device("cpu")] if any(part.startswith("cpu:") for part in parts) else []
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
