@@ -7,6 +7,7 @@ The module has a property for each name, which acts on the current state.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -187,6 +188,8 @@ class CurrentState(Generic[State]):
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
         members["__dir__"] = lambda module: [*ModuleType.__dir__(module), *self.get().names()]
+        # Functions that use the module travel to other processes by cloudpickle.
+        members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import pickle
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import cloudpickle
 import megatron_facts as facts
 import pytest
 import torch
@@ -123,6 +125,12 @@ def sizes():
 def test_globals_at_rest(name):
     assert getattr(ours, name) == ({} if name == "_HYBRID_DP_CP_GROUPS" else None)
     assert name in dir(ours)
+
+
+# A function that uses the module travels to other processes: the module goes by its name.
+def test_the_module_is_pickled_by_name():
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: ours))() is ours
 
 
 # dir() lists what a module lists: functions, classes and dunders too, each once, sorted.
