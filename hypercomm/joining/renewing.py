@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -13,18 +12,13 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from hypercomm.errors import GroupCreationTimeout, JoinError, RankOutsideError
+from hypercomm.errors import JoinError, RankOutsideError
 from hypercomm.joining.devices import device_of_world
 from hypercomm.joining.joined import Joined
-from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import format_ranks, shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.arrival import arrive
-from hypercomm.process_groups.agreement.driver import hold_for_all
-from hypercomm.process_groups.agreement.meeting import End, Meeting
-from hypercomm.process_groups.agreement.steps import limit_of
-from hypercomm.process_groups.agreement.whereabouts import name_late
+from hypercomm.process_groups.agreement.calls import Scope, limit_of, together
 from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.torch_internals.split import bound_device
@@ -100,42 +94,24 @@ def renew_world(
             f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
             f"new WORLD call renew_world(): end this process"
         )
-    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
-    place = f"{old.namespace if store is None else 'hypercomm'}/new world {digest}"
     if store is None:
-        place = f"{place}/{_meet(old, given, place, timeout)}"
+        place = _meet(old, given, f"{old.namespace}/new world", timeout)
         store = store_of_world()
+    else:
+        digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+        place = f"hypercomm/new world {digest}"
     return _renew(old, given, dist.PrefixStore(place, store))  # type: ignore[attr-defined]
 
 
-def _meet(job: Job, ranks: tuple[int, ...], place: str, timeout: timedelta | None) -> int:
-    """Wait until all have come, while the old WORLD is there; return which attempt it was."""
-    begin, limit_s = time.monotonic(), limit_of(timeout)
-    alone = RankLayout([1], ["rank"], ranks=[job.rank])  # others are named without coordinates
-
-    def explain(missing: tuple[int, ...]) -> Meeting[End]:
-        late, words = yield from name_late(job, missing, ranks, alone)
-        return End("missing", missing, words, late=late)
-
-    while True:
-        attempt = job.renewals[place]
-        meeting = arrive(f"{place}/{attempt}", job.rank, ranks, begin + limit_s, explain=explain)
-        end, pending = hold_for_all(meeting, limit_s, CALL)
-        job.renewals[place] += 1
-        if pending is not None:
-            raise pending
-        if end.kind == "agreed":
-            return attempt
-        waited = time.monotonic() - begin
-        if job.rank in end.ranks and waited < limit_s:
-            continue  # the others had given up on this rank: they may come again
-        raise GroupCreationTimeout(
-            f"{CALL} of ranks {format_ranks(sorted(ranks))} waited {waited:.1f} s for "
-            f"{end.words or 'others'}; all of them must call it, with the same ranks in one order, "
-            f"or go on without those that do not come",
-            missing=end.ranks,
-            waited=timedelta(seconds=waited),
-        )
+def _meet(job: Job, ranks: tuple[int, ...], place: str, timeout: timedelta | None) -> str:
+    """Wait until all ranks have joined, while the old WORLD is there; return a new prefix."""
+    names: list[str] = []
+    scope = Scope(job, place, ranks)
+    title = f"{CALL} of ranks {format_ranks(sorted(ranks))}"
+    entries = [f"{CALL} with ranks {list(ranks)}"]
+    limit_s = limit_of(timeout)
+    together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
+    return names[0]
 
 
 def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:

@@ -22,7 +22,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.views import BASE as _BASE_VIEW_NAME
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.reshaping import Reshaped
+from hypercomm.process_groups.reshape import Reshaped
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"

@@ -39,10 +39,10 @@ from hypercomm.process_groups.torch_internals.extras import (
     tell_backward,
     was_told_backward,
 )
-from hypercomm.process_groups.torch_internals.gloo import making
 from hypercomm.process_groups.torch_internals.groups import (
     abort,
     as_member,
+    current_device,
     destroy,
     destroy_world,
     end_world,
@@ -51,6 +51,7 @@ from hypercomm.process_groups.torch_internals.groups import (
     kept,
     missing,
     new_group,
+    on_device,
     registered,
     registered_as,
     replaces_new_group,
@@ -68,6 +69,7 @@ from hypercomm.process_groups.torch_internals.split import (
 )
 from hypercomm.process_groups.torch_internals.store import (
     answer,
+    append,
     count_up,
     exchange,
     forget,

@@ -16,8 +16,7 @@ from hypercomm.compat.megatron.releases import version
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups.creation import together
-from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.owner import Group as PlannedGroup
 from hypercomm.process_groups.strategies import choose
 
 _SHARP: dict[str | None, str] = {
@@ -102,12 +101,11 @@ class Build:
         return self.grids[row.grid].plan_pg(**(request.arguments | more))
 
     def _create(self) -> None:
-        with together():
-            for name, parts in self._planned.items():
-                for planned in parts.values():
-                    group = self._create_one(planned, is_sharp=name == self._sharp)
-                    if group is not None and group not in self.created:
-                        self.created.append(group)
+        for name, parts in self._planned.items():
+            for planned in parts.values():
+                group = self._create_one(planned, is_sharp=name == self._sharp)
+                if group is not None and group not in self.created:
+                    self.created.append(group)
 
     @staticmethod
     def _create_one(planned: PlannedGroup, *, is_sharp: bool) -> ProcessGroup | None:

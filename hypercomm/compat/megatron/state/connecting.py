@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.connect import CALL, Connections, connect
-from hypercomm.process_groups.agreement.steps import refusing
+from hypercomm.grid.connect import Connections, connect
+from hypercomm.process_groups.agreement.calls import refusing
+from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import check_timeout
 
 
@@ -22,10 +23,10 @@ def connect_grids(
         creates: Whether planned groups are created first, in the order of planning.
     """
     check_timeout(timeout)
-    steps = next(iter(grids.values()))._owner.steps
+    scope = next(iter(grids.values()))._owner.grid_scope(current())
     if creates:
-        with refusing(steps, CALL):  # the others may wait in there already
+        with refusing(scope):  # the others may wait in there already
             for grid in grids.values():
-                for planned in list(grid._owner.planned.values()):
-                    planned.create()
-    return connect(grids, steps, timeout=timeout)
+                for group in list(grid._owner.groups.values()):
+                    group.create()
+    return connect(grids, scope, timeout=timeout)

@@ -22,7 +22,7 @@ from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.connect import Connections
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.planned import PlannedGroup
+from hypercomm.process_groups.owner import Group as PlannedGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Self
