@@ -36,7 +36,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     "hypercomm": {},
     "hypercomm, share='identical'": {"share": "identical"},
-    "hypercomm, lazy=True": {"lazy": True},
 }
 
 

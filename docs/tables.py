@@ -22,7 +22,6 @@ PUBLIC = (
     "hypercomm.compat.ezpz",
     "hypercomm.compat.megatron",
     "hypercomm.compat.torchtitan",
-    "hypercomm.joining",
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
@@ -134,7 +133,7 @@ def _default(parameter: Any) -> str:
 
 def launcher_table() -> str:
     """List the variables of every launcher."""
-    from hypercomm.launch.launchers import LAUNCHERS
+    from hypercomm.launchers import LAUNCHERS
 
     titles = ("launcher", "rank", "size", "local rank", "local size", "known by")
     return table(

@@ -11,7 +11,8 @@ import time
 import torch
 from hypothesis import strategies as st
 
-from hypercomm import HyperCommGrid, RankFailedError
+from hypercomm import HyperCommGrid
+from hypercomm.errors import RankFailedError
 from hypercomm.testing import given_ranks, grids
 
 GRIDS = grids(dim_names=["tp", "dp"], dims_required=["tp"], max_ranks=4)

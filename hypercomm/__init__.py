@@ -1,112 +1,126 @@
 """hypercomm: an object-oriented, N-dimensional communication grid for torch.distributed.
 
-Names resolve on first use, so planning with `RankLayout` never loads torch. Errors are here, too.
+Names resolve on first use, so planning with `RankLayout` never loads torch. Errors are in
+`hypercomm.errors`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
+import importlib as _importlib
+import sys as _sys
+from collections.abc import Callable as _Callable
+from collections.abc import Mapping as _Mapping
 from typing import TYPE_CHECKING, Any
 
-from hypercomm import errors
-from hypercomm.errors import *  # noqa: F403 - all of them: it says which
+from hypercomm import errors as errors
 
 if TYPE_CHECKING:
     from hypercomm import cli as cli
     from hypercomm import compat as compat
+    from hypercomm import grid as grid
     from hypercomm import launch as launch
     from hypercomm import layout as layout
     from hypercomm import testing as testing
-    from hypercomm.compat.megatron.groups.requests import megatron_requests as megatron_requests
+    from hypercomm import tools as tools
+    from hypercomm import training as training
+    from hypercomm import transfers as transfers
     from hypercomm.compat.megatron.presets import create_megatron_pgs as create_megatron_pgs
     from hypercomm.compat.megatron.presets import megatron_grids as megatron_grids
-    from hypercomm.compat.torchtitan.presets import torchtitan_grids as torchtitan_grids
+    from hypercomm.compat.megatron.presets import megatron_requests as megatron_requests
+    from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
+    from hypercomm.grid.dims import GridDims as GridDims
+    from hypercomm.grid.grid import GridView as GridView
     from hypercomm.grid.grid_set import GridSet as GridSet
-    from hypercomm.joining import Joined as Joined
-    from hypercomm.joining import Renewed as Renewed
-    from hypercomm.joining import renew_world as renew_world
-    from hypercomm.joining.join import join as join
+    from hypercomm.launch import Joined as Joined
+    from hypercomm.launch import Renewed as Renewed
+    from hypercomm.launch import join as join
+    from hypercomm.launch import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.tools.draw import draw as draw
     from hypercomm.tools.place import live_topology as live_topology
     from hypercomm.tools.place import place as place
     from hypercomm.tools.place import read_topology as read_topology
+    from hypercomm.training import clip_grad_norm_ as clip_grad_norm_
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "GridDims": "hypercomm.grid.dims",
     "GridSet": "hypercomm.grid.grid_set",
-    "GroupKey": "hypercomm.process_groups.spec",
+    "GridView": "hypercomm.grid.grid",
     "HyperCommGrid": "hypercomm.grid",
-    "Joined": "hypercomm.joining",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
-    "Renewed": "hypercomm.joining",
     "cli": "hypercomm.cli",
+    "clip_grad_norm_": "hypercomm.training",
     "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
     "draw": "hypercomm.tools.draw",
-    "join": "hypercomm.joining",
+    "fake_world": "hypercomm.testing",
+    "grid": "hypercomm.grid",
+    "join": "hypercomm.launch",
     "launch": "hypercomm.launch",
-    "live_topology": "hypercomm.tools.place",
     "layout": "hypercomm.layout",
+    "live_topology": "hypercomm.tools.place",
     "megatron_grids": "hypercomm.compat.megatron.presets",
-    "megatron_requests": "hypercomm.compat.megatron.groups.requests",
     "place": "hypercomm.tools.place",
     "read_topology": "hypercomm.tools.place",
-    "renew_world": "hypercomm.joining",
+    "renew_world": "hypercomm.launch",
     "run_ranks": "hypercomm.launch",
     "testing": "hypercomm.testing",
-    "torchtitan_grids": "hypercomm.compat.torchtitan.presets",
+    "tools": "hypercomm.tools",
+    "training": "hypercomm.training",
     "transfer": "hypercomm.transfers.transfer",
     "transfer_state": "hypercomm.transfers.state",
+    "transfers": "hypercomm.transfers",
 }
+_RARE = {
+    "GroupKey": "hypercomm.process_groups.spec",
+    "Joined": "hypercomm.launch",
+    "Renewed": "hypercomm.launch",
+    "megatron_requests": "hypercomm.compat.megatron.presets",
+    "torchtitan_grids": "hypercomm.compat.torchtitan",
+}
+"""Names that resolve here and are not listed."""
 
-__all__ = [
-    "GridSet",
-    "GroupKey",
-    "HyperCommGrid",
-    "Joined",
-    "RankGroups",
-    "RankLayout",
-    "RankMapping",
-    "Renewed",
-    "__version__",
-    "create_megatron_pgs",
-    "draw",
-    "join",
-    "live_topology",
-    "megatron_grids",
-    "megatron_requests",
-    "place",
-    "read_topology",
-    "renew_world",
-    "run_ranks",
-    "torchtitan_grids",
-    "transfer",
-    "transfer_state",
-]
-__all__ += errors.__all__
+_ELSEWHERE = {
+    "blame": "hypercomm.tools.blame",
+    "difference": "hypercomm.layout.difference",
+    "given_ranks": "hypercomm.testing",
+    "grad_norm": "hypercomm.training",
+    "install": "hypercomm.compat.megatron",
+    "layouts": "hypercomm.testing",
+    "mpu": "hypercomm.compat.deepspeed",
+    "parallel_state": "hypercomm.compat.megatron",
+    "simulate": "hypercomm.testing",
+    **dict.fromkeys(errors.__all__, "hypercomm.errors"),
+}
+"""Where names are that people look for here."""
+
+_ROOMS = {name for name, home in _HOMES.items() if home == f"hypercomm.{name}"}
+
+__all__ = sorted({*_HOMES, "__version__"} - _ROOMS)  # noqa: PLE0605 - names of a table
 
 
-def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
     """Make a module's `__getattr__`, which imports what is asked for from its home."""
 
     def resolve(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            there = _ELSEWHERE.get(name) if module == __name__ else None
+            hint = f"; write `from {there} import {name}`" if there else ""
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
         try:
-            home = importlib.import_module(homes[name])
+            home = _importlib.import_module(homes[name])
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "torch":
                 raise
@@ -114,14 +128,14 @@ def _resolver(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
                 f"{module}.{name} needs torch: pip install torch"
             ) from error
         value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
-        setattr(sys.modules[module], name, value)
+        setattr(_sys.modules[module], name, value)
         return value
 
     return resolve
 
 
-__getattr__ = _resolver(__name__, _HOMES)
+__getattr__ = _resolver(__name__, {**_HOMES, **_RARE})
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*_HOMES, "errors", "__version__"})

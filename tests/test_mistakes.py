@@ -81,7 +81,7 @@ LAYOUTS = [
     (lambda: LAYOUT.split("dp", a=3, b=1), errors.LayoutError, "'dp'", "a=3"),
     (lambda: LAYOUT.merge(["tp", "dp"], "x"), errors.LayoutError, "('tp', 'dp')", "reorder"),
     (lambda: RankLayout.from_json("{}"), errors.LayoutError, "'shape'", "'{}'"),
-    (lambda: RankMapping("dp=2", "tp=2", along="pp"), errors.LayoutError, "'pp'"),
+    (lambda: RankMapping("dp=2", "tp=2", "pp"), errors.UnknownDimError, "'pp'", "neither"),
     (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tp="),
 ]
 TEXTS = [

@@ -120,16 +120,3 @@ def test_the_example(tmp_path):
     notebook = json.loads(EXAMPLE.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert all(not cell.get("outputs") for cell in notebook["cells"])
-
-
-# A function of a cell, which no rank would find, is refused before one starts.
-def test_a_function_of_a_cell():
-    cell = "from hypercomm import run_ranks\ndef work():\n    pass\nrun_ranks(work, 2)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", cell], capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.stderr.splitlines()[-1] == (
-        "hypercomm.errors.LaunchError: work is defined where there is no file (a notebook, a "
-        "prompt, python -c), and ranks, which are processes, do not find it; write it to a file, "
-        "in a notebook with %%writefile, and import it"
-    )

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_printed_elsewhere(error: Exception) -> bool:
     """Return whether another rank of the job prints the same error; wait until it has."""
-    from hypercomm.launch.launchers import find_job
+    from hypercomm.launchers import find_job
 
     try:
         job = find_job(os.environ)

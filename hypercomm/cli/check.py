@@ -18,10 +18,10 @@ from rich.status import Status
 from hypercomm.cli import HostError, options
 from hypercomm.cli.groups import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
-from hypercomm.cli.probe import Figures, Message, Request, probe, probe_local, use_device
-from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
+from hypercomm.cli.probe import Figures, Message, Request, probe, probe_local
+from hypercomm.errors import HyperCommError, JoinError, RankFailedError, WorldSizeError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.launchers import FoundJob, find_job
+from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords
 
@@ -29,7 +29,7 @@ _PROCESSES_PER_CORE = 4
 _SHOWN_FAILURES = 8
 
 
-# ---- the command ------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
 
 @click.command(short_help="Create every group on real processes and all-reduce over it.")
@@ -80,17 +80,22 @@ def check(
     # torch reads it when it is loaded: its own reports of a dead peer would hide ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     job = _launched()
-    layout = _read_layout(sizes, ranks, job)
+    room = "" if ranks is None else f"--nprocs is {ranks}"
+    if job is not None:
+        room = f"the job has {job.size} ({job.source})"
+        if ranks not in {None, job.size}:
+            raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
+        ranks = job.size
+    layout = options.read_layout(sizes, ranks, room)
     others = read_views(layout, views)
     outcome = Outcome(Request(layout, read_keys(layout, others, wanted), backend, others))
-    if job is not None:
-        is_shown = join(outcome, job, timeout)
-    else:
+    if job is None:
         if not force:
             _check_cores(layout)
-        start(outcome, timeout)
-        is_shown = True
-    return outcome.show(as_json=as_json) if is_shown else 0
+        outcome.start(timeout)
+    elif not outcome.join(job, timeout):
+        return 0
+    return outcome.show(as_json=as_json)
 
 
 def _launched() -> FoundJob | None:
@@ -98,19 +103,8 @@ def _launched() -> FoundJob | None:
     job = find_job(os.environ)
     if job is None or (job.size == 1 and not os.environ.get("MASTER_ADDR")):
         return None
-    job.meeting_place()
+    job.rendezvous()
     return job
-
-
-def _read_layout(sizes: str, ranks: int | None, job: FoundJob | None) -> RankLayout:
-    """Read the sizes, which must multiply to the number of ranks."""
-    if job is None:
-        room = "" if ranks is None else f"--nprocs is {ranks}"
-        return options.read_layout(sizes, ranks, room)
-    room = f"the job has {job.size} ({job.told()})"
-    if ranks not in {None, job.size}:
-        raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
-    return options.read_layout(sizes, job.size, room)
 
 
 def _check_cores(layout: RankLayout) -> None:
@@ -126,178 +120,117 @@ def _check_cores(layout: RankLayout) -> None:
         )
 
 
-# ---- where it runs ----------------------------------------------------------------------------
-
-
-def start(outcome: Outcome, timeout: float) -> None:
-    """Run the probe on local ranks."""
-    request = outcome.request
-    if request.backend != "gloo":  # this process needs torch for no other reason
-        from hypercomm.launch.run import check_devices
-        from hypercomm.process_groups.options import check_backend
-
-        check_backend(request.backend)
-        check_devices(request.backend, request.layout.size)
-    with outcome.progress():
-        try:
-            run_ranks(
-                probe_local,
-                request.layout.size,
-                args=(request,),
-                backend=request.backend,
-                timeout=timeout,
-                on_message=lambda _, message: outcome.record(message),
-            )
-        except RankFailedError as error:
-            outcome.failed = error
-
-
-def join(outcome: Outcome, job: FoundJob, timeout: float) -> bool:
-    """Run the probe as one rank of a launched job.
-
-    Returns:
-        Whether this rank shows the outcome: rank 0 does, and a rank that failed.
-
-    Raises:
-        HyperCommError: The job cannot be joined, or not on this host.
-    """
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    from hypercomm.process_groups.options import check_backend
-
-    request, rank = outcome.request, job.rank
-    address, port = job.meeting_place()
-    host = f"[{address}]" if ":" in address else address
-    try:
-        check_backend(request.backend)
-        device = use_device(request.backend, job.local_rank, job.local_size)
-    except HyperCommError as error:
-        raise HostError(f"rank {rank} on {socket.gethostname()}: {error}") from error
-
-    def send(message: Message) -> None:
-        if isinstance(message[2], str):  # only figures are gathered
-            outcome.record(message)
-            return
-        everyone: list[Any] = [None] * job.size
-        dist.all_gather_object(everyone, message)
-        if rank == 0:
-            for each in everyone:
-                outcome.record(each)
-
-    joining: str | None = f"rank {rank}, which was joining {job.size} at {address}, port {port}"
-    with quiet(), outcome.progress() if rank == 0 else contextlib.nullcontext():
-        try:
-            dist.init_process_group(
-                request.backend,
-                init_method=f"tcp://{host}:{port}",
-                rank=rank,
-                world_size=job.size,
-                timeout=timedelta(seconds=timeout),
-            )
-            joining = None
-            probe(request, send, device)
-        except HyperCommError:
-            raise
-        except RuntimeError as error:  # torch raises it when a peer dies
-            reason = " ".join(str(error).split())
-            who = joining or outcome.place_of(rank)
-            outcome.seen = f"{who}, saw a failure, its own or a peer's: {reason}"
-        else:
-            dist.destroy_process_group()
-    return rank == 0 or bool(outcome.seen)
-
-
-# ---- the outcome ------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Rank:
-    """A rank and the host that it runs on."""
-
-    rank: int
-    host: str
-
-
-@attrs.frozen
-class Row:
-    """The groups over some dims, with the slowest rank's figures, in seconds and bytes/s."""
-
-    view: str | None
-    dims: tuple[str, ...]
-    groups: int
-    size: int
-    creation_s: float
-    latency_s: float | None
-    bandwidth_bytes_per_s: float | None
-    slowest: Rank | None
-    wrong: list[str]
-
-    @classmethod
-    def of(cls, layout: RankLayout, key: Key, found: Mapping[int, Figures]) -> Row:
-        """Make a row from the figures of all ranks; `layout` is that of the key."""
-        groups = layout.groups(*key.dims)
-        alone = groups.group_size == 1
-        slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
-        return cls(
-            key.view,
-            key.dims,
-            len(groups),
-            groups.group_size,
-            creation_s=max(figures["creation"] for figures in found.values()),
-            latency_s=None if alone else max(figures["latency"] for figures in found.values()),
-            bandwidth_bytes_per_s=None if alone else found[slowest]["bandwidth"],
-            slowest=None if alone else Rank(slowest, found[slowest]["host"]),
-            wrong=[
-                f"{_place_of(layout, rank, key)}: {found[rank]['wrong']}"
-                for rank in sorted(found)
-                if found[rank]["wrong"]
-            ],
-        )
+# ---- the outcome --------------------------------------------------------------------------------
 
 
 @attrs.define
 class Outcome:
-    """Gathers the messages of all ranks, and shows the result.
+    """Runs the probe, gathers the messages of all ranks, and shows the result.
 
     Attributes:
         request: The layout and the groups.
-        failed: The rank that failed, if one did.
-        seen: The error of this rank of a launched job, which may be caused by another rank.
+        found: The figures of each rank, by the groups.
+        failed: The local rank that failed, if one did.
+        seen: The error of this rank of a launched job, which another rank may have caused.
     """
 
     request: Request
+    found: dict[Key, dict[int, Figures]] = attrs.field(factory=dict)
     failed: RankFailedError | None = None
     seen: str = ""
-    rows: list[Row] = attrs.field(factory=list)
     _started: float = attrs.field(factory=time.monotonic)
     _at: dict[int, tuple[Key, str]] = attrs.field(factory=dict)
-    _found: dict[Key, dict[int, Figures]] = attrs.field(factory=dict)
     _status: Status | None = None
+
+    def start(self, timeout: float) -> None:
+        """Run the probe on local ranks."""
+        request = self.request
+        if request.backend != "gloo":  # this process needs torch for no other reason
+            from hypercomm.process_groups.options import check_backend
+
+            check_backend(request.backend)
+        with self.progress():
+            try:
+                run_ranks(
+                    probe_local,
+                    request.layout.size,
+                    args=(request,),
+                    backend=request.backend,
+                    timeout=timeout,
+                    on_message=lambda _, message: self.record(message),
+                )
+            except RankFailedError as error:
+                self.failed = error
+
+    def join(self, job: FoundJob, timeout: float) -> bool:
+        """Run the probe as one rank of a launched job.
+
+        Returns:
+            Whether this rank shows the outcome: rank 0 does, and a rank that failed.
+
+        Raises:
+            HyperCommError: The job cannot be joined on this host.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from hypercomm.launch import join
+
+        def send(message: Message) -> None:
+            if isinstance(message[2], str):  # only figures are gathered
+                self.record(message)
+                return
+            everyone: list[Any] = [None] * job.size
+            dist.all_gather_object(everyone, message)
+            for each in everyone if job.rank == 0 else ():
+                self.record(each)
+
+        with quiet(), self.progress() if job.rank == 0 else contextlib.nullcontext():
+            try:
+                joined = join(backend=self.request.backend, timeout=timedelta(seconds=timeout))
+            except JoinError as error:
+                self.seen = str(error)
+                return True
+            except HyperCommError as error:
+                host = socket.gethostname()
+                raise HostError(f"rank {job.rank} on {host}: {error}") from error
+            try:
+                probe(self.request, send, joined.device)
+                joined.leave()
+            except HyperCommError:
+                raise
+            except RuntimeError as error:  # torch raises it when a peer dies
+                reason = " ".join(str(error).split())
+                self.seen = f"{self.place_of(job.rank)}, or a peer of it: {reason}"
+        return job.rank == 0 or bool(self.seen)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         """Show the progress in one line of a terminal within a `with` block."""
-        request = self.request
-        with Console(stderr=True).status(
-            f"starting {request.layout.size} {request.backend} ranks"
-        ) as self._status:
+        what = f"starting {self.request.layout.size} {self.request.backend} ranks"
+        with Console(stderr=True).status(what) as self._status:
             yield
 
     def record(self, message: Message) -> None:
         """Record a message of one rank."""
         rank, key, what = message
-        if isinstance(what, str):
-            self._at[rank] = key, what
-            if self._status is not None:
-                done = f"{len(self.rows)} of {len(self.request.keys)} checked"
-                self._status.update(escape(f"{done}, now {key}: {what}"))
+        if not isinstance(what, str):
+            self.found.setdefault(key, {})[rank] = what
             return
-        found = self._found.setdefault(key, {})
-        found[rank] = what
-        if len(found) == self.request.layout.size:
-            self.rows.append(Row.of(self.request.layout_of(key), key, found))
+        self._at[rank] = key, what
+        if self._status is not None:
+            done = f"{len(self.found)} of {len(self.request.keys)}"
+            self._status.update(escape(f"{done}, now {key}: {what}"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the facts of the groups for which all ranks have reported."""
+        size = self.request.layout.size
+        return [
+            _row(self.request.layout_of(key), key, found)
+            for key, found in self.found.items()
+            if len(found) == size
+        ]
 
     def place_of(self, rank: int) -> str:
         """Return a rank's coordinates, its group, and its step."""
@@ -307,63 +240,64 @@ class Outcome:
 
     def show(self, *, as_json: bool) -> int:
         """Print the result and return the exit code."""
-        wrong = [line for row in self.rows for line in row.wrong]
-        complete = len(self.rows) == len(self.request.keys)
+        rows = self.rows()
+        wrong = [line for row in rows for line in row["wrong"]]
+        complete = len(rows) == len(self.request.keys)
         ok = complete and not (wrong or self.failed or self.seen)
         if as_json:
-            print_json(self._json_form(ok))
+            print_json(self._json_form(rows, ok))
             return 0 if ok else 1
         out = console()
-        if self.rows:
-            self._show_rows(out)
+        if rows:
+            out.print(self._table(rows))
         for line in wrong[:_SHOWN_FAILURES]:
             out.print(f"[red]wrong[/] {escape(line)}", soft_wrap=True)
         if len(wrong) > _SHOWN_FAILURES:
             out.print(f"... and {len(wrong) - _SHOWN_FAILURES} more")
-        out.print(self._verdict(ok), markup=False, soft_wrap=True)
+        out.print(self._verdict(ok, len(rows)), markup=False, soft_wrap=True)
         return 0 if ok else 1
 
-    def _show_rows(self, out: Console) -> None:
-        several = len({found["host"] for key in self._found.values() for found in key.values()}) > 1
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        several = (
+            len({each["host"] for found in self.found.values() for each in found.values()}) > 1
+        )
         titles = map(numbers, ("groups x size", "create", "latency", "bandwidth"))
         shown = table("dims", *titles, "slowest", "result", show_edge=False)
-        for row in self.rows:
-            latency, bandwidth, slowest = row.latency_s, row.bandwidth_bytes_per_s, row.slowest
-            host = f" on {escape(slowest.host)}" if slowest and several else ""
+        for row in rows:
+            latency, bandwidth, slowest = "-", "-", "-"
+            if row["slowest"] is not None:
+                latency = f"{row['latency_s'] * 1e6:.0f} us"
+                bandwidth = f"{row['bandwidth_bytes_per_s'] / 1e6:,.0f} MB/s"
+                host = f" on {escape(row['slowest']['host'])}" if several else ""
+                slowest = f"rank {row['slowest']['rank']}{host}"
             shown.add_row(
-                escape(str(Key(row.view, row.dims))),
-                f"{row.groups} x {row.size}",
-                f"{row.creation_s * 1e3:.1f} ms",
-                "-" if latency is None else f"{latency * 1e6:.0f} us",
-                "-" if bandwidth is None else f"{bandwidth / 1e6:,.0f} MB/s",
-                "-" if slowest is None else f"rank {slowest.rank}{host}",
-                "[red]wrong[/]" if row.wrong else "[green]ok[/]",
+                escape(str(Key(row["view"], row["dims"]))),
+                f"{row['groups']} x {row['size']}",
+                f"{row['creation_s'] * 1e3:.1f} ms",
+                *(latency, bandwidth, slowest),
+                "[red]wrong[/]" if row["wrong"] else "[green]ok[/]",
             )
-        out.print(shown)
+        return shown
 
-    def _json_form(self, ok: bool) -> dict[str, object]:
-        request, failed = self.request, self.failed
-        key, step = self._at.get(failed.rank, (None, None)) if failed else (None, None)
+    def _json_form(self, rows: list[dict[str, Any]], ok: bool) -> dict[str, Any]:
+        failed = None
+        if self.failed:
+            key, step = self._at.get(self.failed.rank, (None, None))
+            failed = {"rank": self.failed.rank, "view": key and key.view, "dims": key and key.dims}
+            failed |= {"step": step, "reason": self.failed.reason}
         return {
-            "layout": str(request.layout),
-            "views": {name: str(view) for name, view, _ in request.views},
-            "ranks": request.layout.size,
-            "backend": request.backend,
+            "layout": str(self.request.layout),
+            "views": {name: str(view) for name, view, _ in self.request.views},
+            "ranks": self.request.layout.size,
+            "backend": self.request.backend,
             "ok": ok,
             "seconds": time.monotonic() - self._started,
-            "groups": list(map(attrs.asdict, self.rows)),
-            "failed": failed
-            and {
-                "rank": failed.rank,
-                "view": key and key.view,
-                "dims": key and key.dims,
-                "step": step,
-                "reason": failed.reason,
-            },
+            "groups": rows,
+            "failed": failed,
             "seen": self.seen,
         }
 
-    def _verdict(self, ok: bool) -> str:
+    def _verdict(self, ok: bool, done: int) -> str:
         layout = self.request.layout
         if ok:
             return (
@@ -371,10 +305,36 @@ class Outcome:
                 f"{self.request.backend} ranks, in {time.monotonic() - self._started:.1f} s"
             )
         if self.seen:
-            return f"failed after {len(self.rows)} of {len(self.request.keys)}: {self.seen}"
+            return f"failed after {done} of {len(self.request.keys)}: {self.seen}"
         if self.failed is None:
             return f"{layout}: some results are wrong, see above"
         return f"failed: {self.place_of(self.failed.rank)}: {self.failed.reason}"
+
+
+def _row(layout: RankLayout, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
+    """Return the facts of the groups over some dims, with the slowest rank's figures."""
+    groups = layout.groups(*key.dims)
+    slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
+    facts: dict[str, Any] = {"latency_s": None, "bandwidth_bytes_per_s": None, "slowest": None}
+    if groups.group_size > 1:
+        facts = {
+            "latency_s": max(figures["latency"] for figures in found.values()),
+            "bandwidth_bytes_per_s": found[slowest]["bandwidth"],
+            "slowest": {"rank": slowest, "host": found[slowest]["host"]},
+        }
+    return {
+        "view": key.view,
+        "dims": key.dims,
+        "groups": len(groups),
+        "size": groups.group_size,
+        "creation_s": max(figures["creation"] for figures in found.values()),
+        **facts,
+        "wrong": [
+            f"{_place_of(layout, rank, key)}: {found[rank]['wrong']}"
+            for rank in sorted(found)
+            if found[rank]["wrong"]
+        ],
+    }
 
 
 def _place_of(layout: RankLayout, rank: int, key: Key | None) -> str:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
 
 import click
 
 from hypercomm import __version__
 
-
-class _Command(NamedTuple):
-    module: str
-    attribute: str
-    summary: str
-
-
 _COMMANDS = {
-    "plan": _Command("hypercomm.cli.plan", "plan", "Show a layout and its groups."),
-    "draw": _Command(
-        "hypercomm.tools.draw.command", "draw", "Draw a layout, a change or a mapping."
-    ),
-    "place": _Command(
-        "hypercomm.tools.place.command", "place_command", "Place a layout on a machine."
-    ),
-    "diff": _Command("hypercomm.cli.diff", "diff", "Compare the groups of two layouts."),
-    "check": _Command("hypercomm.cli.check", "check", "Run every group of a layout on real ranks."),
-    "doctor": _Command("hypercomm.cli.doctor", "doctor", "Show what is installed and what works."),
-    "blame": _Command(
-        "hypercomm.tools.blame.command", "blame", "Find the rank that a hung job waits for."
-    ),
+    "plan": ("hypercomm.cli.plan:plan", "Show a layout and its groups."),
+    "draw": ("hypercomm.tools.draw.command:draw", "Draw a layout, a change or a mapping."),
+    "place": ("hypercomm.tools.place.command:place_command", "Place a layout on a machine."),
+    "diff": ("hypercomm.cli.diff:diff", "Compare the groups of two layouts."),
+    "check": ("hypercomm.cli.check:check", "Run every group of a layout on real ranks."),
+    "doctor": ("hypercomm.cli.doctor:doctor", "Show what is installed and what works."),
+    "blame": ("hypercomm.tools.blame.command:blame", "Find the rank that a hung job waits for."),
 }
+"""Where each command is, and what `--help` says about it."""
 
 
 class _LazyGroup(click.Group):
@@ -44,14 +31,14 @@ class _LazyGroup(click.Group):
         del ctx
         if cmd_name not in _COMMANDS:
             return None
-        module, attribute, _ = _COMMANDS[cmd_name]
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,17 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import click
 from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
 from hypercomm.cli.groups import AskedViews, Key, read_keys, read_views
-from hypercomm.cli.picture import picture
 from hypercomm.cli.printing import console, numbers, print_json, table, write
 from hypercomm.errors import LayoutError, NotationError
-from hypercomm.launch.worlds import told
+from hypercomm.launchers import find_number
 from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import hosts_touched
 from hypercomm.layout.parsing import OPEN, parse_sizes
@@ -73,27 +71,52 @@ def plan(
     """
     layout = _read_layout(sizes, world_size, rank_offset)
     others = read_views(layout, views)
-    asked = Plan(layout, others, gpus_per_node, layout.rank_offset if rank is None else rank)
-    found = asked.head()
-    if ranks is not None:
-        found |= {"groups": [], "places": asked.places(_read_ranks(ranks, layout))}
+    if rank is None:
+        rank = layout.rank_offset
+    found: dict[str, Any] = {
+        "layout": str(layout),
+        "ranks": layout.size,
+        "rank_offset": layout.rank_offset,
+        "hosts": hosts_touched(layout.groups(*layout.dim_names), gpus_per_node)[1],
+        "gpus_per_node": gpus_per_node,
+        "rank": rank,
+        "coords": layout.coords(rank),
+        "views": {
+            name: {"layout": str(view), "shared_dims": list(shared), "coords": view.coords(rank)}
+            for name, view, shared in others
+        },
+        "groups": [],
+        "places": [],
+    }
+    if ranks is None:
+        for key in read_keys(layout, others, wanted):
+            owner = next((view for name, view, _ in others if name == key.view), layout)
+            found["groups"].append(_groups_over(owner, key, rank, gpus_per_node))
     else:
-        found |= {"groups": asked.groups(read_keys(layout, others, wanted)), "places": []}
+        found["places"] = [
+            {
+                "rank": each,
+                "host": each // gpus_per_node,
+                "coords": layout.coords(each),
+                "views": {name: view.coords(each) for name, view, _ in others},
+            }
+            for each in _read_ranks(ranks, layout)
+        ]
     if as_json:
         print_json(found)
-    elif ranks is not None:
-        _show_places(layout, others, found["places"])
-    else:
+    elif ranks is None:
         _show(layout, found)
+    else:
+        _show_places(layout, others, found["places"])
 
 
 def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
     """Read sizes; one that is unspecified fills the job whose variables are set, if any."""
     room = "" if world_size is None else f"--world-size is {world_size}"
     if world_size is None and OPEN in parse_sizes(text).values():
-        job = told("WORLD_SIZE", os.environ)
+        job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
-            world_size, room = job.number, f"the job has {job.number} ({job.by})"
+            world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
     layout = options.read_layout(text, world_size, room, rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
@@ -122,86 +145,20 @@ def _read_ranks(text: str, layout: RankLayout) -> list[int]:
     return found
 
 
-@attrs.frozen
-class Plan:
-    """The facts of a layout, as JSON can hold them.
-
-    Attributes:
-        layout: The layout.
-        views: Its other factorisations.
-        gpus_per_node: Ranks on each host.
-        rank: The rank whose groups are shown.
-    """
-
-    layout: RankLayout
-    views: AskedViews
-    gpus_per_node: int
-    rank: int
-
-    def head(self) -> dict[str, Any]:
-        """Return the facts of the layout and the rank.
-
-        Raises:
-            RankOutsideError: The layout has no such rank.
-        """
-        layout = self.layout
-        return {
-            "layout": str(layout),
-            "ranks": layout.size,
-            "rank_offset": layout.rank_offset,
-            "hosts": hosts_touched(layout.groups(*layout.dim_names), self.gpus_per_node)[1],
-            "gpus_per_node": self.gpus_per_node,
-            "rank": self.rank,
-            "coords": layout.coords(self.rank),
-            "views": {
-                name: {
-                    "layout": str(view),
-                    "shared_dims": list(shared),
-                    "coords": view.coords(self.rank),
-                }
-                for name, view, shared in self.views
-            },
-        }
-
-    def groups(self, keys: Sequence[Key]) -> list[dict[str, Any]]:
-        """Return the facts of the groups over each of some dims.
-
-        Raises:
-            UnknownDimError: Neither the layout nor a view has the dims.
-        """
-        return [self._groups_over(key) for key in keys]
-
-    def places(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the hosts and coordinates of ranks.
-
-        Raises:
-            RankOutsideError: The layout has no such rank.
-        """
-        return [
-            {
-                "rank": rank,
-                "host": rank // self.gpus_per_node,
-                "coords": self.layout.coords(rank),
-                "views": {name: view.coords(rank) for name, view, _ in self.views},
-            }
-            for rank in ranks
-        ]
-
-    def _groups_over(self, key: Key) -> dict[str, Any]:
-        """Return the facts of the groups over some dims, with the rank's own as an example."""
-        layout = next((view for name, view, _ in self.views if name == key.view), self.layout)
-        groups = layout.groups(*key.dims)
-        own = groups.of(self.rank)
-        return {
-            "view": key.view,
-            "dims": key.dims,
-            "groups": len(groups),
-            "size": groups.group_size,
-            "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
-            "example": own[:_EXAMPLE],
-            "last": own[-1],
-            "hosts_per_group": hosts_touched(groups, self.gpus_per_node),
-        }
+def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) -> dict[str, Any]:
+    """Return the facts of the groups over some dims, with the rank's own as an example."""
+    groups = layout.groups(*key.dims)
+    own = groups.of(rank)
+    return {
+        "view": key.view,
+        "dims": key.dims,
+        "groups": len(groups),
+        "size": groups.group_size,
+        "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
+        "example": own[:_EXAMPLE],
+        "last": own[-1],
+        "hosts_per_group": hosts_touched(groups, gpus_per_node),
+    }
 
 
 # ---- text -------------------------------------------------------------------------------------
@@ -218,7 +175,6 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
         f"{name}: {view['layout']}; rank {found['rank']} is at {format_coords(view['coords'])}"
         for name, view in found["views"].items()
     ]
-    lines += picture(layout, found["gpus_per_node"], found["rank"])
     out = console()
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)

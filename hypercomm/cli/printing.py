@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -62,10 +63,15 @@ def numbers(title: str) -> Column:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard warnings and what libraries print on stdout within a `with` block."""
-    with no_stdout(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Discard warnings, logs and what libraries print on stdout within a `with` block."""
+    level = logging.root.manager.disable
+    logging.disable()
+    try:
+        with no_stdout(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def one_line(error: BaseException) -> str:

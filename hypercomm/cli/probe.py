@@ -5,7 +5,6 @@ torch is imported inside the functions, as the process that starts the ranks doe
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import time
@@ -63,28 +62,13 @@ Message = tuple[int, Key, str | Figures]
 """A report of one rank about some groups: the step that it begins, or in the end its figures."""
 
 
-def use_device(backend: str, local_rank: int | None, local_size: int | None) -> torch.device:
-    """Make the device of a rank the current one, if the backend needs another than the CPU.
-
-    Raises:
-        LaunchError: The host has fewer devices than ranks, or the local rank is unknown.
-    """
-    from hypercomm.joining import devices
-    from hypercomm.process_groups import torch_internals as c10d
-
-    device = devices.device_of_rank(c10d.devices_made_for(backend), local_rank, local_size)
-    devices.use(device)
-    return device
-
-
 def probe_local(request: Request) -> None:
     """Run the probe as one of the ranks that `run_ranks` started."""
     from hypercomm.cli.printing import quiet
-    from hypercomm.launch import report
+    from hypercomm.launch import join, report
 
-    local_rank = int(os.environ["LOCAL_RANK"])
     with quiet():
-        probe(request, report, use_device(request.backend, local_rank, request.layout.size))
+        probe(request, report, join().device)
 
 
 def probe(
@@ -97,11 +81,12 @@ def probe(
         send: Called with each step that begins, and with the figures.
         device: The device of the tensors; default: the CPU.
     """
+    import torch
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
 
-    rank = dist.get_rank()
+    rank, host = dist.get_rank(), socket.gethostname()
     with HyperCommGrid.from_layout(request.layout, backend=request.backend, cover="exact") as grid:
         for name, view, shared in request.views:
             grid.register_view(name, view.shape, view.dim_names, shared)
@@ -113,25 +98,17 @@ def probe(
             group = owner.create_pg(key.dims)
             creation = time.perf_counter() - begin
             send((rank, key, "all-reduce"))
-            wrong = _compare(group, owner.group_ranks(key.dims), rank, device)
+            ranks = owner.group_ranks(key.dims)
+            total = torch.tensor([rank + 1, rank * rank], dtype=torch.int64, device=device)
+            dist.all_reduce(total, group=group)
+            got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
+            wrong = "" if got == expected else f"all-reduce gave {got}, expected {expected}"
             latency = _seconds(group, 8, _SMALL_ROUNDS, device)
             bandwidth = _LARGE_BYTES / _seconds(group, _LARGE_BYTES, _LARGE_ROUNDS, device)
-            host = socket.gethostname()
-            found = Figures(
+            figures = Figures(
                 host=host, creation=creation, latency=latency, bandwidth=bandwidth, wrong=wrong
             )
-            send((rank, key, found))
-
-
-def _compare(group: Any, ranks: Sequence[int], rank: int, device: torch.device | None) -> str:
-    """Describe a wrong sum over a group. The sums differ if other ranks took part."""
-    import torch
-    import torch.distributed as dist
-
-    total = torch.tensor([rank + 1, rank * rank], dtype=torch.int64, device=device)
-    dist.all_reduce(total, group=group)
-    got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
-    return "" if got == expected else f"all-reduce gave {got}, expected {expected}"
+            send((rank, key, figures))
 
 
 def _seconds(group: Any, size: int, rounds: int, device: torch.device | None) -> float:

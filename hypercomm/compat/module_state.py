@@ -1,34 +1,34 @@
-"""One mechanism for the globals of a legacy module: read, written, deleted, switched for a scope.
+"""The globals of a legacy module: read, written, deleted, and switched within a block.
 
-Legacy code reads and writes `module._SOME_GLOBAL` from outside. Here the values live in an object;
-the module has a descriptor for each name, which acts on the current object.
+Legacy code reads and writes `module._SOME_GLOBAL` from outside. Here the values live in a state.
+The module has a property for each name, which acts on the current state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hypercomm.errors import StateError
-from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class ModuleState:
-    """The values of one legacy module's globals.
+    """The values of the globals of a legacy module.
 
     Args:
-        blank: For each global, what makes its value at rest.
+        empty: For each global, a function that returns its empty value.
 
     Attributes:
         values: The value of each global.
+        strict: Whether a call outside `use` is an error while several states are alive.
 
     Example:
         >>> state = ModuleState({"_SIZE": lambda: None})
@@ -38,18 +38,20 @@ class ModuleState:
         (None, [])
     """
 
-    def __init__(self, blank: Mapping[str, Callable[[], Any]]) -> None:
-        self._blank = blank
+    strict = False
+
+    def __init__(self, empty: Mapping[str, Callable[[], Any]]) -> None:
+        self._empty = empty
         self.reset()
 
     def reset(self) -> None:
-        """Put every global to its value at rest."""
+        """Set every global to its empty value."""
         self._deleted: set[str] = set()
-        self.values: dict[str, Any] = {name: make() for name, make in self._blank.items()}
+        self.values: dict[str, Any] = {name: make() for name, make in self._empty.items()}
         self.fill(self.values)
 
     def destroy(self) -> None:
-        """Empty the state; one that owns something ends that too. May be called twice."""
+        """Empty the state, and destroy what it owns; may be called twice."""
         self.reset()
 
     def __enter__(self) -> Self:
@@ -65,13 +67,13 @@ class ModuleState:
         return self.values[name]
 
     def write(self, name: str, value: Any) -> None:
-        """Set a global, as `module.name = value` does; getters follow."""
+        """Set a global, as `module.name = value` does."""
         self.fill({name: value})
 
     def delete(self, name: str) -> None:
         """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
         self.read(name)
-        self.write(name, self._blank[name]())
+        self.write(name, self._empty[name]())
         self._deleted.add(name)
 
     def fill(self, values: Mapping[str, Any]) -> None:
@@ -88,70 +90,98 @@ State = TypeVar("State", bound=ModuleState)
 
 
 class CurrentState(Generic[State]):
-    """The state that a module's functions act on: the default one, or that of a scope.
+    """The state that a module's functions act on: the default one, or that of a `use` block.
 
-    Each thread and each asyncio task has scopes of its own; a backward pass that is started in a
-    scope sees it too, in whichever thread autograd runs it.
+    Each thread and each asyncio task has its own blocks.
 
     Attributes:
-        default: The state outside every scope.
-        alone: The default state as long as no scope is open anywhere, else None. What must be fast
-            asks it first; `torch.compile` cannot trace the rest of `get`.
+        default: The state outside every block.
+        alone: The default state as long as no block is open and no other state is alive, else
+            None. Getters read it first. `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, kind: Callable[[], State]) -> None:
-        self.default = kind()
-        self.alone: State | None = self.default
-        self._kind = kind
         self._name = name
+        self._kind = kind
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
-        self._open: dict[str, tuple[State, int]] = {}
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.default = self._kind()
+        self.alone: State | None = self.default
+        self._open = 0
+        self._alive: list[State] = []
+        self._warned = False
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
-        """Begin with an empty default state and no scope for a while, as a new process does."""
-        kept = self.default, self.alone, self._open
+        """Start with an empty default state within a block, as a new process does."""
+        kept = vars(self).copy()
         token = self._scoped.set(None)
-        self.default = self.alone = self._kind()
-        self._open = {}
+        self._begin()
         try:
             yield
         finally:
-            self.default, self.alone, self._open = kept
+            vars(self).update(kept)
             self._scoped.reset(token)
 
     def get(self) -> State:
-        """Return the current state."""
-        return self.alone or self._scoped.get() or self._around_backward() or self.default
+        """Return the current state.
+
+        Raises:
+            StateError: Several states are alive, no block is open, and one of them is strict.
+        """
+        state = self.alone or self._scoped.get()
+        if state is None:
+            state = self.default
+            if len(self._alive) > 1 and state in self._alive:
+                self._ambiguous()
+        return state
+
+    def _ambiguous(self) -> None:
+        """Warn once, or raise, that the default state answers while others are alive."""
+        others = "; ".join(str(state) for state in self._alive if state is not self.default)
+        problem = (
+            f"{self._name} has {len(self._alive)} states alive, and a call outside a "
+            f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
+            f"put the call into a block"
+        )
+        if any(state.strict for state in self._alive):
+            raise StateError(problem)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(problem, RuntimeWarning, stacklevel=5)
 
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
         if not isinstance(state, type(self.default)):
             raise StateError(f"use() takes a {type(self.default).__name__}, got {state!r}")
-        key = f"{self._name}/{next(self._numbers)}"
-        with self._lock:
-            self._open[key] = state, threading.get_ident()
-            self.alone = None
+        self._count(1)
         token = self._scoped.set(state)
-        c10d.tell_backward(key)
         try:
             yield state
         finally:
-            with self._lock:
-                del self._open[key]
-                self.alone = None if self._open else self.default
-            c10d.stop_telling_backward(key)
-            self._scoped.reset(token)  # refuses to leave from another context, so it comes last
+            self._count(-1)
+            self._scoped.reset(token)  # fails in another context, so it comes last
 
-    def _around_backward(self) -> State | None:
-        """Find the innermost scope, of another thread, in which this backward pass was started."""
-        for key, (state, thread) in reversed(list(self._open.items())):
-            if thread != threading.get_ident() and c10d.was_told_backward(key):
-                return state
-        return None
+    def keep(self, state: State) -> None:
+        """Count a state as alive."""
+        self._alive.append(state)
+        self._count(0)
+
+    def drop(self, state: State) -> None:
+        """Stop counting a state as alive."""
+        self._alive = [each for each in self._alive if each is not state]
+        self._warned = self._warned and len(self._alive) > 1
+        self._count(0)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._open += change
+            others = [state for state in self._alive if state is not self.default]
+            self.alone = None if self._open or others else self.default
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
@@ -170,7 +200,7 @@ def _global(name: str, current: Callable[[], ModuleState]) -> property:
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Give each function that was made within another the name that it has in a namespace.
+    """Name each function that another one returned as it is called in a namespace.
 
     Args:
         namespace: That of a module, or of a class.

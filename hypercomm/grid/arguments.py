@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+import warnings
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, cast
 
 import attrs
 
 from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
-from hypercomm.layout import RankLayout
+from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import (
-    as_offset,
     as_ordered,
     as_world_size,
     check_choice,
     is_utf8,
-    positive,
     world_too_small,
 )
-from hypercomm.layout.parsing import (
-    OPEN,
-    VARIABLE,
-    Dims,
-    as_factors,
-    close_sizes,
-    parse_sizes,
-    read_sizes,
-    sizes_of_environment,
-)
+from hypercomm.layout.mapping import HasLayout
+from hypercomm.layout.parsing import Dims, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
@@ -38,7 +30,7 @@ from hypercomm.process_groups.strategies import STRATEGIES
 GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: "tp=2,dp=-1", by name, or as ints."""
 
-Sizes = GivenSizes | RankLayout | None
+Sizes = GivenSizes | RankLayout | HasLayout | None
 """The sizes of a grid's dims, or a layout; None stands for those of the environment."""
 
 Creation = Literal["auto", "enumerate", "local", "split"]
@@ -88,7 +80,7 @@ class GridKeywords(GridArguments, total=False):
     """The keyword arguments of `HyperCommGrid`, which documents them, except `share_with`."""
 
     name: str | None
-    cover: Cover
+    cover: Cover | None
     world_size: int | None
 
 
@@ -103,7 +95,7 @@ class GridOptions:
 
     backend: str | None = None
     name: str | None = None
-    cover: Cover = "any"
+    cover: Cover | None = None
     creation: Creation = "auto"
     share: Share = "never"
     world_size: int | None = None
@@ -111,15 +103,14 @@ class GridOptions:
     verify: bool = attrs.field(default=None, converter=as_verified)
 
     def __attrs_post_init__(self) -> None:
-        check_choice("cover", self.cover, ("any", "exact"))
+        if self.cover is not None:
+            check_choice("cover", self.cover, ("any", "exact"))
         check_choice("creation", self.creation, CREATIONS)
         check_choice("share", self.share, SHARES)
         if self.backend is not None:
             check_known(self.backend)
         check_lazy_init(self.lazy_init)
         check_name(self.name)
-        if self.world_size is not None:
-            positive(self.world_size, "world_size")
 
 
 def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -137,23 +128,14 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
             )
 
 
-def check_world(layout: RankLayout, world_size: int, cover: str) -> None:
-    """Raise unless the layout fits the world, and covers it where it must.
+def check_world(layout: RankLayout, world_size: int) -> None:
+    """Raise unless the layout fits the world.
 
     Raises:
         WorldSizeError: It does not.
     """
-    grid = f"the grid {as_factors(layout.sizes)} = {layout.size} ranks"
     if layout.last_rank >= world_size:
-        what = f"Grid shape {list(layout.shape)} is over sized: {grid}"
-        at = f"at rank_offset {layout.rank_offset}"
-        raise world_too_small(f"{what} {at}", layout.last_rank, world_size)
-    if cover == "exact" and layout.size != world_size:
-        raise WorldSizeError(
-            f"cover='exact', but {grid} leaves {world_size - layout.size} of "
-            f"the world's {world_size} ranks out; change a size so that the sizes multiply to "
-            f"{world_size}"
-        )
+        raise world_too_small(f"the grid {layout}", layout.last_rank, world_size)
 
 
 def check_name(name: str | None) -> None:
@@ -180,73 +162,90 @@ def read_requests(
 # ---- layouts ------------------------------------------------------------------------------------
 
 
-def read_layout(
-    sizes: Sizes, dim_names: Iterable[str] | None, rank_offset: int, world_size: int | None
-) -> RankLayout:
-    """Return the layout that the arguments of a grid describe; an unspecified size fills the
-    world.
+def read_grid(
+    sizes: Sizes,
+    dim_names: Iterable[str] | None,
+    rank_offset: int,
+    world_size: int | None,
+    cover: Cover | None,
+    dims: Mapping[str, int],
+    keywords: Iterable[str],
+) -> tuple[RankLayout, int]:
+    """Return the layout that the arguments of a grid describe, and the size of its world.
+
+    An unspecified size fills the world. A grid of text, a mapping or keywords that begins at rank
+    0 and leaves ranks of the world out warns, unless `cover` is given.
+
+    Args:
+        sizes: As for `HyperCommGrid`, as are the next four.
+        dim_names: See there.
+        rank_offset: See there.
+        world_size: See there.
+        cover: See there.
+        dims: Sizes by keyword.
+        keywords: The names of the other keywords, for corrections.
 
     Raises:
-        LayoutError: As for `RankLayout`; or names are given twice, or not at all.
-        NotationError, WorldSizeError: As for `RankLayout.parse`.
+        TypeError: A keyword is neither a dim's size nor known.
+        LayoutError, NotationError, WorldSizeError: As for `HyperCommGrid`.
 
     Example:
-        >>> [str(read_layout(sizes, None, 0, 8)) for sizes in ("tp=2,dp=-1", {"tp": 2, "dp": 4})]
-        ['tp=2,dp=4', 'tp=2,dp=4']
-        >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
-        range(4, 8)
+        >>> layout, world_size = read_grid(None, None, 0, 8, None, {"tp": 2, "dp": -1}, ())
+        >>> str(layout), world_size
+        ('tp=2,dp=4', 8)
     """
-    sizes = sizes_of_environment() if sizes is None else sizes
-    if sizes is None:
-        raise LayoutError(
-            f"a grid needs its sizes, as in HyperCommGrid('tp=2,dp=-1'), or the environment's "
-            f"{VARIABLE}"
+    if dims:
+        check_sizes("HyperCommGrid", dims, keywords)
+    total = world.world_size() if world_size is None else as_world_size(world_size)
+    layout = read_layout(sizes, dim_names, rank_offset, total, **dims)
+    is_written = not rank_offset and _is_written(sizes, dim_names)
+    if layout.size < total and (cover == "exact" or (cover is None and is_written)):
+        left = sorted({*range(total)} - {*layout.ranks})
+        out = f"{layout} leaves out ranks {format_ranks(left)} of the world's {total}"
+        if cover == "exact":
+            raise WorldSizeError(f"cover='exact', but {out}; make a size larger, or -1")
+        warnings.warn(
+            f"the grid {out}: there create_pg returns None, which torch's collectives take for "
+            f"WORLD; make a size larger, or -1, or give cover='any'",
+            stacklevel=3,
         )
-    if isinstance(sizes, RankLayout):
-        if dim_names is not None or rank_offset:
-            raise LayoutError(
-                f"a RankLayout has its own dim_names and rank_offset; give {sizes!r} alone"
-            )
-        return sizes
-
-    def left() -> tuple[int, str]:
-        given = None if world_size is None else as_world_size(world_size)
-        ranks = world.world_size(given) - as_offset(rank_offset)
-        room = f"{max(0, ranks)} ranks are left from rank {rank_offset} on" if rank_offset else ""
-        return max(1, ranks), room
-
-    return RankLayout(*_closed(sizes, dim_names, left), rank_offset)
+    return layout, total
 
 
-def read_factors(
-    sizes: GivenSizes, dim_names: Iterable[str] | None, size: int
-) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and dim names of a view of `size` ranks; one size may be unspecified.
+def _is_written(sizes: Sizes, dim_names: Iterable[str] | None) -> bool:
+    """Whether sizes were given as text, by name or by keyword: not in Megatron's form."""
+    return dim_names is None and (sizes is None or isinstance(sizes, (str, Mapping)))
+
+
+def check_sizes(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:
+    """Raise TypeError for a keyword that is not the size of a dim.
 
     Example:
-        >>> read_factors("ep=4,expt_dp=-1", None, 16)
-        ([4, 4], ('ep', 'expt_dp'))
+        >>> check_sizes("GridSet", {"nam": "a"}, ["name"])
+        Traceback (most recent call last):
+        TypeError: GridSet() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
-    return _closed(sizes, dim_names, lambda: (size, f"the grid has {size} ranks"))
-
-
-def _closed(
-    sizes: GivenSizes, dim_names: Iterable[str] | None, left: Callable[[], tuple[int, str]]
-) -> tuple[list[int], tuple[str, ...]]:
-    """Return shape and names; `left` is called for an unspecified size only."""
-    given = read_sizes(sizes, dim_names)
-    if OPEN in given.values():
-        given = close_sizes(given, *left())
-    return list(given.values()), tuple(given)
+    for name, size in dims.items():
+        if name == "mesh_dim_names":
+            raise TypeError(
+                f"mesh_dim_names is an argument of init_device_mesh; {call}([4, 2], ['tp', 'dp']) "
+                f"names the fastest dim first, where a DeviceMesh names it last"
+            )
+        try:
+            operator.index(size)  # type: ignore[arg-type]
+        except TypeError:
+            check_keywords(call, [name], keywords)
 
 
 def read_target(
-    target: str | RankLayout, layout: RankLayout, ranks: tuple[int, ...] | None
+    target: str | Mapping[str, int] | RankLayout,
+    layout: RankLayout,
+    ranks: tuple[int, ...] | None,
 ) -> RankLayout:
     """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
-    if isinstance(target, str):
+    if isinstance(target, (str, Mapping)):
         size, what = (layout.size, "the grid") if ranks is None else (len(ranks), "ranks")
-        sizes = close_sizes(parse_sizes(target), size, f"{what} has {size} ranks")
+        sizes = close_sizes(read_sizes(target), size, f"{what} has {size} ranks")
         if ranks is None:
             return layout.renumber(tuple(sizes.values()), tuple(sizes))
         return RankLayout(sizes, ranks=ranks)

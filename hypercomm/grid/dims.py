@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupMissingError, GroupOptionsError
+from hypercomm.errors import GroupMissingError, GroupOptionsError, LayoutError, SimulationError
 from hypercomm.layout.groups import Place
 from hypercomm.layout.text import shown
 from hypercomm.layout.views import Views
@@ -19,6 +19,21 @@ from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
+
+
+class Size(int):
+    """A number of ranks, which may be called as well: `DeviceMesh.size()` is a method.
+
+    Example:
+        >>> Size(4) == Size(4)() == 4
+        True
+    """
+
+    def __call__(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number; raise for a `mesh_dim`, which `grid[dim]` takes."""
+        if mesh_dim is not None:
+            raise LayoutError(f"write grid[{mesh_dim!r}].size for the size of one dim")
+        return int(self)
 
 
 class GridDims:
@@ -51,7 +66,7 @@ class GridDims:
         self.dims = dims
         self._known: tuple[Views, int, Place] | None = None
         """The last place that was computed, and the views and the rank that it holds for."""
-        self._sized: tuple[Views, int] | None = None
+        self._sized: tuple[Views, Size] | None = None
         """The last size, and the views that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
@@ -62,12 +77,23 @@ class GridDims:
         return self._place.rank
 
     @property
-    def size(self) -> int:
-        """The number of ranks in each group."""
+    def size(self) -> Size:
+        """The number of ranks in each group; `size()` works too."""
         views, sized = self._view._state.views, self._sized
         if sized is None or sized[0] is not views:  # `reshape` replaces the views
-            sized = self._sized = views, views.layout_of(self._view._view).size_of(self.dims)
+            size = views.layout_of(self._view._view).size_of(self.dims)
+            sized = self._sized = views, Size(size)
         return sized[1]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.dims)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The dims in DeviceMesh's order, the last one varying fastest."""
+        return self.dims[::-1]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -114,8 +140,10 @@ class GridDims:
         All ranks of the grid must make the first use together.
 
         Raises:
+            NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: As for `HyperCommGrid.create_pg`.
         """
+        c10d.world_group()  # raises after WORLD is destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
         try:
@@ -148,6 +176,7 @@ class GridDims:
 
         Raises:
             GroupOptionsError: The value is neither a number nor a tensor.
+            SimulationError: The world is fake, and the group has other ranks.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -165,7 +194,7 @@ class GridDims:
             total = torch.tensor(value, dtype=kind, device=c10d.device_type(self.group))
         else:
             raise GroupOptionsError(f"value must be a number or a tensor, got {shown(value)}")
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self._live_group())
         return total if isinstance(value, Tensor) else total.item()
 
     @overload
@@ -177,8 +206,18 @@ class GridDims:
         return self.sum(value) / self.size
 
     def barrier(self) -> None:
-        """Wait for all ranks of the group."""
-        dist.barrier(group=self.group)
+        """Wait for all ranks of the group; raises as `sum` does."""
+        dist.barrier(group=self._live_group())
+
+    def _live_group(self) -> ProcessGroup:
+        """Return the group, if its ranks exist."""
+        group = self.group
+        if self.size > 1 and not c10d.has_ranks():
+            raise SimulationError(
+                f"{self!r} has {self.size} ranks, and those of a fake world do not exist: nothing "
+                f"can be summed or awaited; use hypercomm.testing.simulate or run_ranks"
+            )
+        return group
 
     def __repr__(self) -> str:
         return f"{'+'.join(self.dims)} of {self._view.layout}"

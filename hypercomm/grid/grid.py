@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import attrs
 import numpy as np
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
@@ -44,12 +45,11 @@ from hypercomm.grid.arguments import (
     check_keywords,
     check_name,
     check_world,
-    read_factors,
-    read_layout,
+    read_grid,
     read_requests,
     read_target,
 )
-from hypercomm.grid.dims import GridDims
+from hypercomm.grid.dims import GridDims, Size
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_int, as_rank, as_ranks, check_choice, check_duration
 from hypercomm.layout.parsing import Dims, parse_sizes
@@ -77,6 +77,14 @@ if TYPE_CHECKING:
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
+
+_WRITE = {
+    "device_type": "grid.device_mesh().device_type",
+    "get_all_groups": "grid.pgs",
+    "get_rank": "torch.distributed.get_rank()",
+    "mesh": "grid.device_mesh().mesh",
+}
+"""What to write for names of a DeviceMesh that a grid lacks."""
 
 _WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
@@ -173,9 +181,9 @@ class GridView:
         return self.layout.rank_offset
 
     @property
-    def size(self) -> int:
-        """The number of ranks in the grid."""
-        return self.layout.size
+    def size(self) -> Size:
+        """The number of ranks in the grid; `size()` works too."""
+        return Size(self.layout.size)
 
     @property
     def views(self) -> Mapping[str, RankLayout]:
@@ -324,6 +332,20 @@ class GridView:
 
     # ---- the interface of a DeviceMesh ----------------------------------------------------------
 
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = _WRITE.get(name)
+        if hint is None and not name.startswith("_") and name in self.layout.dim_names:
+            hint = f"grid[{name!r}]"
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+            + (f"; write {hint}" if hint else "")
+        )
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.layout.dim_names)
+
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """The names of the dims in DeviceMesh's order, the last one varying fastest."""
@@ -458,7 +480,8 @@ class GridView:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GridDestroyedError: The grid was destroyed.
         """
-        return self._owner.get(self._key(_flatten(dims, more), name, view)[0])
+        key, _ = self._key((dims, *more) if more else dims, name, view)
+        return self._state.owner.get(key)
 
     def ensure_pg(
         self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]
@@ -672,7 +695,9 @@ class GridView:
 
     def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
         """Return the key, and the view that was asked for, which may share the dims."""
-        self._owner.check_alive()
+        self._state.owner.check_alive()
+        if dist.group.WORLD is None and self._state.job is not None:
+            c10d.world_group()  # raises: the job that the grid was made in has ended
         if name is not None:
             check_name(name)
         view, views = self._view if view is None else view, self._state.views
@@ -701,7 +726,7 @@ class GridView:
         base = state.views.base
         if (job := current_or_none()) is not state.job and job is not None:
             self._owner.check_numbers(job)
-            check_world(base, job.size, "any")
+            check_world(base, job.size)
             state.job = job
         return specify(
             *(key, view, base, given.get("derive"), wanted, share or options.share),
@@ -1005,16 +1030,17 @@ class HyperCommGrid(GridView):
     these.
 
     Args:
-        shape: Size of each dim, in ranks: as text, "tp=2,dp=-1"; by name, {"tp": 2, "dp": -1}; as
-            ints, together with `dim_names`; or a `RankLayout`. One may be -1: it fills the world
-            from `rank_offset` on. Default: the environment's HYPERCOMM_LAYOUT.
+        shape: The sizes in any form: text "tp=2,dp=-1", a mapping {"tp": 2, "dp": -1}, sizes [2, 4]
+            with `dim_names`, keywords tp=2, dp=4, a `RankLayout`, or another grid. One may be -1:
+            it fills the world from `rank_offset` on. Default: the environment's HYPERCOMM_LAYOUT.
         dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
         rank_offset: The smallest rank, if the grid does not start at rank 0.
         backend: Backend of the groups; default: that of WORLD.
         name: Distinguishes this grid from others; every rank must give the same one. Ranks must
             make overlapping grids of one name in the same order; give different names to grids
             that ranks make in different orders, in threads for example.
-        cover: "exact" rejects a grid that leaves ranks of the world out.
+        cover: "exact" rejects a grid that leaves ranks of the world out, "any" allows it. Default:
+            a grid of text, a mapping or keywords without `rank_offset` warns if it leaves some out.
         creation: How groups are created. "local": each rank creates only its own; "split": every
             rank of the world splits WORLD once, where WORLD is bound to a device; "enumerate":
             every rank creates every group, as torch does; "auto" takes the first of split (if the
@@ -1029,6 +1055,7 @@ class HyperCommGrid(GridView):
             gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as torch does.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one store operation each; default: as the environment's HYPERCOMM_VERIFY says.
+        dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
         LayoutError: As for `RankLayout`.
@@ -1055,15 +1082,19 @@ class HyperCommGrid(GridView):
         backend: str | None = None,
         *,
         name: str | None = None,
-        cover: Cover = "any",
+        cover: Cover | None = None,
         creation: Creation = "auto",
         share: Share = "never",
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
         lazy_init: bool | None = None,
         verify: bool | None = None,
+        **dims: int,
     ) -> None:
-        layout = read_layout(shape, dim_names, rank_offset, world_size)
+        known_keywords = (*GridKeywords.__annotations__, "share_with")
+        layout, total = read_grid(
+            shape, dim_names, rank_offset, world_size, cover, dims, known_keywords
+        )
         options = GridOptions(
             backend=backend,
             name=name,
@@ -1076,8 +1107,6 @@ class HyperCommGrid(GridView):
         )
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
-        total = world.world_size(world_size)
-        check_world(layout, total, cover)
         lender = None if share_with is None else share_with._state
         owner = _owner_of(layout, options, Pool(None if lender is None else lender.owner.pool))
         job = current_or_none()
@@ -1095,7 +1124,7 @@ class HyperCommGrid(GridView):
             >>> HyperCommGrid.parse("tp=2,dp=-1", world_size=8).shape
             [2, 4]
         """
-        return cls(parse_sizes(text), rank_offset=rank_offset, **keywords)
+        return cls(parse_sizes(text), None, rank_offset, **keywords)
 
     @classmethod
     def from_layout(
@@ -1187,8 +1216,7 @@ class HyperCommGrid(GridView):
         Source: names and arguments follow newer versions of `megatron.core.hyper_comm_grid`.
         """
         self._owner.check_alive()
-        sizes, names = read_factors(shape, dim_names, self.layout.size)
-        self._state.views.register(name, sizes, names, shared_dims)
+        self._state.views.register(name, shape, dim_names, shared_dims)
 
     def view(self, name: str) -> GridView:
         """Return a view as an object with the interface of a grid; the grid stays the owner.
@@ -1202,7 +1230,7 @@ class HyperCommGrid(GridView):
 
     def reshape(
         self,
-        target: str | RankLayout,
+        target: str | Mapping[str, int] | RankLayout,
         *,
         views: Mapping[str, str] | None = None,
         ranks: Iterable[int] | None = None,
@@ -1222,8 +1250,8 @@ class HyperCommGrid(GridView):
         usually rank 0, the job must be restarted.
 
         Args:
-            target: Sizes as text, as in "tp=4,dp=2", one of them may be -1; or a layout of the
-                same ranks.
+            target: Sizes as text, as in "tp=4,dp=2", or by name, one of them may be -1; or a layout
+                of the same ranks.
             views: New sizes as text, by name, of the views that change.
             ranks: The ranks to continue with, in the order of the target's numbering.
             timeout: How long to wait for the others; default: the timeout of WORLD.

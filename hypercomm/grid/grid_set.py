@@ -26,11 +26,12 @@ from hypercomm.grid.arguments import (
     GroupArguments,
     Share,
     SharedKeywords,
+    Sizes,
     check_keywords,
     check_name,
 )
 from hypercomm.grid.grid import HyperCommGrid
-from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout import RankLayout, RankMapping, read_layout
 from hypercomm.layout.checks import as_offset, as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
@@ -82,13 +83,15 @@ class GridSet(Mapping[str, HyperCommGrid]):
     """Several named grids in one job: an encoder next to a language model, training and inference.
 
     A mapping of names to grids. `GridSet.tile` places grids one after the other,
-    `GridSet.colocated` on the same ranks; the class itself takes layouts that have their places.
+    `GridSet.colocated` on the same ranks; the class itself takes layouts that have their places,
+    and places sizes from rank 0 on.
     The set owns its grids and their process groups: `destroy()`, or the end of its `with` block,
     destroys them. Every rank of the job makes the same set, and makes the same calls.
 
     Args:
-        grids: A layout in its place, or a grid, for each name. The set becomes the owner of a grid
-            that is given; the grid keeps its own arguments.
+        grids: For each name a layout in its place, sizes as text or by name, which begin at rank 0,
+            or a grid. The set becomes the owner of a grid that is given; the grid keeps its own
+            arguments. Names may be keywords instead: GridSet(train="tp=4", infer="dp=4").
         requires: The placement to check before anything is created. "tiled": each rank of the
             world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
             the same ranks; "any": no check.
@@ -121,23 +124,30 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __init__(
         self,
-        grids: Mapping[str, RankLayout | HyperCommGrid],
+        grids: Mapping[str, Sizes | HyperCommGrid] | None = None,
         *,
         requires: Requirement = "any",
         world_size: int | None = None,
-        **arguments: Unpack[SetArguments],
+        **keywords: Any,
     ) -> None:
-        check_keywords("GridSet", arguments, SetArguments.__annotations__)
+        arguments, named = _split(keywords)
+        if grids is not None:
+            check_keywords("GridSet", named, SetArguments.__annotations__)
         name, overrides = arguments.pop("name", None), arguments.pop("overrides", None) or {}
         check_name(name)
         self._world_size = as_world_size(world.world_size(world_size))
-        Placement(_layouts_of(grids, self._world_size), self._world_size).require(requires)
-        _check_overrides(overrides, grids)
-        self._label = f"set {name}" if name else f"set of {', '.join(grids)}"
+        placed = _placed(named if grids is None else grids, self._world_size)
+        layouts = {
+            label: given if isinstance(given, RankLayout) else given.layout
+            for label, given in placed.items()
+        }
+        Placement(layouts, self._world_size).require(requires)
+        _check_overrides(overrides, placed)
+        self._label = f"set {name}" if name else f"set of {', '.join(placed)}"
         self._agreements: dict[tuple[int, ...], GridAgreement] = {}
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
-        for label, given in grids.items():
+        for label, given in placed.items():
             if isinstance(given, RankLayout):
                 own = cast("GridArguments", {**arguments, **overrides.get(label, {})})
                 title = f"{name}.{label}" if name else label
@@ -536,27 +546,28 @@ def _split(given: Mapping[str, Any]) -> tuple[SetArguments, dict[str, str | Rank
     return cast("SetArguments", arguments), sizes
 
 
-def _layouts_of(
-    grids: Mapping[str, RankLayout | HyperCommGrid], world_size: int
-) -> dict[str, RankLayout]:
-    """Return the layout for each name; a grid must be alive and of this world."""
-    layouts: dict[str, RankLayout] = {}
+def _placed(
+    grids: Mapping[str, Sizes | HyperCommGrid], world_size: int
+) -> dict[str, RankLayout | HyperCommGrid]:
+    """Return a layout or a grid for each name; a grid must be alive and of this world."""
+    placed: dict[str, RankLayout | HyperCommGrid] = {}
     for name, given in check_names(grids).items():
-        if isinstance(given, HyperCommGrid):
-            title, size = f"grid {name!r} ({given.layout})", given._state.world_size
-            if given.is_destroyed:
-                raise GridDestroyedError(f"{title} was destroyed; build a new one")
-            if size != world_size:
-                raise WorldSizeError(
-                    f"{title} was made for a world of {size} ranks, but that of this set has "
-                    f"{world_size}; give both the same world_size"
-                )
-        elif not isinstance(given, RankLayout):
-            raise LayoutError(
-                f"grid {name!r} needs a RankLayout or a HyperCommGrid, got {shown(given)}"
+        if not isinstance(given, HyperCommGrid):
+            try:
+                placed[name] = read_layout(given, world_size=world_size)
+            except (LayoutError, WorldSizeError) as error:
+                raise type(error)(f"grid {name!r}: {error}") from error
+            continue
+        title, size = f"grid {name!r} ({given.layout})", given._state.world_size
+        if given.is_destroyed:
+            raise GridDestroyedError(f"{title} was destroyed; build a new one")
+        if size != world_size:
+            raise WorldSizeError(
+                f"{title} was made for a world of {size} ranks, but that of this set has "
+                f"{world_size}; give both the same world_size"
             )
-        layouts[name] = given if isinstance(given, RankLayout) else given.layout
-    return layouts
+        placed[name] = given
+    return placed
 
 
 def _check_overrides(

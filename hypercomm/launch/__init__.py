@@ -1,4 +1,4 @@
-"""Local ranks for tests and `hypercomm check`, and the jobs that launchers start."""
+"""Join the job that a launcher started, run functions on local ranks, and renew WORLD."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import TYPE_CHECKING
 from hypercomm import _resolver
 
 if TYPE_CHECKING:
+    from hypercomm.launch.joining import Joined as Joined
+    from hypercomm.launch.joining import join as join
     from hypercomm.launch.local_rank import report as report
+    from hypercomm.launch.renewing import Renewed as Renewed
+    from hypercomm.launch.renewing import renew_world as renew_world
     from hypercomm.launch.run import run_ranks as run_ranks
 
-__all__ = ["report", "run_ranks"]
+__all__ = ["Joined", "Renewed", "join", "renew_world", "report", "run_ranks"]
 
 __getattr__ = _resolver(
-    __name__, {"report": "hypercomm.launch.local_rank", "run_ranks": "hypercomm.launch.run"}
+    __name__,
+    {
+        "Joined": "hypercomm.launch.joining",
+        "Renewed": "hypercomm.launch.renewing",
+        "join": "hypercomm.launch.joining",
+        "renew_world": "hypercomm.launch.renewing",
+        "report": "hypercomm.launch.local_rank",
+        "run_ranks": "hypercomm.launch.run",
+    },
 )

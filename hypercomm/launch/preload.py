@@ -1,4 +1,4 @@
-"""What the fork server loads: torch once, for all ranks that will be forked from it.
+"""Imports for the fork server: torch once, for all ranks that will be forked from it.
 
 The stock fork server ignores Ctrl-C only once it has loaded everything, and the numerical
 libraries would start threads, which a process that forks should not have.
@@ -6,27 +6,24 @@ libraries would start threads, which a process that forks should not have.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
+from unittest import mock
 
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def _load() -> None:
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # who started it has blocked it
-    before = {name: os.environ.get(name) for name in _SINGLE_THREADED}
-    os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
-    try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent has blocked it
+    with mock.patch.dict(os.environ, dict.fromkeys(_SINGLE_THREADED, "1")):
         importlib.import_module("hypercomm.grid")
         importlib.import_module("hypercomm.launch.local_rank")
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        signal.signal(signal.SIGINT, interrupt)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("cloudpickle")
+    signal.signal(signal.SIGINT, interrupt)
 
 
 if __name__ != "__main__":  # importing it is its purpose

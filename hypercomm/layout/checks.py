@@ -73,6 +73,8 @@ def as_rank(rank: object) -> int:
 
 def as_offset(value: object) -> int:
     """Return a rank offset as an int."""
+    if type(value) is int and value >= 0:
+        return value
     offset = as_int(value, "rank_offset")
     if offset < 0:
         raise LayoutError(f"rank_offset must be non-negative, got {offset}")

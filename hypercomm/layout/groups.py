@@ -6,12 +6,12 @@ the number of groups. Enumeration of everything is vectorised.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import attrs
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError
-from hypercomm.layout.checks import as_int, as_rank, as_ranks, as_sizes, as_tuple, positive
+from hypercomm.layout.checks import as_int, as_rank, as_sizes, as_tuple, positive
 from hypercomm.layout.parsing import divisors
-from hypercomm.layout.text import shown, some_of
+from hypercomm.layout.text import shown
 
 _SHOWN = 5
 """Members of a group that its repr shows."""
@@ -70,17 +70,25 @@ def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     return tuple(joined)
 
 
-def element(axes: Sequence[Axis], index: int) -> int:
-    """Return element `index` of `lattice(axes)`, without enumerating the others.
+def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] | None:
+    """Split axes after `count` elements; None if the cut is inside a step of an axis.
 
-    >>> element([Axis(2, 1), Axis(3, 4)], 5)
-    9
+    >>> cut_axes([Axis(2, 1), Axis(6, 4)], 4)
+    ([Axis(size=2, stride=1), Axis(size=2, stride=4)], [Axis(size=3, stride=8)])
+    >>> cut_axes([Axis(6, 1)], 4)
     """
-    offset = 0
-    for size, stride in axes:
-        index, digit = divmod(index, size)
-        offset += digit * stride
-    return offset
+    before: list[Axis] = []
+    after = list(axes)
+    while count > 1:
+        size, stride = after.pop(0)
+        part = math.gcd(size, count)
+        if part not in {size, count}:
+            return None
+        before.append(Axis(part, stride))
+        if part < size:
+            after.insert(0, Axis(size // part, stride * part))
+        count //= part
+    return before, after
 
 
 def axes_of(offsets: NDArray[np.int64]) -> list[Axis] | None:
@@ -144,16 +152,12 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """The number of members of every group."""
 
     @abstractmethod
-    def locate(self, rank: int) -> tuple[int, int]:
-        """Return (index of the group, position within it) of `rank`.
-
-        Raises:
-            RankOutsideError: `rank` is a member of no group.
-        """
+    def _find(self, rank: int) -> tuple[int, int] | None:
+        """Return (index of the group, position within it) of `rank`; None for other ranks."""
 
     @abstractmethod
-    def members(self, index: int, positions: range) -> tuple[int, ...]:
-        """Return the ranks at `positions` of group `index`; neither is checked."""
+    def _group(self, index: int) -> tuple[int, ...]:
+        """Return a group by its index, which is in range."""
 
     @abstractmethod
     def to_array(self) -> NDArray[np.int64]:
@@ -171,13 +175,25 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """
         return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
+    def locate(self, rank: int) -> tuple[int, int]:
+        """Return (index of the group, position within it) of `rank`.
+
+        Raises:
+            RankOutsideError: `rank` is a member of no group.
+        """
+        found = self._find(rank if type(rank) is int else as_rank(rank))
+        if found is None:
+            raise RankOutsideError(f"rank {shown(rank)} is in none of these groups: {self!r}")
+        return found
+
     def of(self, rank: int) -> tuple[int, ...]:
         """Return the group that `rank` is a member of, in O(dims + size of the answer).
 
         Raises:
             RankOutsideError: `rank` is a member of no group.
         """
-        return self.members(self.locate(rank)[0], range(self.group_size))
+        found = self._find(rank) if type(rank) is int else None
+        return self._group((found or self.locate(rank))[0])
 
     def index_of(self, rank: int) -> int:
         """Return the index of the group that `rank` is a member of."""
@@ -190,10 +206,9 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
     def has_member(self, rank: int) -> bool:
         """Return whether `rank` is a member of one of the groups."""
         try:
-            self.locate(rank)
-        except RankOutsideError:
+            return self._find(as_rank(rank)) is not None
+        except RankOutsideError:  # not an int
             return False
-        return True
 
     def chunks(self, size: int) -> RankGroups:
         """Cut every group into consecutive groups of `size` members.
@@ -212,7 +227,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
                 f"chunk size {size} does not divide the group size {self.group_size}; "
                 f"use one of {divisors(self.group_size)}"
             )
-        return SlicedGroups(self, size, 1)
+        return self._every(size, 1)
 
     def levels(self, sizes: Sequence[int]) -> tuple[RankGroups, ...]:
         """Factorise every group into hierarchical sub-groups, one `RankGroups` for each level.
@@ -240,9 +255,13 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
                 f"level sizes {factors} = {math.prod(sizes)}, but each group has "
                 f"{self.group_size} members"
             )
-        return tuple(
-            SlicedGroups(self, size, math.prod(sizes[:level])) for level, size in enumerate(sizes)
-        )
+        steps = accumulate(sizes, operator.mul, initial=1)
+        return tuple([self._every(size, step) for size, step in zip(sizes, steps, strict=False)])
+
+    def _every(self, size: int, step: int) -> RankGroups:
+        """Return groups of `size` members that are `step` positions apart in these groups."""
+        runs = self.to_array().reshape(-1, size, step).swapaxes(1, 2)
+        return ArrayGroups(np.ascontiguousarray(runs).reshape(-1, size))
 
     def pick(self, function: Callable[[tuple[int, ...]], Iterable[int]]) -> RankGroups:
         """Keep of every group the ranks that `function` returns, in the group's order.
@@ -270,7 +289,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"group {index} is out of range; there are {len(self)} groups")
-        return self.members(position, range(self.group_size))
+        return self._group(position)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return map(tuple, self.to_array().tolist())
@@ -287,26 +306,24 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         return lists
 
     def __repr__(self) -> str:
-        first = ", ".join(self._shorten(index) for index in range(min(len(self), 2)))
+        first = ", ".join(_shorten(self._group(index)) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
         return f"<{len(self)} groups of {self.group_size}: {first}{more}>"
 
-    def _shorten(self, index: int) -> str:
-        """Write a group, leaving out the middle of a long one."""
-        size = self.group_size
-        if size <= _SHOWN:
-            return str(self[index])
-        first = self.members(index, range(_SHOWN - 1))
-        (last,) = self.members(index, range(size - 1, size))
-        return f"({', '.join(map(str, first))}, ..., {last})"
+
+def _shorten(group: tuple[int, ...]) -> str:
+    """Write a group, leaving out the middle of a long one."""
+    if len(group) <= _SHOWN:
+        return str(group)
+    return f"({', '.join(map(str, group[: _SHOWN - 1]))}, ..., {group[-1]})"
 
 
 @attrs.frozen(repr=False)
 class StridedGroups(RankGroups):
     """Groups on a lattice: `outer` axes number the groups, `inner` axes span the members.
 
-    Both run from the smallest stride to the largest, and together they are nested: each stride is
-    at least the extent of the axes below it.
+    Together the axes are nested: each stride is at least the extent of the axes with smaller ones.
+    `inner` runs from the smallest stride to the largest.
     """
 
     origin: int
@@ -314,16 +331,17 @@ class StridedGroups(RankGroups):
     inner: tuple[Axis, ...] = attrs.field(converter=coalesce)
     group_size: int = attrs.field(init=False, eq=False)
     _count: int = attrs.field(init=False, eq=False)
-    _descending: list[tuple[int, int, bool]] = attrs.field(init=False, eq=False)
+    _descending: list[tuple[int, int, int, int]] = attrs.field(init=False, eq=False)
+    """All axes, the largest stride first: size, stride, and the step of the group's index and of
+    the position within it."""
 
     def __attrs_post_init__(self) -> None:
-        """Order all axes by stride, each with whether it is an outer one."""
         axes, count, members = [], 1, 1
         for size, stride in self.outer:
-            axes.append((size, stride, True))
+            axes.append((size, stride, count, 0))
             count *= size
         for size, stride in self.inner:
-            axes.append((size, stride, False))
+            axes.append((size, stride, 0, members))
             members *= size
         axes.sort(key=_STRIDE, reverse=True)
         object.__setattr__(self, "_descending", axes)
@@ -338,46 +356,21 @@ class StridedGroups(RankGroups):
     def __len__(self) -> int:
         return self._count
 
-    def of(self, rank: int) -> tuple[int, ...]:
-        index, _ = self.locate(rank)
+    def _find(self, rank: int) -> tuple[int, int] | None:
+        rest, index, position = rank - self.origin, 0, 0
+        for size, stride, of_index, of_position in self._descending:
+            digit, rest = divmod(rest, stride)
+            if not 0 <= digit < size:
+                return None
+            index += digit * of_index
+            position += digit * of_position
+        return None if rest else (index, position)
+
+    def _group(self, index: int) -> tuple[int, ...]:
         base = self.origin
         for size, stride in self.outer:
             index, digit = divmod(index, size)
             base += digit * stride
-        return self._span(base)
-
-    def locate(self, rank: int) -> tuple[int, int]:
-        rest = (rank if type(rank) is int else as_rank(rank)) - self.origin
-        index, position, groups, members = 0, 0, self._count, self.group_size
-        for size, stride, is_outer in self._descending:
-            digit, rest = divmod(rest, stride)
-            if not 0 <= digit < size:
-                rest = -1
-                break
-            if is_outer:
-                groups //= size
-                index += digit * groups
-            else:
-                members //= size
-                position += digit * members
-        if rest:
-            raise RankOutsideError(f"rank {shown(rank)} is in none of these groups: {self!r}")
-        return index, position
-
-    def members(self, index: int, positions: range) -> tuple[int, ...]:
-        base = self.origin + element(self.outer, index)
-        if len(positions) == self.group_size:
-            return self._span(base)
-        if len(self.inner) == 1:
-            stride = self.inner[0].stride
-            steps = range(
-                positions.start * stride, positions.stop * stride, positions.step * stride
-            )
-            return tuple([base + step for step in steps])
-        return tuple([base + element(self.inner, position) for position in positions])
-
-    def _span(self, base: int) -> tuple[int, ...]:
-        """Return the whole group that begins at a rank."""
         if len(self.inner) == 1:
             size, stride = self.inner[0]
             return tuple(range(base, base + size * stride, stride))
@@ -386,51 +379,16 @@ class StridedGroups(RankGroups):
             ranks = [rank + step for step in range(0, size * stride, stride) for rank in ranks]
         return tuple(ranks)
 
+    def _every(self, size: int, step: int) -> RankGroups:
+        low = cut_axes(self.inner, step)
+        middle = low and cut_axes(low[1], size)
+        if not low or not middle:
+            return super()._every(size, step)
+        return StridedGroups(self.origin, (*low[0], *middle[1], *self.outer), middle[0])
+
     def to_array(self) -> NDArray[np.int64]:
         bases = self.origin + lattice(self.outer)
         return bases[:, None] + lattice(self.inner)[None, :]
-
-
-@attrs.frozen(repr=False)
-class SlicedGroups(RankGroups):
-    """Every `step`-th member of each parent group, `size` of them: chunks and hierarchy levels."""
-
-    parent: RankGroups
-    size: int
-    step: int
-
-    @property
-    def group_size(self) -> int:
-        return self.size
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether the members of every group ascend, as they do where those of the parent do."""
-        return self.parent.is_sorted or super().is_sorted
-
-    @property
-    def _per_parent(self) -> int:
-        return self.parent.group_size // self.size
-
-    def __len__(self) -> int:
-        return len(self.parent) * self._per_parent
-
-    def locate(self, rank: int) -> tuple[int, int]:
-        parent_index, parent_position = self.parent.locate(rank)
-        block, within = divmod(parent_position, self.size * self.step)
-        position, phase = divmod(within, self.step)
-        return parent_index * self._per_parent + block * self.step + phase, position
-
-    def members(self, index: int, positions: range) -> tuple[int, ...]:
-        parent_index, within = divmod(index, self._per_parent)
-        block, phase = divmod(within, self.step)
-        start, step = block * self.size * self.step + phase, self.step
-        first, stop = start + positions.start * step, start + positions.stop * step
-        return self.parent.members(parent_index, range(first, stop, positions.step * step))
-
-    def to_array(self) -> NDArray[np.int64]:
-        blocks = self.parent.to_array().reshape(-1, self.size, self.step)
-        return np.ascontiguousarray(blocks.swapaxes(1, 2)).reshape(-1, self.size)
 
 
 @attrs.frozen(repr=False)
@@ -442,7 +400,7 @@ class PickedGroups(RankGroups):
 
     @property
     def group_size(self) -> int:
-        return len(self._pick(0))
+        return len(self._group(0))
 
     @property
     def is_sorted(self) -> bool:
@@ -452,24 +410,16 @@ class PickedGroups(RankGroups):
     def __len__(self) -> int:
         return len(self.parent)
 
-    def locate(self, rank: int) -> tuple[int, int]:
-        index = self.parent.index_of(rank)
-        picked = self._pick(index)
-        if rank not in picked:
-            raise RankOutsideError(
-                f"rank {shown(rank)} is not picked from its group; of that group, {picked} are"
-            )
-        return index, picked.index(rank)
-
-    def members(self, index: int, positions: range) -> tuple[int, ...]:
-        return self._pick(index)[positions.start : positions.stop : positions.step]
+    def _find(self, rank: int) -> tuple[int, int] | None:
+        found = self.parent._find(rank)
+        picked = () if found is None else self._group(found[0])
+        return (found[0], picked.index(rank)) if found and rank in picked else None
 
     def to_array(self) -> NDArray[np.int64]:
-        everyone = range(self.group_size)
-        return np.array([self.members(index, everyone) for index in range(len(self))], np.int64)
+        return np.array([self._group(index) for index in range(len(self))], np.int64)
 
-    def _pick(self, index: int) -> tuple[int, ...]:
-        group = self.parent[index]
+    def _group(self, index: int) -> tuple[int, ...]:
+        group = self.parent._group(index)
         chosen = as_tuple(self.function(group), "the result of the function in pick()")
         named = {as_int(rank, "every rank that pick() keeps") for rank in chosen}
         picked = tuple([rank for rank in group if rank in named])
@@ -486,116 +436,61 @@ class PickedGroups(RankGroups):
         return picked
 
 
-# ---- ranks in a list ----------------------------------------------------------------------------
+@attrs.frozen(repr=False, eq=False, slots=False)
+class ArrayGroups(RankGroups):
+    """Groups that are listed, one in each row of an array: of a layout that lists its ranks."""
 
-
-def _as_listed(ranks: Iterable[int]) -> tuple[int, ...]:
-    return as_ranks(ranks, "ranks")
-
-
-@attrs.frozen(slots=False, cache_hash=True)
-class Listing:
-    """Distinct ranks, one for each position of a layout; a value that pickles as the tuple alone.
-
-    Example:
-        >>> listing = Listing([4, 2, 7])
-        >>> listing.ranks[2], listing.position(7), listing.position(3), str(listing)
-        (7, 2, None, '4, 2, 7')
-    """
-
-    ranks: tuple[int, ...] = attrs.field(converter=_as_listed)
-
-    def __str__(self) -> str:
-        return some_of(self.ranks, 16)
-
-    def __reduce__(self) -> tuple[type[Listing], tuple[tuple[int, ...]]]:
-        return Listing, (self.ranks,)
-
-    @cached_property
-    def array(self) -> NDArray[np.int64]:
-        """The ranks, in the order of the positions; not to be written to."""
-        return np.array(self.ranks, dtype=np.int64)
-
-    @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self.ranks)}
-
-    def position(self, rank: int) -> int | None:
-        """Return the position of a rank; None if it is not listed."""
-        return self._positions.get(rank)
-
-    def strides(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the strides over a shape that give these ranks; None if no strides do.
-
-        >>> Listing([3, 4, 7, 8]).strides([2, 2]), Listing([3, 4, 7, 8]).strides([4])
-        ((1, 4), None)
-        """
-        neighbours = itertools.accumulate(shape[:-1], operator.mul, initial=1)
-        offsets = self.array - self.array[0]
-        axes = [
-            Axis(size, int(offsets[neighbour]) if size > 1 else 1)
-            for size, neighbour in zip(shape, neighbours, strict=True)
-        ]
-        fits = are_nested(axes) and np.array_equal(lattice(axes), offsets)
-        return tuple([stride for _, stride in axes]) if fits else None
-
-
-def listed_groups(positions: StridedGroups, listing: Listing) -> RankGroups:
-    """Return the groups of listed ranks at these positions, strided where possible.
-
-    So groups with the same ranks in the same order are equal, whatever they were made from.
-
-    >>> whole = StridedGroups(0, [], [Axis(4, 1)])
-    >>> listed_groups(whole, Listing([0, 1, 4, 5])), listed_groups(whole, Listing([0, 1, 5, 4]))
-    (<1 groups of 4: (0, 1, 4, 5)>, <1 groups of 4: (0, 1, 5, 4)>)
-    """
-    listed = ListedGroups(positions, listing)
-    ranks = listed.to_array()
-    first = int(ranks[0, 0])
-    outer, inner = axes_of(ranks[:, 0] - first), axes_of(ranks[0] - first)
-    if outer is None or inner is None:
-        return listed
-    strided = StridedGroups(first, outer, inner)
-    nested = are_nested(sorted((*outer, *inner), key=_STRIDE))
-    return strided if nested and np.array_equal(strided.to_array(), ranks) else listed
-
-
-@attrs.frozen(repr=False, eq=False)
-class ListedGroups(RankGroups):
-    """The listed ranks at the positions of other groups, in the order of the positions."""
-
-    positions: StridedGroups
-    listing: Listing
+    array: NDArray[np.int64]
 
     @property
     def group_size(self) -> int:
-        return self.positions.group_size
+        return int(self.array.shape[1])
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.array)
 
-    def locate(self, rank: int) -> tuple[int, int]:
-        position = self.listing.position(as_rank(rank))
-        if position is None:
-            raise RankOutsideError(f"rank {shown(rank)} is in none of these groups: {self!r}")
-        return self.positions.locate(position)
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.array.ravel().tolist())}
 
-    def members(self, index: int, positions: range) -> tuple[int, ...]:
-        ranks = self.listing.ranks
-        return tuple([ranks[position] for position in self.positions.members(index, positions)])
+    def _find(self, rank: int) -> tuple[int, int] | None:
+        position = self._positions.get(rank)
+        return None if position is None else divmod(position, self.group_size)
+
+    def _group(self, index: int) -> tuple[int, ...]:
+        return tuple(self.array[index].tolist())
 
     def to_array(self) -> NDArray[np.int64]:
-        return self.listing.array[self.positions.to_array()]
+        return self.array
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ListedGroups):
+        if not isinstance(other, ArrayGroups):
             return NotImplemented
-        if (self.positions, self.listing) == (other.positions, other.listing):
-            return True
-        return np.array_equal(self.to_array(), other.to_array())
+        return np.array_equal(self.array, other.array)
 
     def __hash__(self) -> int:
-        return hash((len(self), self[0]))
+        return hash((len(self), self._group(0)))
+
+    def __reduce__(self) -> tuple[type[ArrayGroups], tuple[NDArray[np.int64]]]:
+        return ArrayGroups, (self.array,)
+
+
+def groups_of(ranks: NDArray[np.int64]) -> RankGroups:
+    """Return the groups in the rows of an array, strided where possible.
+
+    So groups with the same ranks in the same order are equal, whatever they were made from.
+
+    >>> groups_of(np.array([[0, 1, 4, 5]])), groups_of(np.array([[0, 1, 5, 4]]))
+    (<1 groups of 4: (0, 1, 4, 5)>, <1 groups of 4: (0, 1, 5, 4)>)
+    """
+    first = int(ranks[0, 0])
+    outer, inner = axes_of(ranks[:, 0] - first), axes_of(ranks[0] - first)
+    if outer is not None and inner is not None:
+        strided = StridedGroups(first, outer, inner)
+        nested = are_nested(sorted((*outer, *inner), key=_STRIDE))
+        if nested and np.array_equal(strided.to_array(), ranks):
+            return strided
+    return ArrayGroups(ranks)
 
 
 # ---- one rank in its group, groups on hosts -----------------------------------------------------

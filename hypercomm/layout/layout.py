@@ -36,6 +36,7 @@ from hypercomm.layout.checks import (
     as_offset,
     as_ordered,
     as_rank,
+    as_ranks,
     as_sizes,
     as_strings,
     positive,
@@ -43,13 +44,13 @@ from hypercomm.layout.checks import (
 )
 from hypercomm.layout.groups import (
     Axis,
-    Listing,
     Place,
     RankGroups,
     StridedGroups,
+    are_nested,
     coalesce,
+    groups_of,
     lattice,
-    listed_groups,
 )
 from hypercomm.layout.parsing import (
     OPEN,
@@ -66,9 +67,36 @@ from hypercomm.layout.parsing import (
     read_sizes,
     sizes_of_environment,
 )
-from hypercomm.layout.text import did_you_mean, format_sizes, shown
+from hypercomm.layout.text import did_you_mean, format_sizes, shown, some_of
 
-_FIELDS = ("shape", "dim_names", "rank_offset", "strides", "_listing", "size", "_is_dense")
+_KEYS = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
+"""The keys of the JSON form."""
+
+
+@attrs.frozen(slots=False, cache_hash=True)
+class Listing:
+    """Distinct ranks, one for each position of a layout; a value that pickles as the tuple alone.
+
+    Example:
+        >>> listing = Listing((4, 2, 7))
+        >>> listing.ranks[2], listing.positions[7], listing.array.tolist()
+        (7, 2, [4, 2, 7])
+    """
+
+    ranks: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[type[Listing], tuple[tuple[int, ...]]]:
+        return Listing, (self.ranks,)
+
+    @functools.cached_property
+    def array(self) -> NDArray[np.int64]:
+        """The ranks, in the order of the positions; not to be written to."""
+        return np.array(self.ranks, dtype=np.int64)
+
+    @functools.cached_property
+    def positions(self) -> dict[int, int]:
+        """The position of each rank."""
+        return {rank: position for position, rank in enumerate(self.ranks)}
 
 
 @attrs.frozen(init=False, repr=False)
@@ -126,6 +154,8 @@ class RankLayout:
     _listing: Listing | None = attrs.field(alias="ranks")
     size: int = attrs.field(eq=False, init=False)
     """The number of ranks."""
+    last_rank: int = attrs.field(eq=False, init=False)
+    """The largest rank."""
     _is_dense: bool = attrs.field(eq=False, init=False)
     """Whether there are no gaps between offsets."""
 
@@ -149,19 +179,19 @@ class RankLayout:
         if isinstance(shape, RankLayout):
             if offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
-            if world_size is not None:
-                close_sizes(shape.sizes, world_size)
-            self._set(
-                shape.shape, shape.dim_names, shape.rank_offset, shape.strides, shape._listing
-            )
+            close_sizes(shape.sizes, world_size)
+            self._set(*shape._numbering)
             return
         sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
         steps = None if strides is None else as_sizes(strides, "strides")
-        listing = None if ranks is None else Listing(ranks)
-        if listing is not None:
-            _check_listing(listing, math.prod(sizes.values()), offset, steps)
-        if steps is not None and len(steps) != len(sizes):
-            raise LayoutError(f"strides {steps} need one stride for each of {tuple(sizes)}")
+        if steps is not None and (ranks is not None or len(steps) != len(sizes)):
+            raise LayoutError(
+                f"strides {steps} need one stride for each of {tuple(sizes)}, and no ranks"
+            )
+        listing = None
+        if ranks is not None:
+            listing = Listing(as_ranks(ranks, "ranks"))
+            _check_listing(listing.ranks, math.prod(sizes.values()), offset)
         self._set(tuple(sizes.values()), tuple(sizes), offset, steps, listing)
 
     @classmethod
@@ -189,15 +219,22 @@ class RankLayout:
         """Set all fields, in the one form that equal layouts share: strides where they suffice."""
         dense = tuple(accumulate(shape[:-1], operator.mul, initial=1))
         if listing is not None:
-            rank_offset, strides = min(listing.ranks), listing.strides(shape)
-            if strides is not None:
-                listing = None
+            rank_offset, strides = min(listing.ranks), _strides_of(shape, listing.array)
+            listing = listing if strides is None else None
         strides = dense if strides is None else strides
         if strides != dense:
             strides = _canonical_strides(dim_names, shape, strides)
-        numbering = (shape, dim_names, rank_offset, strides, listing)
-        fields = (*numbering, math.prod(shape), strides == dense)
-        for name, value in zip(_FIELDS, fields, strict=True):
+        last = rank_offset + sum(map(operator.mul, shape, strides)) - sum(strides)
+        for name, value in (
+            ("shape", shape),
+            ("dim_names", dim_names),
+            ("rank_offset", rank_offset),
+            ("strides", strides),
+            ("_listing", listing),
+            ("size", math.prod(shape)),
+            ("last_rank", last if listing is None else max(listing.ranks)),
+            ("_is_dense", strides == dense),
+        ):
             object.__setattr__(self, name, value)
         if self.last_rank > LARGEST_RANK:
             raise LayoutError(
@@ -205,9 +242,13 @@ class RankLayout:
                 f"torch numbers them up to {LARGEST_RANK}"
             )
 
+    @property
+    def _numbering(self) -> tuple[Any, ...]:
+        """The arguments of `_of` that make this layout."""
+        return self.shape, self.dim_names, self.rank_offset, self.strides, self._listing
+
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.shape, self.dim_names, self.rank_offset, self.strides, self._listing
-        return RankLayout._of, fields
+        return RankLayout._of, self._numbering
 
     # ---- text and other forms ---------------------------------------------------------------
 
@@ -292,11 +333,10 @@ class RankLayout:
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
         total, choices = positive(world_size, "world_size"), _choices(sizes)
-        offset = as_offset(rank_offset)
         if total > LARGEST_RANK:
             raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {shown(total)}")
         shapes = completions([*choices.values()], total)
-        return [cls._of(shape, tuple(choices), offset) for shape in shapes]
+        return [cls._of(shape, tuple(choices), as_offset(rank_offset)) for shape in shapes]
 
     @classmethod
     def fit(
@@ -355,11 +395,9 @@ class RankLayout:
             fields = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
-        known = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
-        is_layout = isinstance(fields, dict) and set(fields) <= known
-        if not is_layout or not all(
-            type(fields.get(one)) is list for one in ("shape", "dim_names")
-        ):
+        keys = set(fields) if isinstance(fields, dict) else set()
+        lists = [fields[key] for key in ("shape", "dim_names") if key in keys]
+        if list(map(type, lists)) != [list, list] or keys - _KEYS:
             raise LayoutError(
                 f"the JSON form of a layout is an object with lists 'shape' and 'dim_names', and "
                 f"perhaps 'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
@@ -403,14 +441,6 @@ class RankLayout:
     def sizes(self) -> dict[str, int]:
         """The size of each dim by name, in the layout's order."""
         return dict(zip(self.dim_names, self.shape, strict=True))
-
-    @property
-    def last_rank(self) -> int:
-        """The largest rank."""
-        if self._listing is not None:
-            return max(self._listing.ranks)
-        reach: int = sum(map(operator.mul, self.shape, self.strides))
-        return self.rank_offset + reach - sum(self.strides)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -608,11 +638,9 @@ class RankLayout:
             {'tp': 1, 'cp': 0}
         """
         sizes = read_sizes(shape, dim_names)
-        if math.prod(sizes.values()) != self.size:
+        if (size := math.prod(sizes.values())) != self.size:
             text = format_sizes(tuple(sizes), tuple(sizes.values()))
-            raise LayoutError(
-                f"{text} has {math.prod(sizes.values())} ranks, but {self} has {self.size}"
-            )
+            raise LayoutError(f"{text} has {size} ranks, but {self} has {self.size}")
         listing = self._listing
         if not self._is_dense:
             if self.size > LARGEST_WORLD:
@@ -620,7 +648,7 @@ class RankLayout:
                     f"with gaps (strides {self.strides}) the ranks must be listed, and {self.size} "
                     f"are more than the {LARGEST_WORLD} that can be; take a layout without gaps"
                 )
-            listing = Listing(self.ranks)
+            listing = Listing(tuple(self.ranks))
         return self._of(tuple(sizes.values()), tuple(sizes), self.rank_offset, None, listing)
 
     def split(self, dim: str, /, **sizes: int) -> RankLayout:
@@ -729,7 +757,7 @@ class RankLayout:
         axes = self._axes(kept)
         shape, strides = zip(*axes, strict=True)
         if self._listing is not None:
-            listing = Listing(self._ranks_at(offset + lattice(axes)).tolist())
+            listing = Listing(tuple(self._ranks_at(offset + lattice(axes)).tolist()))
             return self._of(shape, kept, listing=listing)
         return self._of(shape, kept, self.rank_offset + offset, strides)
 
@@ -783,8 +811,7 @@ class RankLayout:
     def _offset_of(self, rank: object) -> int:
         if self._listing is None:
             return as_rank(rank) - self.rank_offset
-        position = self._listing.position(as_rank(rank))
-        return -1 if position is None else position
+        return self._listing.positions.get(as_rank(rank), -1)
 
     def _rank_at(self, offset: int) -> int:
         return self.rank_offset + offset if self._listing is None else self._listing.ranks[offset]
@@ -798,7 +825,7 @@ class RankLayout:
         if index is not None:
             return index
         if self._listing is not None:
-            held = f"the ranks {self._listing}"
+            held = f"the ranks {some_of(self._listing.ranks, 16)}"
         else:
             gaps = "" if self._is_dense else f", with gaps (strides {self.strides})"
             held = f"ranks {self.rank_offset}..{self.last_rank}{gaps}"
@@ -863,7 +890,8 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
         (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
     if layout._listing is not None:
-        return listed_groups(StridedGroups(0, outer_axes, inner_axes), layout._listing)
+        positions = StridedGroups(0, outer_axes, inner_axes).to_array()
+        return groups_of(layout._listing.array[positions])
     return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
 
 
@@ -925,22 +953,34 @@ def _choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, .
     return {name: as_choices(name, sizes[name]) for name in as_names(tuple(sizes))}
 
 
-def _check_listing(
-    listing: Listing, size: int, rank_offset: int, strides: tuple[int, ...] | None
-) -> None:
+def _check_listing(ranks: tuple[int, ...], size: int, rank_offset: int) -> None:
     """Check the ranks that a layout is given against its other arguments."""
-    if len(listing.ranks) != size:
+    if len(ranks) != size:
         raise LayoutError(
-            f"ranks holds {len(listing.ranks)} ranks, but shape has {shown(size)} positions; give "
-            f"one rank for each"
+            f"ranks holds {len(ranks)} ranks, but shape has {shown(size)} positions; give one rank "
+            f"for each"
         )
-    if rank_offset not in {0, min(listing.ranks)}:
+    if rank_offset not in {0, min(ranks)}:
         raise LayoutError(
             f"rank_offset {rank_offset} cannot be combined with ranks, the smallest of which is "
-            f"{min(listing.ranks)}; leave it out"
+            f"{min(ranks)}; leave it out"
         )
-    if strides is not None:
-        raise LayoutError(f"strides {strides} cannot be combined with ranks; leave one of them out")
+
+
+def _strides_of(shape: tuple[int, ...], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
+    """Return the strides over a shape that give these ranks; None if no strides do.
+
+    >>> _strides_of((2, 2), np.array([3, 4, 7, 8])), _strides_of((4,), np.array([3, 4, 7, 8]))
+    ((1, 4), None)
+    """
+    neighbours = accumulate(shape[:-1], operator.mul, initial=1)
+    offsets = ranks - ranks[0]
+    axes = [
+        Axis(size, int(offsets[neighbour]) if size > 1 else 1)
+        for size, neighbour in zip(shape, neighbours, strict=True)
+    ]
+    fits = are_nested(axes) and np.array_equal(lattice(axes), offsets)
+    return tuple([stride for _, stride in axes]) if fits else None
 
 
 def _canonical_strides(

@@ -30,10 +30,11 @@ from hypercomm.layout.messages import (
     Shard,
     Sharding,
     as_lengths,
+    length_of_unit,
     resolve_axes,
 )
 from hypercomm.layout.parsing import nearest_multiples
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import shown, some_of
 
 ZIGZAG = "zigzag"
 
@@ -221,17 +222,15 @@ class RankMapping:
         if self.along is not None:
             before, after = self._sizes(self.along)
             words = [f"{self.kind} {before} -> {after} along {self.along}"]
-        cut = [
-            f"{cut.sources} -> {cut.targets} on axis {cut.axis}"
-            + " in zigzag" * any(dim in zigzag_dims(self.shards) for dim in axes[cut.axis])
-            for cut in self.cuts
-            if axes[cut.axis] != (self.along,)
-        ]
-        words += cut or ["whole"] * (self.along is None)
+        for cut in self.cuts:
+            if axes[cut.axis] != (self.along,):
+                is_zigzag = not zigzag_dims(self.shards).isdisjoint(axes[cut.axis])
+                how = " in zigzag" if is_zigzag else ""
+                words.append(f"{cut.sources} -> {cut.targets} on axis {cut.axis}{how}")
+        words = words or ["whole"]
         words += ["leaders only"] * self.leaders + ["backward"] * self.backward
-        idle = replicating(
-            self.source, self.target, {self.along, self.pipeline, *dict(self.shards)}
-        )
+        roles = {self.along, self.pipeline, *dict(self.shards)}
+        idle = replicating(self.source, self.target, roles)
         copies = f"; {', '.join(idle)} {'replicates' if len(idle) == 1 else 'replicate'}"
         ends = f"{_with_ranks(self.source)} -> {_with_ranks(self.target)}"
         return f"{ends}: {', '.join(words)}{copies if idle else ''}"
@@ -272,7 +271,8 @@ class RankMapping:
             [0, 0, 0, 1, 1, 1]
         """
         _, receivers = self._replicas
-        _check_count(math.prod([cut.overlaps for cut in self.cuts]) * receivers)
+        pairs = [cut.source + cut.target - math.gcd(cut.source, cut.target) for cut in self.cuts]
+        _check_count(math.prod(pairs) * receivers)
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
         messages.sort(key=_by_place)
         ends = [(name, np.int64) for name in ("source", "target")]
@@ -353,32 +353,6 @@ class RankMapping:
         """
         return self._after.replicas_of(rank)
 
-    def gather_siblings(self, rank: int) -> tuple[int, ...]:
-        """Return the source's ranks whose shares of the batch meet in one shard of the target.
-
-        In the order of the batch, including `rank`; they differ in no other axis. `rank` alone,
-        where a shard of the target is not made of several whole ones. () where `rank` is not on
-        the stage that sends.
-
-        Raises:
-            RankOutsideError: The source does not hold `rank`.
-
-        Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
-            >>> mapping.gather_siblings(3)
-            (2, 3)
-        """
-        held, batch = self._before.shards_of(rank), self._batch
-        if not held:
-            return ()
-        if batch is None or batch.source % batch.target:
-            return (int(rank),)
-        own, *rest = held[0].cell
-        fan_in = batch.source // batch.target
-        first = own // fan_in * fan_in
-        cells = [(index, *rest) for index in range(first, first + fan_in)]
-        return tuple(self._before.rank_at(cell, held[0].replica) for cell in cells)
-
     def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a target rank receives, from that of what a source rank has.
 
@@ -392,10 +366,7 @@ class RankMapping:
         """
         lengths = list(as_lengths(shape))
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
-            whole = cut.part(0, 0)
-            whole.slice_of(
-                lengths[axis], cut.source, held=cut.source_held
-            )  # raises for lengths that cannot be cut
+            length_of_unit(cut.axis, lengths[axis], cut.units // cut.sources)
             lengths[axis] = lengths[axis] * cut.sources // cut.targets
         return tuple(lengths)
 
@@ -461,12 +432,6 @@ class RankMapping:
             return {}
         return {self.pipeline: layout.size_of(self.pipeline) - 1 if is_last else 0}
 
-    @property
-    def _batch(self) -> Cut | None:
-        """How the batch is cut, if it is."""
-        cut = next(iter(self.cuts), None)
-        return cut if cut and self.along is not None and cut.axis == self.batch_axis else None
-
 
 def _shards_of(sharding: Sharding, rank: int, replicas: int) -> list[Shard]:
     """The shards of any rank, if it is among the replicas that take part."""
@@ -488,9 +453,8 @@ def _check_count(messages: int) -> None:
 
 def _with_ranks(layout: RankLayout) -> str:
     listing = layout._listing
-    return (
-        f"{layout} at {layout.rank_offset}" if listing is None else f"{layout} on ranks {listing}"
-    )
+    ranks = f"{layout.rank_offset}" if listing is None else some_of(listing.ranks, 16)
+    return f"{layout} {'at' if listing is None else 'on ranks'} {ranks}"
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -574,14 +538,14 @@ def _as_axis(value: object, sequence: int, what: str) -> TensorAxis:
     return as_int(value, what)
 
 
-def zigzag_dims(shards: Shards) -> tuple[str, ...]:
+def zigzag_dims(shards: Shards) -> frozenset[str]:
     """Return the dims that cut in zigzag.
 
     Example:
         >>> zigzag_dims((("cp", ("zigzag", 1)), ("tp", -1)))
-        ('cp',)
+        frozenset({'cp'})
     """
-    return tuple(dim for dim, axis in shards if isinstance(axis, tuple))
+    return frozenset([dim for dim, axis in shards if isinstance(axis, tuple)])
 
 
 def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
@@ -632,14 +596,18 @@ def check_roles(
         >>> check_roles(layout, layout, "dp", 0, (("tp", -1),), "pp")
     """
     named = [("along", along), *(("shards", dim) for dim, _ in shards), ("pipeline", pipeline)]
-    roles = roles_of((role, dim) for role, dim in named if dim is not None)
+    roles = [(role, dim) for role, dim in named if dim is not None]
     dims = {*source.dim_names, *target.dim_names}
-    for dim, role in roles.items():
-        if dim not in {*dims, *_MAY_LACK}:
-            raise UnknownDimError(
-                f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
-                f"{source.dim_names}, the target {target.dim_names}"
-            )
+    idle = replicating(source, target, {dim for _, dim in roles})
+    for role, dim in roles:
+        if dim in dims or (dim in _MAY_LACK and not (role == "along" and idle)):
+            continue
+        hint = f"; give along={idle[0]!r}, or along=None if no dim splits a batch" if idle else ""
+        raise UnknownDimError(
+            f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
+            f"{source.dim_names}, the target {target.dim_names}{hint if role == 'along' else ''}"
+        )
+    roles_of(roles)
     if along is None:
         return
     for dim, axis in shards:
@@ -648,13 +616,6 @@ def check_roles(
                 f"dim {dim!r} in shards cuts axis {batch_axis} in zigzag, which is the batch's; "
                 f"give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
             )
-    idle = replicating(source, target, roles)
-    if along not in dims and idle:
-        raise UnknownDimError(
-            f"along names dim {along!r}, which neither layout has, so that dims {idle} would "
-            f"replicate the whole tensor; give along={idle[0]!r} if that one splits the batch, "
-            f"along=None if nothing does, or shards={{{idle[0]!r}: axis}} if it cuts another axis"
-        )
     before, after = source.size_of(along, default=1), target.size_of(along, default=1)
     if before % after and after % before:
         raise LayoutError(

@@ -40,15 +40,15 @@ class Cut:
         >>> cut = Cut(axis=0, source=2, target=3)
         >>> cut.units, list(cut.targets_of(0)), list(cut.sources_of(1))
         (6, [0, 1], [0, 1])
-        >>> cut.part(0, 1)
-        Part(cut=Cut(axis=0, source=2, target=3), start=2, stop=3)
+        >>> cut.part(1, 1)
+        Part(axis=0, start=3, stop=4, units=6, on_source=(0, 3), on_target=(1, 2))
     """
 
     axis: int
     source: int
     target: int
-    source_held: int = attrs.field(default=1, repr=False)
-    target_held: int = attrs.field(default=1, repr=False)
+    source_held: int = 1
+    target_held: int = 1
 
     @property
     def sources(self) -> int:
@@ -65,11 +65,6 @@ class Cut:
         """The number of units of the whole axis."""
         return math.lcm(self.source, self.target)
 
-    @property
-    def overlaps(self) -> int:
-        """The number of pairs of a shard of the source and one of the target that overlap."""
-        return self.source + self.target - math.gcd(self.source, self.target)
-
     def targets_of(self, shard: int) -> range:
         """Return the target's shards that overlap a shard of the source."""
         return _overlapping(shard, self.source, self.target)
@@ -85,7 +80,10 @@ class Cut:
         """
         wide, narrow = self.units // self.source, self.units // self.target
         start = max(source * wide, target * narrow)
-        return Part(self, start, min((source + 1) * wide, (target + 1) * narrow), slots)
+        stop = min((source + 1) * wide, (target + 1) * narrow)
+        on_source = slots[0] * wide + start % wide, wide * self.source_held
+        on_target = slots[1] * narrow + start % narrow, narrow * self.target_held
+        return Part(self.axis, start, stop, self.units, on_source, on_target)
 
 
 def _overlapping(shard: int, own: int, others: int) -> range:
@@ -97,40 +95,39 @@ def _overlapping(shard: int, own: int, others: int) -> range:
 class Part:
     """Units start .. stop - 1 of a tensor axis: from one shard of the source to one of the target.
 
-    Example:
-        >>> part = Cut(axis=0, source=2, target=3).part(1, 1)
-        >>> (part.start, part.stop), part.slice_of(6, 1), part.slice_of(3, 2), part.slice_of(2, 3)
-        ((3, 4), slice(3, 4, None), slice(0, 1, None), slice(1, 2, None))
+    Attributes:
+        axis: The tensor axis.
+        start: The first unit.
+        stop: The unit after the last.
+        units: The number of units of the whole axis.
+        on_source: The first unit among those of the source's rank, and how many that rank has.
+        on_target: The same of the target's rank.
     """
 
-    cut: Cut
+    axis: int
     start: int
     stop: int
-    slots: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
+    units: int
+    on_source: tuple[int, int]
+    on_target: tuple[int, int]
 
-    def slice_of(self, length: int, shards: int, slot: int = 0, held: int = 1) -> slice:
-        """Return the slice of the part on a rank, where the axis is cut into `shards`.
 
-        Args:
-            length: Elements of the axis on one rank.
-            shards: `cut.source`, `cut.target`, or 1 for the whole axis.
-            slot: The position of the part's shard among those of the rank.
-            held: How many shards the rank has.
+def length_of_unit(axis: int, length: int, units: int) -> int:
+    """Return the number of elements of each unit of a tensor axis.
 
-        Raises:
-            LayoutError: The length is not a multiple of the units that a shard has.
-        """
-        units = self.cut.units // shards
-        if length % (units * held):
-            is_zigzag = max(self.cut.source_held, self.cut.target_held) > 1
-            raise LayoutError(
-                f"tensor axis {self.cut.axis} has length {length}, and must be a multiple of "
-                f"{units * held}, as {self.cut.source} {'chunks' if is_zigzag else 'shards'} "
-                f"become {self.cut.target}; the nearest lengths that work are "
-                f"{nearest_multiples(length, units * held)}"
-            )
-        step, first = length // (units * held), slot * units + self.start % units
-        return slice(first * step, (first + self.stop - self.start) * step)
+    Raises:
+        LayoutError: The length is not a multiple of the number of units.
+
+    Example:
+        >>> length_of_unit(0, 12, 6)
+        2
+    """
+    if length % units:
+        raise LayoutError(
+            f"tensor axis {axis} has length {length}, and must be a multiple of {units} to be cut; "
+            f"the nearest lengths that work are {nearest_multiples(length, units)}"
+        )
+    return length // units
 
 
 @attrs.frozen
@@ -170,26 +167,23 @@ class Message:
             LayoutError: A length is not a multiple of the units of its axis, or an axis that is
                 cut is not there.
         """
-        return self._slices(shape, [(1, 0, 1)] * len(self.parts))
+        return self._slices(shape, [(part.start, part.units) for part in self.parts])
 
     def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return its slices of the sender's tensor, of this shape; as `global_slices`."""
-        held = [(one.cut.source, one.slots[0], one.cut.source_held) for one in self.parts]
-        return self._slices(shape, held)
+        return self._slices(shape, [part.on_source for part in self.parts])
 
     def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return its slices of the receiver's tensor, of this shape; as `global_slices`."""
-        held = [(one.cut.target, one.slots[1], one.cut.target_held) for one in self.parts]
-        return self._slices(shape, held)
+        return self._slices(shape, [part.on_target for part in self.parts])
 
-    def _slices(
-        self, shape: Sequence[int], places: Sequence[tuple[int, int, int]]
-    ) -> tuple[slice, ...]:
+    def _slices(self, shape: Sequence[int], firsts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
         lengths = as_lengths(shape)
         slices = [slice(None)] * len(lengths)
-        axes = resolve_axes((part.cut for part in self.parts), len(lengths))
-        for part, axis, place in zip(self.parts, axes, places, strict=True):
-            slices[axis] = part.slice_of(lengths[axis], *place)
+        axes = resolve_axes(self.parts, len(lengths))
+        for part, axis, (first, units) in zip(self.parts, axes, firsts, strict=True):
+            step = length_of_unit(part.axis, lengths[axis], units)
+            slices[axis] = slice(first * step, (first + part.stop - part.start) * step)
         return tuple(slices)
 
 
@@ -203,15 +197,13 @@ def as_lengths(shape: Sequence[int]) -> tuple[int, ...]:
         >>> as_lengths([8, 3])
         (8, 3)
     """
-    lengths = tuple(
-        as_int(length, "every length in shape") for length in as_ordered(shape, "shape")
-    )
+    lengths = tuple([as_int(one, "every length in shape") for one in as_ordered(shape, "shape")])
     if min(lengths, default=0) < 0:
         raise LayoutError(f"every length in shape must be non-negative, got {shown(lengths)}")
     return lengths
 
 
-def resolve_axes(cuts: Iterable[Cut], ndim: int) -> list[int]:
+def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
     """Return the axes that are cut of a tensor of `ndim` axes, counted from the front.
 
     Raises:
@@ -274,52 +266,40 @@ class Shard(NamedTuple):
     replica: int
 
 
-@attrs.frozen
 class AxisCut:
-    """The dims of a layout that cut one tensor axis, outermost first, with their sizes.
+    """The dims of a layout that cut one tensor axis.
 
-    `order` has the shards of each rank, and `places` (rank, position) of each shard; both are None
-    where rank i holds shard i.
+    Args:
+        layout: The layout.
+        dims: The dims, outermost first; those that the layout lacks have size 1.
+        zigzag: Those of them that cut in zigzag.
+
+    Attributes:
+        dims: The dims of the layout, with their sizes.
+        count: The number of ranks that the axis is cut between.
+        held: The number of shards of each rank.
     """
 
-    dims: tuple[tuple[str, int], ...]
-    order: NDArray[np.int64] | None = None
-    places: NDArray[np.int64] | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of ranks that the axis is cut between."""
-        return math.prod([size for _, size in self.dims])
-
-    @property
-    def held(self) -> int:
-        """The number of shards of each rank."""
-        return 1 if self.order is None else self.order.shape[1]
+    def __init__(self, layout: RankLayout, dims: Sequence[str], zigzag: Collection[str]) -> None:
+        self.dims = [(dim, layout.size_of(dim)) for dim in dims if dim in layout.dim_names]
+        self.count = math.prod([size for _, size in self.dims])
+        steps = [(size, dim in zigzag and size > 1) for dim, size in self.dims]
+        self._order = zigzag_order(steps) if any(is_zigzag for _, is_zigzag in steps) else None
+        self.held = 1 if self._order is None else self._order.shape[1]
 
     def shards_at(self, coords: Mapping[str, int]) -> list[int]:
         """Return the shards of the rank with these coordinates."""
         index = 0
         for dim, size in self.dims:
             index = index * size + coords[dim]
-        return [index] if self.order is None else self.order[index].tolist()
+        return [index] if self._order is None else self._order[index].tolist()
 
     def place_of(self, shard: int) -> tuple[int, int]:
         """Return the rank, by its number among those of the axis, and the position of a shard."""
-        if self.places is None:
+        if self._order is None:
             return shard, 0
-        rank, position = self.places[shard].tolist()
+        rank, position = np.argwhere(self._order == shard)[0].tolist()
         return rank, position
-
-
-def _axis_cut(layout: RankLayout, dims: Sequence[str], zigzag: Collection[str]) -> AxisCut:
-    """Return how some dims cut an axis; those that the layout lacks have size 1."""
-    sizes = {dim: layout.size_of(dim) for dim in dims if dim in layout.dim_names}
-    steps = [(size, dim in zigzag and size > 1) for dim, size in sizes.items()]
-    if not any(is_zigzag for _, is_zigzag in steps):
-        return AxisCut(tuple(sizes.items()))
-    order = zigzag_order(steps)
-    places = np.argwhere(order >= 0)[np.argsort(order.reshape(-1))]
-    return AxisCut(tuple(sizes.items()), order, places)
 
 
 @attrs.frozen
@@ -360,9 +340,9 @@ class Sharding:
         """Find the dims of each axis, and those that replicate."""
         taken = {*self.stage, *chain.from_iterable(self.cuts)}
         copying = [dim for dim in reversed(self.layout.dim_names) if dim not in taken]
-        axes = tuple([_axis_cut(self.layout, dims, self.zigzag) for dims in self.cuts])
+        axes = tuple([AxisCut(self.layout, dims, self.zigzag) for dims in self.cuts])
         object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "copies", _axis_cut(self.layout, copying, ()))
+        object.__setattr__(self, "copies", AxisCut(self.layout, copying, ()))
 
     @property
     def shards(self) -> tuple[int, ...]:

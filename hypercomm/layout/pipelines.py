@@ -1,4 +1,4 @@
-"""Pipeline stages of layouts: the first and the last one, their leaders, and chains of modules.
+"""Pipeline stages of layouts: the first and the last one, and those of a chain of modules.
 
 A module is pipelined along one dim of its layout. A dim that a layout lacks has size 1, so that
 all of its ranks are the first stage, and the last.
@@ -7,28 +7,14 @@ all of its ranks are the first stage, and the last.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_ordered, as_rank
-from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.text import shown
 
 Chain = Iterable[RankLayout] | Mapping[str, RankLayout]
 """The layouts of modules, in the order of the data; perhaps by name."""
-
-
-class Boundary(NamedTuple):
-    """The ranks on both sides of the edge between two modules.
-
-    Attributes:
-        senders: The ranks of the last stage of the module before.
-        receivers: The ranks of the first stage of the next module.
-    """
-
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
 
 
 def first_stage(layout: RankLayout, dim: str = "pp") -> tuple[int, ...]:
@@ -61,75 +47,6 @@ def last_stage(layout: RankLayout, dim: str = "pp") -> tuple[int, ...]:
         (0, 1)
     """
     return _stage(layout, dim, _depth_of(layout, dim) - 1)
-
-
-def is_in_first_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
-    """Return whether a rank is in the first stage, in O(dims); False outside the layout.
-
-    Raises:
-        LayoutError: `layout` is not a RankLayout, or `rank` is not an int.
-
-    Example:
-        >>> layout = RankLayout.parse("tp=2,pp=3")
-        >>> [rank for rank in range(9) if is_in_first_stage(layout, rank)]
-        [0, 1]
-    """
-    _depth_of(layout, dim)
-    return _stage_of(layout, rank, dim) == 0
-
-
-def is_in_last_stage(layout: RankLayout, rank: int, dim: str = "pp") -> bool:
-    """Return whether a rank is in the last stage; arguments and errors as for `is_in_first_stage`.
-
-    Example:
-        >>> layout = RankLayout.parse("tp=2,pp=3")
-        >>> [rank for rank in range(9) if is_in_last_stage(layout, rank)]
-        [4, 5]
-    """
-    depth = _depth_of(layout, dim)
-    return _stage_of(layout, rank, dim) == depth - 1
-
-
-def leaders(groups: RankGroups) -> tuple[int, ...]:
-    """Return the leader of each group, its first member, in the order of the groups.
-
-    Example:
-        >>> leaders(RankLayout.parse("tp=2,dp=3").groups("tp"))
-        (0, 2, 4)
-    """
-    return tuple(groups.to_array()[:, 0].tolist())
-
-
-def leader_of(groups: RankGroups, rank: int) -> int:
-    """Return the leader of the group that a rank is a member of, in O(dims).
-
-    Raises:
-        RankOutsideError: `rank` is a member of no group.
-
-    Example:
-        >>> leader_of(RankLayout.parse("tp=2,dp=3").groups("tp"), 3)
-        2
-    """
-    return groups.members(groups.index_of(rank), range(1))[0]
-
-
-def boundary(source: RankLayout, target: RankLayout, dim: str = "pp") -> Boundary:
-    """Return the ranks that send and receive where one pipelined module follows another.
-
-    Args:
-        source: The layout of the module before.
-        target: The layout of the next module.
-        dim: The dim that both are pipelined along.
-
-    Raises:
-        LayoutError: `source` or `target` is not a RankLayout.
-
-    Example:
-        >>> encoder = RankLayout.parse("tp=1,pp=2")
-        >>> boundary(encoder, RankLayout.parse("tp=2,pp=2", rank_offset=2))
-        Boundary(senders=(1,), receivers=(2, 3))
-    """
-    return Boundary(last_stage(source, dim), first_stage(target, dim))
 
 
 def pipeline_depth(chain: Chain, dim: str = "pp") -> int:
@@ -174,10 +91,11 @@ def pipeline_stages(chain: Chain, rank: int, dim: str = "pp") -> tuple[int, ...]
         >>> [pipeline_stages([encoder, llm], rank) for rank in (0, 1, 2, 5, 6)]
         [(0,), (1,), (2,), (3,), ()]
     """
-    stages, before = [], 0
+    stages, before, rank = [], 0, as_rank(rank)
     for layout in _as_chain(chain):
-        depth, stage = _depth_of(layout, dim), _stage_of(layout, rank, dim)
-        stages += [] if stage is None else [before + stage]
+        depth = _depth_of(layout, dim)
+        if rank in layout:
+            stages.append(before + layout.coords(rank).get(dim, 0))
         before += depth
     return tuple(stages)
 
@@ -186,12 +104,6 @@ def _stage(layout: RankLayout, dim: str, stage: int) -> tuple[int, ...]:
     """The ranks of one stage."""
     _depth_of(layout, dim)
     return layout.ranks_where(**({dim: stage} if dim in layout.dim_names else {}))
-
-
-def _stage_of(layout: RankLayout, rank: int, dim: str) -> int | None:
-    """The stage of a rank; None outside the layout."""
-    rank = as_rank(rank)
-    return layout.coords(rank).get(dim, 0) if rank in layout else None
 
 
 def _depth_of(layout: RankLayout, dim: str) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from hypercomm.errors import LayoutError, NotationError, WorldSizeError
+from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import (
     as_offset,
     as_world_size,
@@ -16,7 +16,7 @@ from hypercomm.layout.checks import (
     is_utf8,
     world_too_small,
 )
-from hypercomm.layout.layout import RankLayout, read_layout
+from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import OPEN, check_one_open, close_sizes, known_size, read_sizes
 from hypercomm.layout.text import counted, format_ranks, shown, some_of
 
@@ -62,8 +62,8 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
     )
     placed: dict[str, RankLayout] = {}
     for name, own in sizes.items():
-        closed = _close(name, own, left, f"{left} are left") if OPEN in own.values() else own
-        placed[name] = read_layout(closed, rank_offset=rank_offset)
+        room = left if OPEN in own.values() else known_size(own)
+        placed[name] = _placed(name, own, room, f"{left} are left", rank_offset)
         rank_offset += placed[name].size
     return placed
 
@@ -93,16 +93,12 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
     room = as_world_size(world_size) - as_offset(rank_offset)
-    reason = f"{room} are left from rank {rank_offset} on"
+    why = f"{room} are left from rank {rank_offset} on"
     for name, own in sizes.items():
         if OPEN not in own.values():
-            room = known_size(own)
-            reason = f"grid {name!r} has {room}"
+            room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
             break
-    return {
-        name: read_layout(_close(name, own, room, reason), rank_offset=rank_offset)
-        for name, own in sizes.items()
-    }
+    return {name: _placed(name, own, room, why, rank_offset) for name, own in sizes.items()}
 
 
 @attrs.frozen
@@ -139,10 +135,8 @@ class Placement:
             if layout.last_rank >= self.world_size:
                 what = f"grid {name!r} ({layout} at rank_offset {layout.rank_offset})"
                 raise world_too_small(what, layout.last_rank, self.world_size)
-        common = {
-            (here, there): _common(self.layouts[here], self.layouts[there])
-            for here, there in combinations(self.layouts, 2)
-        }
+        pairs = combinations(self.layouts, 2)
+        common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
         overlaps = {pair: ranks for pair, ranks in common.items() if ranks}
         object.__setattr__(self, "overlaps", overlaps)
 
@@ -231,32 +225,31 @@ def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, i
     """Return the sizes of a layout that can be moved; one may be unspecified."""
     if isinstance(given, (str, Mapping)):
         sizes = read_sizes(given)
-        if len(unknown := [dim for dim, size in sizes.items() if size == OPEN]) > 1:
-            raise NotationError(
-                f"grid {name!r} has {len(unknown)} unspecified sizes, those of {shown(unknown)}; "
-                f"give all but one"
-            )
-        return sizes
-    if not isinstance(given, RankLayout):
+    elif not isinstance(given, RankLayout):
         raise LayoutError(
             f"grid {name!r} needs sizes such as 'tp=2,dp=4', or a RankLayout, got {shown(given)}"
         )
-    if not isinstance(given.ranks, range):
+    elif not isinstance(given.ranks, range):
         raise LayoutError(
             f"grid {name!r} ({given}) has ranks with gaps, or in their own order, and cannot "
             f"be moved; give its place too: GridSet({{{name!r}: layout, ...}})"
         )
-    return given.sizes
+    else:
+        sizes = given.sizes
+    check_one_open([f"{dim} of grid {name!r}" for dim, size in sizes.items() if size == OPEN])
+    return sizes
 
 
-def _close(name: str, sizes: Mapping[str, int], room: int, reason: str) -> dict[str, int]:
-    """Infer the unspecified size, if any, so that a layout has `room` ranks."""
+def _placed(
+    name: str, sizes: Mapping[str, int], room: int, why: str, rank_offset: int
+) -> RankLayout:
+    """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
         raise WorldSizeError(
             f"grid {name!r}: no ranks are left; make another size or the rank_offset smaller"
         )
     try:
-        return close_sizes(sizes, room, reason)
+        return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
     except WorldSizeError as error:
         raise WorldSizeError(f"grid {name!r}: {error}") from error
 

@@ -9,7 +9,7 @@ import attrs
 from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
 from hypercomm.layout.checks import as_names, as_strings
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.parsing import Dims, as_dims, close_sizes, parse_sizes, read_sizes
+from hypercomm.layout.parsing import Dims, as_dims, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, shown
 
 BASE = "base"
@@ -72,8 +72,8 @@ class Views(Mapping[str, View]):
     def register(
         self,
         name: str,
-        shape: Iterable[int],
-        dim_names: Iterable[str],
+        shape: str | Mapping[str, int] | Iterable[int] | RankLayout,
+        dim_names: Iterable[str] | None = None,
         shared_dims: Iterable[str] | None = None,
     ) -> View:
         """Add a view, as `HyperCommGrid.register_view` describes."""
@@ -81,17 +81,20 @@ class Views(Mapping[str, View]):
         if name == BASE or name in self._views:
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
-        try:
-            sizes = read_sizes(shape, dim_names)
-            sizes = close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
-        except WorldSizeError as error:
-            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
+        given = shape.sizes if isinstance(shape, RankLayout) else shape
+        sizes = self._sizes_of(name, read_sizes(given, dim_names))
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
-        wanted = () if lone is None else as_strings(lone, "shared_dims")
-        shared = self._shared(name, layout, wanted)
+        shared = self._shared(name, layout, () if lone is None else as_strings(lone, "shared_dims"))
         self._views[name] = View(name, layout, shared, shared)
         return self._views[name]
+
+    def _sizes_of(self, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Infer the unspecified size of a view."""
+        try:
+            return close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
+        except WorldSizeError as error:
+            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
 
     def refactored(self, base: RankLayout, sizes: Mapping[str, str]) -> Views:
         """Return these views for another base layout of the same ranks.
@@ -108,16 +111,13 @@ class Views(Mapping[str, View]):
             self[name]
         others = Views(base)
         for name, view in self.items():
-            closed = view.layout.sizes
             try:
-                if name in sizes:
-                    room = f"the grid has {base.size} ranks"
-                    closed = close_sizes(parse_sizes(sizes[name]), base.size, room)
-                both = {*closed} & {*base.dim_names}
+                given = read_sizes(sizes[name]) if name in sizes else view.layout.sizes
+                both = {*given} & {*base.dim_names}
                 shared = [dim for dim in view.wanted_dims if dim in both]
-                new = others.register(name, tuple(closed.values()), tuple(closed), shared)
+                new = others.register(name, given, shared_dims=shared)
                 others._views[name] = attrs.evolve(new, wanted_dims=view.wanted_dims)
-            except (LayoutError, WorldSizeError) as error:
+            except LayoutError as error:
                 raise LayoutError(
                     f"view {name!r} ({view}) does not fit {base}: {error}; give its new sizes, "
                     f"views={{{name!r}: 'dim=size,...'}}"
@@ -133,33 +133,34 @@ class Views(Mapping[str, View]):
             UnknownViewError: There is no such view.
             UnknownDimError: There is no such dim; names the view that has it, if one does.
         """
-        ordered, found = self.ordered(dims, view), self.asked(view)
+        found = None if view is None else self.asked(view)
+        try:
+            ordered = (self.base if found is None else found.layout).order_dims(dims)
+        except UnknownDimError as error:
+            raise self._elsewhere(dims, view, error) from error
         if found is None or set(ordered) <= set(found.shared_dims):
             return None, ordered if found is None else self.base.order_dims(ordered)
         return found, ordered
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
         """Order dims as a view, or the base, has them; raises as `find` does."""
-        layout = self.layout_of(view)
         try:
-            return layout.order_dims(dims)
+            return self.layout_of(view).order_dims(dims)
         except UnknownDimError as error:
-            names = as_dims(dims)
-            layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
-            having = [
-                name for name, one in layouts.items() if all(dim in one.dim_names for dim in names)
-            ]
-            if not self:
-                raise
-            if not having:
-                views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
-                raise UnknownDimError(
-                    f"no view has all of the dims {shown(dims)}: {error}; views: {views}"
-                ) from error
-            raise UnknownDimError(
-                f"{shown(dims)} is not in view {view or BASE!r} with dim_names {layout.dim_names}, "
-                f"but in view {having[0]!r}; ask with view={having[0]!r}"
-            ) from error
+            raise self._elsewhere(dims, view, error) from error
+
+    def _elsewhere(self, dims: Dims, view: str | None, error: UnknownDimError) -> UnknownDimError:
+        """Return the error for dims that a view lacks; it names the view that has them."""
+        if not self:
+            return error
+        names = {*as_dims(dims)}
+        layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
+        having = [name for name, one in layouts.items() if names <= {*one.dim_names}]
+        views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
+        hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
+        return UnknownDimError(
+            f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
+        )
 
     def layout_of(self, view: str | None) -> RankLayout:
         """Return the layout of a view, or the base."""
@@ -176,9 +177,8 @@ class Views(Mapping[str, View]):
         """Check that shared dims make the same groups in the base and the view, also jointly."""
         if not wanted:
             return ()
+        as_names(wanted, "shared dim")
         for dim in wanted:
-            if wanted.count(dim) > 1:
-                raise LayoutError(f"duplicate shared_dims: {dim!r} comes twice in {wanted}")
             for where, names in (("the base view", self.base), ("the view's dim_names", layout)):
                 if dim not in names.dim_names:
                     raise UnknownDimError(

@@ -264,8 +264,7 @@ class GroupOwner:
         if not spec.groups.has_member(job.rank):
             return None
         index, _ = spec.groups.locate(job.rank)
-        members = spec.groups.members(index, range(spec.groups.group_size))
-        return self.agreement.scope(job, f"{spec.key}/{index}", members)
+        return self.agreement.scope(job, f"{spec.key}/{index}", spec.groups[index])
 
     def grid_scope(self, job: Job) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""

@@ -60,7 +60,7 @@ class Attempt:
             index, _ = groups.locate(rank)
         except RankOutsideError:
             return None
-        ranks = groups.members(index, range(groups.group_size))
+        ranks = groups[index]
         return OwnGroup(f"{self.name}/{index}", rank, ranks)
 
     @property

@@ -11,7 +11,7 @@ import os
 import torch.distributed as dist
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
-from hypercomm.launch.worlds import told, why_not_told
+from hypercomm.launchers import find_number
 
 
 def world_size(explicit: int | None = None) -> int:
@@ -39,20 +39,15 @@ def rank(explicit: int | None = None) -> int:
 
 def _from_environment(variable: str) -> int:
     try:
-        found = told(variable, os.environ)
+        found = find_number(variable, os.environ)
     except LaunchError as error:
         raise WorldSizeError(str(error)) from error
     if found is not None:
-        return found.number
-    argument = variable.lower()
-    forgotten = why_not_told(os.environ)
-    if forgotten is not None:
-        raise NotInitializedError(
-            f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised, "
-            f"and {forgotten}; or pass {argument}="
-        )
+        return found[0]
+    what = variable.lower().replace("_", " ")
+    argument = ", or pass world_size=" if variable == "WORLD_SIZE" else ""
     raise NotInitializedError(
-        f"cannot tell the {argument.replace('_', ' ')}: torch.distributed is not initialised "
-        f"and the environment has no {variable}; call torch.distributed.init_process_group() "
-        f"first, start the program with torchrun, or pass {argument}="
+        f"cannot tell the {what}: torch.distributed is not initialised and "
+        f"the environment has no {variable}; call hypercomm.join() or "
+        f"torch.distributed.init_process_group() first, start the program with torchrun{argument}"
     )

@@ -6,41 +6,40 @@ other way round. Names resolve on first use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from hypercomm import _resolver
+from hypercomm.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.testing.fake import fake_world as fake_world
-    from hypercomm.testing.groups import registered_groups as registered_groups
-    from hypercomm.testing.kit.given import given_ranks as given_ranks
-    from hypercomm.testing.mapping_strategies import mappings as mappings
-    from hypercomm.testing.mapping_strategies import shardings as shardings
-    from hypercomm.testing.simulation import Simulation as Simulation
-    from hypercomm.testing.simulation import simulate as simulate
+    from hypercomm.testing.fake import registered_groups as registered_groups
+    from hypercomm.testing.given import given_ranks as given_ranks
+    from hypercomm.testing.simulation.result import Simulation as Simulation
+    from hypercomm.testing.simulation.run import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
     from hypercomm.testing.strategies import grids as grids
     from hypercomm.testing.strategies import layouts as layouts
+    from hypercomm.testing.strategies import mappings as mappings
     from hypercomm.testing.strategies import orders as orders
     from hypercomm.testing.strategies import ranks_of as ranks_of
+    from hypercomm.testing.strategies import shardings as shardings
     from hypercomm.testing.strategies import views_of as views_of
 
+_STRATEGIES = (
+    *("dim_subsets", "grids", "layouts", "mappings", "orders", "ranks_of", "shardings", "views_of"),
+)
+
 _HOMES = {
-    "Simulation": "hypercomm.testing.simulation",
-    "dim_subsets": "hypercomm.testing.strategies",
+    **dict.fromkeys(_STRATEGIES, "hypercomm.testing.strategies"),
+    "Simulation": "hypercomm.testing.simulation.result",
     "fake_world": "hypercomm.testing.fake",
-    "given_ranks": "hypercomm.testing.kit.given",
-    "grids": "hypercomm.testing.strategies",
-    "layouts": "hypercomm.testing.strategies",
-    "mappings": "hypercomm.testing.mapping_strategies",
-    "orders": "hypercomm.testing.strategies",
-    "ranks_of": "hypercomm.testing.strategies",
-    "registered_groups": "hypercomm.testing.groups",
+    "given_ranks": "hypercomm.testing.given",
+    "registered_groups": "hypercomm.testing.fake",
     "run_ranks": "hypercomm.launch",
-    "shardings": "hypercomm.testing.mapping_strategies",
-    "simulate": "hypercomm.testing.simulation",
-    "views_of": "hypercomm.testing.strategies",
+    "simulate": "hypercomm.testing.simulation.run",
 }
 
 __all__ = [
@@ -60,5 +59,40 @@ __all__ = [
     "views_of",
 ]
 
+_DRAWN = (
+    ("hypercomm.layout.layout", "RankLayout", "layouts"),
+    ("hypercomm.layout.mapping", "RankMapping", "mappings"),
+    ("hypercomm.grid.grid", "HyperCommGrid", "grids"),
+)
+"""Modules, their classes, and the strategies that draw them."""
 
-__getattr__ = _resolver(__name__, _HOMES)
+
+_resolve = _resolver(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _resolve(name)
+    except ModuleNotFoundError as error:
+        if error.name not in {"cloudpickle", "hypothesis"}:
+            raise
+        raise MissingPackageError(
+            f"hypercomm.testing.{name} needs {error.name}: pip install 'hypercomm[testing]'"
+        ) from error
+
+
+def _register_strategies() -> None:
+    """Make `hypothesis.strategies.from_type` draw those of our classes that are loaded.
+
+    Called when hypothesis is loaded (its entry point), and when our strategies are.
+    """
+    from hypothesis import strategies as st
+
+    for module, kind, strategy in _DRAWN:
+
+        def draw(_: type, strategy: str = strategy) -> Any:
+            return _resolve(strategy)()
+
+        found = getattr(sys.modules.get(module), kind, None)
+        if found is not None:
+            st.register_type_strategy(found, draw)

@@ -1,4 +1,4 @@
-"""A world of any size in this process, on torch's fake backend."""
+"""A world of any size in this process, on torch's fake backend, and the groups of this process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hypercomm.errors import CreationError, LayoutError, WorldSizeError
 from hypercomm.layout.checks import as_int, as_world_size
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_timeout
 
 
@@ -20,23 +20,21 @@ from hypercomm.process_groups.options import check_timeout
 def fake_world(
     world_size: int, rank: int = 0, *, timeout: timedelta | None = None
 ) -> Iterator[None]:
-    """Make torch.distributed believe that this process is one rank of a large job.
+    """Make torch.distributed act as one rank of a large job within a `with` block.
 
-    A grid's groups in it are all fake, whatever backend they ask for, and options of that go with
-    it.
-    Collectives on the fake backend return at once and move nothing: a fake world proves which
-    groups a rank is a member of, never that ranks can communicate. On leaving, the fake job and
-    every group in it are gone.
+    All groups of a grid are fake in it, whatever backend they ask for. Collectives on the fake
+    backend return immediately and move nothing: a fake world shows which groups a rank is a
+    member of, not that the ranks can communicate. The fake job and its groups end with the block.
 
     Args:
         world_size: The number of ranks of the job, at most 2**24.
-        rank: The rank that this process is.
-        timeout: The job's timeout; default: torch's.
+        rank: The rank of this process.
+        timeout: The timeout of the job; default: torch's.
 
     Raises:
-        LayoutError: `world_size` or `rank` is no int, or out of range.
-        GroupOptionsError: `timeout` is no length of time.
-        WorldSizeError: torch.distributed is initialised already.
+        LayoutError: `world_size` or `rank` is not an int, or is out of range.
+        GroupOptionsError: `timeout` is not a duration.
+        WorldSizeError: torch.distributed is already initialised.
         CreationError: The installed torch has no fake backend.
 
     Example:
@@ -54,12 +52,18 @@ def fake_world(
         raise LayoutError(f"rank must be in range({world_size}), got {rank}")
     if dist.is_initialized():
         raise WorldSizeError(
-            f"torch.distributed is initialised already, with {dist.get_world_size()} ranks; "
+            f"torch.distributed is already initialised, with {dist.get_world_size()} ranks; "
             f"leave or destroy that world before entering a fake one"
         )
-    dist.init_process_group(
-        "fake", store=_fake_store(), world_size=world_size, rank=rank, timeout=timeout
-    )
+    try:  # importing the module registers the backend
+        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        store = fake.FakeStore()
+    except (AttributeError, ImportError) as error:
+        raise CreationError(
+            f"torch {torch.version.__version__} has no fake backend ({error}); use "
+            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
+        ) from error
+    dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)
     try:
         yield
     finally:
@@ -67,13 +71,22 @@ def fake_world(
             dist.destroy_process_group()
 
 
-def _fake_store() -> Any:
-    """Return the store of a fake world; importing its module registers torch's fake backend."""
-    try:
-        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        return fake.FakeStore()
-    except (AttributeError, ImportError) as error:
-        raise CreationError(
-            f"torch {torch.version.__version__} has no fake backend ({error}); use "
-            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
-        ) from error
+def registered_groups() -> set[dist.ProcessGroup]:
+    """Return the process groups of this process, WORLD included: for tests that none is left.
+
+    Returns:
+        The groups that torch has registered.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(4):
+        ...     before = registered_groups()
+        ...     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        ...         group = grid.create_pg("tp")
+        ...         registered_groups() - before == {group}
+        ...     registered_groups() == before
+        True
+        True
+    """
+    return c10d.registered()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for layouts, their dims, ranks and views, and for grids."""
+"""Hypothesis strategies for layouts, their dims, ranks and views, for grids and for mappings."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_flag, as_int, as_names
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout.checks import as_flag, as_int, as_strings, as_tuple
 from hypercomm.layout.parsing import divisors
-from hypercomm.testing.bounds import (
-    InvalidArgument,
-    LayoutBounds,
-    check_layout,
-    names_to_draw,
-    required_dims,
-    st,
-)
+from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.testing import _register_strategies
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
 
 DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
-"""The dims that layouts are drawn over by default: Megatron's, in its default order."""
+"""The default dims of layouts: Megatron's, in its default order."""
 
 EXPERT_NAMES = ("ep", "expt_tp", "expt_dp", "expt_cp")
-"""The dims that views are drawn over by default."""
+"""The default dims of views."""
 
 
 @st.composite
@@ -46,56 +44,48 @@ def layouts(
     """Draw a `RankLayout`; shrinks towards few dims, small sizes and offset 0.
 
     Args:
-        draw: Given by hypothesis.
-        min_dims: Least number of dims.
-        max_dims: Largest number of dims; default: one for each of `dim_names`.
-        min_size: Least size of a dim.
-        max_size: Largest size of a dim.
-        max_ranks: Largest number of ranks.
-        max_offset: Largest `rank_offset`, or number of ranks that a list leaves out.
-        dim_names: Names to draw from, in any order.
-        dims_required: Those of them that every layout has.
-        listed: Whether ranks come in any order, some of them left out.
+        draw: Supplied by hypothesis.
+        min_dims: The smallest number of dims.
+        max_dims: The largest number of dims; default: one for each of `dim_names`.
+        min_size: The smallest size of a dim.
+        max_size: The largest size of a dim.
+        max_ranks: The largest number of ranks.
+        max_offset: The largest `rank_offset`; of listed layouts, also of the ranks left out.
+        dim_names: The names to draw from, in any order.
+        dims_required: The names that every layout has.
+        listed: Whether the ranks are in any order, some of them left out.
+
+    Returns:
+        A strategy for layouts.
 
     Raises:
         InvalidArgument: No layout can satisfy the bounds.
-        LayoutError: A bound is no int, or `dim_names` no sequence of names.
-        UnknownDimError: A dim that is required is not among `dim_names`.
+        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        UnknownDimError: A required dim is not among `dim_names`.
 
     Example:
         >>> from hypothesis import find
         >>> str(find(layouts(min_dims=2), lambda layout: layout.size > 2))
         'tp=1,cp=3'
     """
-    dim_names = names_to_draw(dim_names, "dim_names")
-    required = required_dims(dims_required, dim_names)
-    max_dims = len(dim_names) if max_dims is None else max_dims
+    known = _unique_names(dim_names, "dim_names")
+    required = _unique_names(dims_required, "dims_required", known)
+    max_dims = len(known) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
     for name, bound in bounds.items():
         as_int(bound, name)
     as_flag(listed, "listed")
-    if max_offset < 0:
-        raise InvalidArgument(f"max_offset must be 0 or more, got {max_offset}")
-    if len(set(dim_names)) != len(dim_names):
-        raise InvalidArgument(f"a layout cannot have a dim twice, as in dim_names={dim_names}")
-    if not 1 <= min_dims <= max_dims <= len(dim_names):
+    counts = range(max(min_dims, len(required)), max_dims + 1)
+    fitting = [count for count in counts if min_size**count <= max_ranks]
+    has_names = min_dims >= 1 and max_dims <= len(known)
+    if not has_names or not fitting or not 1 <= min_size <= max_size or max_offset < 0:
+        told = ", ".join(f"{name}={bound}" for name, bound in bounds.items())
         raise InvalidArgument(
-            f"need 1 <= min_dims={min_dims} <= max_dims={max_dims} <= {len(dim_names)} dim_names"
+            f"no layout satisfies {told}, dim_names={known} and dims_required={required}"
         )
-    if not 1 <= min_size <= max_size or min_size**min_dims > max_ranks:
-        raise InvalidArgument(
-            f"no layout has min_dims={min_dims} dims of min_size={min_size} to "
-            f"max_size={max_size} and at most max_ranks={max_ranks} ranks"
-        )
-    fitting = next(count for count in range(max_dims, 0, -1) if min_size**count <= max_ranks)
-    if len(required) > fitting:
-        raise InvalidArgument(
-            f"no layout has dims_required={required} and at most {fitting} dims, as max_dims, "
-            f"min_size={min_size} and max_ranks={max_ranks} want"
-        )
-    count = draw(st.integers(max(min_dims, len(required)), fitting))
-    drawn = draw(st.permutations(list(dim_names)))
+    count = draw(st.integers(fitting[0], fitting[-1]))
+    drawn = draw(st.permutations(list(known)))
     others = [name for name in drawn if name not in required][: count - len(required)]
     names = [name for name in drawn if name in required or name in others]
     shape: list[int] = []
@@ -115,40 +105,68 @@ def layouts(
 def dim_subsets(
     layout: RankLayout, *, min_dims: int = 1, max_dims: int | None = None
 ) -> st.SearchStrategy[tuple[str, ...]]:
-    """Draw some of a layout's dims, in any order; shrinks towards the first dim alone.
+    """Draw some dims of a layout, in any order; shrinks towards the first dim alone.
+
+    Args:
+        layout: The layout.
+        min_dims: The smallest number of dims.
+        max_dims: The largest number of dims; default: all.
+
+    Returns:
+        A strategy for tuples of dims.
+
+    Raises:
+        LayoutError: `layout` is not a RankLayout.
 
     Example:
         >>> from hypothesis import find
         >>> find(dim_subsets(RankLayout.parse("tp=2,dp=4")), lambda dims: "dp" in dims)
         ('dp',)
     """
-    check_layout(layout)
-    return st.lists(
-        st.sampled_from(layout.dim_names), min_size=min_dims, max_size=max_dims, unique=True
-    ).map(tuple)
+    names = _checked(layout).dim_names
+    return st.lists(st.sampled_from(names), min_size=min_dims, max_size=max_dims, unique=True).map(
+        tuple
+    )
 
 
 def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
     """Draw a rank of a layout; shrinks towards the smallest.
+
+    Args:
+        layout: The layout.
+
+    Returns:
+        A strategy for ranks.
+
+    Raises:
+        LayoutError: `layout` is not a RankLayout.
 
     Example:
         >>> from hypothesis import find
         >>> find(ranks_of(RankLayout.parse("dp=8", rank_offset=3)), lambda rank: True)
         3
     """
-    check_layout(layout)
-    return st.sampled_from(layout.ranks)
+    return st.sampled_from(_checked(layout).ranks)
 
 
 def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
-    """Draw an order of dims as text; shrinks towards the order given.
+    """Draw an order of dims as text; shrinks towards the given order.
+
+    Args:
+        dim_names: The dims.
+
+    Returns:
+        A strategy for orders such as "tp-dp".
+
+    Raises:
+        LayoutError: `dim_names` is not a sequence of names.
 
     Example:
         >>> from hypothesis import find
         >>> find(orders(), lambda order: True)
         'tp-cp-ep-dp-pp'
     """
-    return st.permutations(as_names(dim_names)).map("-".join)
+    return st.permutations(_unique_names(dim_names, "dim_names")).map("-".join)
 
 
 @st.composite
@@ -164,16 +182,19 @@ def grids(  # noqa: D417 - most are those of `layouts`
     dims_required: Sequence[str] = (),
     views: bool = False,
 ) -> HyperCommGrid:
-    """Draw a `HyperCommGrid` without process groups; shrinks as `layouts` do, and to no view.
+    """Draw a `HyperCommGrid` without process groups; shrinks as `layouts` does, and to no view.
 
-    It fills a world of its own: groups can be created in `fake_world(grid.layout.size)`, and
-    `given_ranks` builds it anew on as many real ranks. It needs torch.
+    The grid fills its world: groups can be created in `fake_world(grid.layout.size)`, and
+    `given_ranks` builds the grid anew on as many real ranks. Needs torch.
 
     Args:
-        draw: Given by hypothesis.
+        draw: Supplied by hypothesis.
         min_dims, max_dims, min_size, max_size, max_ranks, dim_names, dims_required: As for
-            `layouts`; ranks are from 0 on.
-        views: Whether grids may have the view "expert", as `views_of` draws it.
+            `layouts`; ranks start at 0.
+        views: Whether grids may have a view "expert", as `views_of` draws it.
+
+    Returns:
+        A strategy for grids.
 
     Raises:
         InvalidArgument, LayoutError, UnknownDimError: As for `layouts`.
@@ -186,10 +207,18 @@ def grids(  # noqa: D417 - most are those of `layouts`
     from hypercomm.grid import HyperCommGrid
 
     as_flag(views, "views")
-    limits: LayoutBounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
-    limits |= {"max_size": max_size, "max_ranks": max_ranks}
-    limits |= {"dim_names": dim_names, "dims_required": dims_required}
-    layout = draw(layouts(**limits, max_offset=0))
+    layout = draw(
+        layouts(
+            min_dims=min_dims,
+            max_dims=max_dims,
+            min_size=min_size,
+            max_size=max_size,
+            max_ranks=max_ranks,
+            max_offset=0,
+            dim_names=dim_names,
+            dims_required=dims_required,
+        )
+    )
     grid = HyperCommGrid(layout, world_size=layout.size)
     names = [name for name in EXPERT_NAMES if name not in layout.dim_names]
     if views and names and draw(st.booleans()):
@@ -206,21 +235,24 @@ def views_of(
     dim_names: Sequence[str] = EXPERT_NAMES,
     shared_dims: Sequence[str] = (),
 ) -> RankLayout:
-    """Draw another factorisation of a layout's ranks; shrinks towards few dims, all ranks in one.
+    """Draw another factorisation of a layout's ranks; shrinks towards few dims.
 
-    `grid.register_view(name, view.shape, view.dim_names, shared_dims)` takes it. The dims around
-    those that are shared are factored anew, so that shared ones keep their groups.
+    `grid.register_view(name, view.shape, view.dim_names, shared_dims)` takes it. Shared dims keep
+    their groups; the runs of dims between them are factored anew.
 
     Args:
-        draw: Given by hypothesis.
-        layout: Whose ranks are factored.
-        dim_names: Names to draw from, in any order.
-        shared_dims: Dims of the layout that the view has, too.
+        draw: Supplied by hypothesis.
+        layout: The layout whose ranks are factored.
+        dim_names: The names to draw from, in any order.
+        shared_dims: The dims of the layout that the view keeps.
+
+    Returns:
+        A strategy for layouts.
 
     Raises:
-        InvalidArgument: There are fewer names than dims must have one, or a name is shared, too.
-        LayoutError: `layout` is none, or names are no sequence of names.
-        UnknownDimError: A shared dim is not one of the layout's.
+        InvalidArgument: There are too few names, or a name is also shared.
+        LayoutError: `layout` is not a RankLayout, or the names are not a sequence of names.
+        UnknownDimError: A shared dim is not a dim of the layout.
 
     Example:
         >>> from hypothesis import find
@@ -229,22 +261,19 @@ def views_of(
         >>> print(find(views, lambda view: len(view.dim_names) > 2))
         ep=2,expt_tp=4,pp=2
     """
-    check_layout(layout)
-    names = names_to_draw(dim_names, "dim_names")
-    shared = required_dims(shared_dims, layout.dim_names, "shared_dims")
-    runs = [1]  # the products of the sizes between dims that are shared
+    shared = _unique_names(shared_dims, "shared_dims", _checked(layout).dim_names)
+    names = _unique_names(dim_names, "dim_names")
+    runs = [1]  # the products of the sizes between shared dims
     for dim in layout.dim_names:
         if dim in shared:
             runs.append(1)
         else:
             runs[-1] *= layout.size_of(dim)
     needed = sum(run > 1 for run in runs) or int(not shared)
-    if len(set(names)) < len(names) or set(names) & set(shared):
-        raise InvalidArgument(f"a view cannot have a dim twice, as in {(*names, *shared)}")
-    if len(names) < needed:
+    if set(names) & set(shared) or len(names) < needed:
         raise InvalidArgument(
-            f"dim_names={names} are {len(names)}, and a view of {layout} needs {needed} names "
-            f"beside shared_dims={shared}"
+            f"a view of {layout} with shared_dims={shared} needs {needed} or more other "
+            f"dim_names, got {names}"
         )
     left = list(draw(st.permutations(list(names))))
     spare = len(names) - needed
@@ -264,7 +293,7 @@ def views_of(
 
 @st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
-    """Draw 1 + `more` factors of a number at most, none of them 1 unless it is; towards one."""
+    """Draw at most 1 + `more` factors of a number, none of them 1 but for a number of 1."""
     factors: list[int] = []
     for _ in range(draw(st.integers(0, more))):
         fitting = sorted(size for size in divisors(number) if 1 < size < number)
@@ -273,3 +302,121 @@ def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
         factors.append(draw(st.sampled_from(fitting)))
         number //= factors[-1]
     return [*factors, number]
+
+
+@st.composite
+def mappings(
+    draw: st.DrawFn,
+    *,
+    dim_names: Sequence[str] = ("tp", "cp", "dp", "pp"),
+    along: str | None = "dp",
+    max_size: int = 4,
+    max_ranks: int = 16,
+    beside: bool | None = None,
+) -> RankMapping:
+    """Draw a `RankMapping`; shrinks towards one rank that is mapped to itself.
+
+    Args:
+        draw: Supplied by hypothesis.
+        dim_names: The dims of both layouts; the mapping treats each in its default way: "cp" cuts
+            the sequence, "pp" is the pipeline, others replicate.
+        along: The dim that splits the batch, which both layouts have. None: a weight, which
+            further dims cut as `shardings` draws it for two axes.
+        max_size: The largest size of a dim.
+        max_ranks: The largest number of ranks of each layout.
+        beside: True puts the target on the ranks after the source's, False on the same ranks;
+            None draws it.
+
+    Returns:
+        A strategy for mappings.
+
+    Raises:
+        InvalidArgument: No layouts can satisfy the bounds.
+        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        UnknownDimError: `along` is not among `dim_names`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> print(find(mappings(beside=True), lambda mapping: mapping.kind == "fan-out"))
+        dp=1 at 0 -> dp=2 at 1: fan-out 1 -> 2 along dp
+    """
+    names = _unique_names(dim_names, "dim_names")
+    batch = _unique_names(() if along is None else [along], "along", names)
+    drawn = layouts(
+        max_size=max_size, max_ranks=max_ranks, max_offset=0, dim_names=names, dims_required=batch
+    )
+    source, target = draw(drawn), draw(drawn)
+    for dim in batch:  # one size must divide the other: take the largest smaller size that does
+        own = source.size_of(dim)
+        fitting = next(
+            size
+            for size in range(target.size_of(dim), 0, -1)
+            if not max(own, size) % min(own, size)
+        )
+        sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
+        target = RankLayout(sizes, target.dim_names)
+    is_beside = draw(st.booleans()) if beside is None else as_flag(beside, "beside")
+    target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
+    if along is not None:
+        return RankMapping(source, target, along)
+    cutting = [dim for dim in names if dim in {*source.dim_names, *target.dim_names} - {"pp"}]
+    shards = draw(shardings((1, 1), dim_names=cutting)) if cutting else {}
+    return RankMapping(source, target, None, shards=shards)
+
+
+def shardings(
+    shape: Sequence[int], *, dim_names: Sequence[str] = ("tp", "cp", "dp")
+) -> st.SearchStrategy[dict[str, int]]:
+    """Draw which dims cut which axis of a tensor, for `RankMapping(shards=)`; shrinks to no cut.
+
+    Each dim cuts one axis or none. Dims that cut the same axis do so in the order drawn, the
+    outermost first.
+
+    Args:
+        shape: The shape of the tensor; an axis of length 0 is not cut.
+        dim_names: The dims that may cut.
+
+    Returns:
+        A strategy for dicts from dims to axes.
+
+    Raises:
+        InvalidArgument: A dim is named twice.
+        LayoutError: `shape` is not a sequence of lengths, or `dim_names` not one of names.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(shardings([12, 8]), lambda cut: len(cut) == 2)
+        {'tp': 0, 'cp': 0}
+    """
+    lengths = [as_int(length, "a length of shape") for length in as_tuple(shape, "shape")]
+    if any(length < 0 for length in lengths):
+        raise LayoutError(f"the lengths of shape must be 0 or more, got {lengths}")
+    names = _unique_names(dim_names, "dim_names")
+    axes = [axis for axis, length in enumerate(lengths) if length > 0]
+    if not axes or not names:
+        return st.just({})
+    pair = st.tuples(st.sampled_from(names), st.sampled_from(axes))
+    return st.lists(pair, unique_by=lambda cut: cut[0], max_size=len(names)).map(dict)
+
+
+def _unique_names(value: object, what: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return names as a tuple; each is named once, and is among those known."""
+    names = as_strings(value, what)
+    if len(set(names)) < len(names):
+        raise InvalidArgument(f"{what} must name each dim once, got {names}")
+    for name in names:
+        if known is not None and name not in known:
+            raise UnknownDimError(
+                f"{what} names {name!r}, which is not among {tuple(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+    return names
+
+
+def _checked(layout: object) -> RankLayout:
+    if not isinstance(layout, RankLayout):
+        raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")
+    return layout
+
+
+_register_strategies()

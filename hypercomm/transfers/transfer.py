@@ -166,7 +166,7 @@ def _duty(mapping: RankMapping, rank: int) -> _Duty:
     siblings = mapping.broadcast_siblings(rank) if rank in mapping.target else ()
     return _Duty(
         rank,
-        is_source=rank in mapping.source and bool(mapping.gather_siblings(rank)),
+        is_source=rank in mapping.source_ranks,
         siblings=siblings,
         is_led=mapping.leaders and len(siblings) > 1,
         last_rank=max(mapping.source.last_rank, mapping.target.last_rank),

@@ -1,26 +1,9 @@
-"""`hypercomm plan`: the picture of a small world, views and coordinates."""
+"""`hypercomm plan`: views and coordinates."""
 
 import json
 import re
 
 import pytest
-
-from hypercomm import RankLayout
-from hypercomm.cli.picture import picture
-
-
-# A small world is drawn with bars between hosts; --rank marks one. A large one is not drawn.
-def test_the_picture(in_process):
-    lines = in_process("plan", "tp=2,cp=2,dp=2", "--gpus-per-node", "2", "--rank", "6").stdout
-    assert "dp=0  0 1 | 2 3\ndp=1  4 5 | 6*7\n" in lines
-    ranks = set(range(100, 164))
-    drawn = "\n".join(picture(RankLayout.parse("a=4,b=4,c=4", rank_offset=100), 8, 100))
-    assert {int(number) for number in re.findall(r"1\d\d", drawn)} == ranks
-    wide = picture(RankLayout.parse("tp=2,cp=2,dp=4,pp=2"), 8, 0)
-    assert wide[1] == "pp=0   0* 1   2  3   4  5   6  7 |  8  9  10 11  12 13  14 15"
-    assert len(wide) == 3
-    for sizes in ("tp=2,dp=31", "tp=8,dp=64"):
-        assert picture(RankLayout.parse(sizes), 8, 0) == []
 
 
 # Views are in all of it. A pipe gets no line that ends with spaces.

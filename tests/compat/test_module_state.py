@@ -16,7 +16,7 @@ from ranks.rank_functions import registered
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
-from hypercomm.compat.megatron.state.state import current
+from hypercomm.compat.megatron.state import current
 from hypercomm.errors import StateError
 from hypercomm.testing import fake_world
 
@@ -432,7 +432,7 @@ def test_answers_at_every_time(when):
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("instances", [1, 2])
 @pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("way", [{"lazy": True}, {"share": "identical"}], ids=str)
+@pytest.mark.parametrize("way", [{"share": "identical"}], ids=str)
 def test_answers_of_lazy_and_shared_groups(way, backwards, instances):
     sizes = {**SIZES, "num_distributed_optimizer_instances": instances}
     found = []
@@ -445,14 +445,16 @@ def test_answers_of_lazy_and_shared_groups(way, backwards, instances):
     assert found[0] == found[1]
 
 
-# Where torch.distributed was destroyed first, what Megatron still answers we answer too.
+# If torch.distributed was destroyed first, ours returns what Megatron returns, except that sizes
+# and ranks stay those of the state, where Megatron's are 0.
 @pytest.mark.usefixtures("installed")
 def test_answers_in_a_dead_world():
     found, expected = (answers(module, "dead", lambda _: None) for module in (ours, theirs))
     errors = {"AssertionError", "KeyError", "ValueError", "TypeError"}
     still = {call: answer for call, answer in expected.items() if str(answer) not in errors}
-    assert {call: found[call] for call in still} == still
-    assert len(still) > 30
+    differ = {call for call, answer in still.items() if found[call] != answer}
+    assert all(call.split("(")[0].endswith(("_size", "_rank", "_ranks")) for call in differ)
+    assert len(still.keys() - differ) > 20
 
 
 # Without torch.distributed these sizes and ranks are 0, and others are errors; both as Megatron's.
@@ -576,15 +578,6 @@ def test_everything_is_of_the_state_in_use(states):
             assert group is ProcessGroupCollection.from_state(state).tp
 
 
-# A group that two globals hold is created once, at the first use of either.
-def test_a_lazy_group_of_two_globals(states):
-    del states
-    with ParallelState.create(lazy=True) as lazy, ours.use(lazy):
-        whole = ours.get_data_parallel_group(with_context_parallel=True)
-        part = ours.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-        assert part is whole
-
-
 # A patch within a scope is one of that state alone.
 def test_patch_in_a_scope(states):
     four, eight = states
@@ -596,16 +589,42 @@ def test_patch_in_a_scope(states):
         assert sizes() == (4, 4)
 
 
-# The default state and one of its own live side by side; initialisation fills the default one.
+# While several states are alive, a call outside use() acts on the default state, with one warning
+# that names the states. With one state, or within use(), there is no warning.
 def test_the_default_state_beside_others(states):
     four, _ = states
     with ours.use(four):
         ours.initialize_model_parallel(**SIZES)
         assert sizes() == (4, 4)
-    assert sizes() == (2, 2)
+    with pytest.warns(RuntimeWarning, match="3 states alive") as caught:
+        assert sizes() == sizes() == (2, 2)
+    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [__file__]
+    for layout in ("tp=2,cp=2", "tp=4,cp=1", "tp=8,cp=1"):
+        assert layout in str(caught[0].message)
     ours.destroy_model_parallel()
     with ours.use(four):
         assert sizes() == (4, 4)
+
+
+# With strict=True in any of the states it is an error.
+def test_strict(states):
+    four, _ = states
+    ours.initialize_model_parallel(**SIZES, strict=True)
+    for ask in (
+        ours.get_tensor_model_parallel_rank,
+        ours.get_data_parallel_world_size,
+        ours.get_tensor_model_parallel_group,
+        lambda: ours._TENSOR_MODEL_PARALLEL_GROUP,
+    ):
+        with pytest.raises(StateError, match="3 states alive"):
+            ask()
+    with ours.use(four):
+        assert sizes() == (4, 4)
+    for state in states:
+        state.destroy()
+    assert sizes() == (2, 2)
+    ours.destroy_model_parallel()
 
 
 # A destroyed state has nothing, its groups are gone from torch, and the other state still works.
@@ -682,52 +701,6 @@ def test_an_empty_state():
         assert all(not getattr(ours, name) for name in facts.GLOBALS)
 
 
-class Reenter(torch.autograd.Function):
-    """Starts another backward pass in its own, `depth` times; then asks for a size."""
-
-    @staticmethod
-    def forward(ctx, x, depth, answers):
-        ctx.depth, ctx.answers = depth, answers
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.depth == 0:
-            size = ours.get_tensor_model_parallel_world_size()
-            ctx.answers.append((threading.get_ident(), size))
-        else:
-            with torch.enable_grad():
-                backward(ctx.depth - 1, ctx.answers)
-        return grad, None, None
-
-
-def backward(depth, answers):
-    Reenter.apply(torch.ones(1, requires_grad=True), depth, answers).sum().backward()
-
-
-# Autograd runs what is nested deeply in threads of its own, as it runs all of a GPU's; the state in
-# use is theirs too, where torch can tell them, and that of a scope that was left is not.
-@pytest.mark.usefixtures("job")
-@pytest.mark.skipif(
-    not hasattr(torch._C, "_remove_obj_from_tls"),
-    reason="this torch cannot tell autograd's threads",
-)
-def test_backward_sees_the_scope():
-    answers = []
-    with ParallelState.create(tensor_model_parallel_size=8) as outer, ours.use(outer):
-        backward(0, answers)
-        backward(80, answers)
-        with ParallelState.create(tensor_model_parallel_size=4) as inner:
-            with ours.use(inner):
-                backward(80, answers)
-            backward(80, answers)
-    backward(80, answers)
-    threads, sizes = zip(*answers, strict=True)
-    assert sizes == (8, 8, 4, 8, SIZES["tensor_model_parallel_size"])
-    assert threads[0] == threading.get_ident()
-    assert threading.get_ident() not in threads[1:]
-
-
 # A scope may be left from another asyncio context than it was entered in, as generators are that
 # are closed late: Python complains, and the scope is over all the same.
 @pytest.mark.usefixtures("job")
@@ -785,11 +758,11 @@ def test_getters_compile(getter):
     assert getter.startswith(("get_data", "get_context")) or ask() != before
 
 
-# A thread that opens no scope acts on the default state while others have theirs open.
+# A thread without a block acts on the default state, with a warning.
 @pytest.mark.usefixtures("job")
 def test_a_thread_beside_a_scope():
     with ParallelState.create(tensor_model_parallel_size=8) as state, ours.use(state):
-        with ThreadPoolExecutor(1) as threads:
+        with ThreadPoolExecutor(1) as threads, pytest.warns(RuntimeWarning, match="states alive"):
             beside = threads.submit(ours.get_tensor_model_parallel_world_size).result()
         assert (beside, ours.get_tensor_model_parallel_world_size()) == (2, 8)
 

@@ -1,12 +1,14 @@
 """torchtitan's grid and meshes, against numpy, and against torchtitan's own where it is there."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
-from hypercomm import RankLayout, errors, torchtitan_grids
+from hypercomm import HyperCommGrid, RankLayout, errors, torchtitan_grids
 from hypercomm.compat.torchtitan import torchtitan_meshes
 from hypercomm.testing import fake_world, registered_groups
 
@@ -56,21 +58,67 @@ def test_meshes(sizes, rank):
     assert not dist.is_initialized()
 
 
+# The meshes of "spmd_types": parameters are stored on (dp_replicate, dp_shard, cp, tp),
+# types are checked on (dp, cp, tp), and dp has the group of batch.
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_spmd_types(sizes):
+    every = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | sizes
+    replicas, cp, tp, pp, ep = (every[dim] for dim in ("dp_replicate", "cp", "tp", "pp", "ep"))
+    shards = WORLD // (replicas * cp * tp * pp)
+    ranks = np.arange(WORLD)
+    with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
+        meshes = torchtitan_meshes(grids, "spmd_types")
+        wanted = expected(13, **sizes) | {"dense": ranks.reshape(pp, replicas, shards, cp, tp)}
+        stage = 13 // (WORLD // pp)
+        wanted["spmd_dense_for_fwdbwd"] = ranks.reshape(pp, replicas * shards, cp, tp)[stage]
+        if ep > 1:
+            wanted["spmd_sparse_for_fwdbwd"] = wanted["sparse"][stage]
+        assert meshes.keys() == wanted.keys()
+        for name, mesh in meshes.items():
+            np.testing.assert_array_equal(mesh.mesh.numpy(), wanted[name], err_msg=name)
+        types = meshes["spmd_dense_for_fwdbwd"]
+        assert types.mesh_dim_names == ("dp", "cp", "tp")
+        data = meshes["dataloading"]
+        assert types.get_group("dp") is data.get_group("batch")
+        assert types.get_group("tp") is meshes["dense"].get_group("tp") is data.get_group("tp")
+
+
+# spmd_types takes our groups, as a list or by name, and our meshes, and checks types over them.
+@pytest.mark.clients
+@pytest.mark.parametrize("way", ["groups", "names", "mesh"])
+def test_types_over_a_grid(way):
+    checker = pytest.importorskip("spmd_types.checker", reason="pip install --no-deps spmd_types")
+    spmd = sys.modules["spmd_types"]
+    with fake_world(8, 5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        tp, dp = grid.create_pgs(["tp", "dp"])
+        axes = {
+            "groups": [tp, dp],
+            "names": {"tp": spmd.MeshAxis.of(tp), "dp": spmd.MeshAxis.of(dp)},
+            "mesh": grid.device_mesh("dp", "tp"),
+        }[way]
+        with spmd.set_current_mesh(axes), checker.typecheck():
+            tensor = torch.ones(4)
+            spmd.assert_type(tensor, {tp: spmd.R, dp: spmd.R})
+            with pytest.raises(spmd.SpmdTypeError, match="axis tp"):
+                spmd.assert_type(tensor, {tp: spmd.V, dp: spmd.R})
+
+
 # torchtitan's own meshes have the same ranks and names, from more groups.
 @pytest.mark.clients
+@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_beside_torchtitan(sizes):
+def test_beside_torchtitan(sizes, backend):
     named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
     with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
-        meshes = torchtitan_meshes(grids)
+        meshes = torchtitan_meshes(grids, backend)
         ours = len(registered_groups())
         every = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | sizes
-        theirs = dims.ParallelDims(**every, world_size=WORLD, spmd_backend="partial_dtensor")
+        theirs = dims.ParallelDims(**every, world_size=WORLD, spmd_backend=backend)
         theirs.build_mesh()
         assert len(registered_groups()) - ours > ours - 1  # WORLD is ours and theirs
-        for name in ("dataloading", "dense", "sparse", "loss"):
-            mesh = theirs._global_meshes[name]
+        assert theirs._global_meshes.keys() == meshes.keys()
+        for name, mesh in theirs._global_meshes.items():
             assert mesh.mesh.tolist() == meshes[name].mesh.tolist()
             if name != "loss":
                 assert mesh.mesh_dim_names == meshes[name].mesh_dim_names

@@ -2,10 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import dims_ranks
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
-from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.errors import (
+    LayoutError,
+    NotInitializedError,
+    SimulationError,
+    UnknownDimError,
+)
 from hypercomm.testing import fake_world
 
 TABLE = np.arange(8).reshape(2, 2, 2)  # pp, dp, tp: the first dim varies fastest
@@ -126,5 +133,93 @@ def test_forgotten():
 def test_nested_dims():
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
         assert grid["tp", ["dp"]].dims == grid[["dp", "tp"]].dims == ("tp", "dp")
-        grid.barrier(["tp", "dp"])
+        with pytest.raises(SimulationError):
+            grid.barrier(["tp", "dp"])
         assert len(grid.sampler(range(8), ["tp", "dp"])) == 1
+
+
+# What a fake world cannot sum is an error, and not a number; a group of one rank is its own sum.
+def test_sums_of_a_fake_world():
+    with fake_world(8), HyperCommGrid("tp=2,dp=4,pp=1") as grid:
+        for call in (
+            lambda: grid["tp"].sum(3.0),
+            lambda: grid["tp"].mean(3),
+            grid["tp"].barrier,
+            grid.barrier,
+        ):
+            with pytest.raises(SimulationError, match="fake world"):
+                call()
+        assert grid["pp"].sum(3) == grid["pp"].mean(3) == 3
+        grid["pp"].barrier()
+
+
+# After the job has ended, every call says so.
+def test_after_the_job():
+    with fake_world(8):
+        grid = HyperCommGrid("tp=2,dp=4")
+        dims, _ = grid["tp"], grid.create_pg("tp")
+        dist.destroy_process_group()
+        for call in (
+            lambda: dims.sum(1.0),
+            lambda: dims.mean(1.0),
+            dims.barrier,
+            lambda: dims.group,
+            lambda: grid.get_pg("tp"),
+            lambda: grid.create_pg("dp"),
+            lambda: grid.ensure_pg("tp"),
+            lambda: grid.create_pgs(["dp"]),
+            lambda: grid.device_mesh("tp"),
+            grid.barrier,
+        ):
+            with pytest.raises(NotInitializedError, match=r"hypercomm\.join"):
+                call()
+
+
+# Before there is a job, errors name the ways to make one.
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: HyperCommGrid("tp=2,dp=4"),
+        lambda: HyperCommGrid("tp=2,dp=4", world_size=8)["tp"].group,
+        lambda: HyperCommGrid("tp=2,dp=4", world_size=8).coords(),
+        lambda: HyperCommGrid("tp=2,dp=4", world_size=8).create_pg("tp"),
+    ],
+)
+def test_before_the_job(call, monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(NotInitializedError, match=r"hypercomm\.join\(\)"):
+        call()
+
+
+# What a DeviceMesh has works on a grid and on its dims, or says what to write.
+def test_habits_of_a_device_mesh():
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+        both = grid["tp", "dp"]
+        assert grid["dp"].size() == grid["dp"].size == 4
+        assert (grid.size(), both.size()) == (8, 8)
+        assert (grid.ndim, both.ndim, grid["tp"].ndim) == (2, 2, 1)
+        assert grid.mesh_dim_names == both.mesh_dim_names == ("dp", "tp")
+        assert grid["tp"].get_local_rank() == grid.get_local_rank("tp") == 1
+        assert grid["tp"].get_group() is grid.get_group("tp") is grid["tp"].group
+        with pytest.raises(LayoutError, match=r"grid\['tp'\]\.size"):
+            grid.size("tp")
+        for name, words in (
+            ("tp", r"write grid\['tp'\]"),
+            ("mesh", "device_mesh"),
+            ("xx", "'xx'$"),
+        ):
+            with pytest.raises(AttributeError, match=words):
+                getattr(grid, name)
+
+
+# An int tensor of one element is a rank, a coordinate and a size, as numpy's ints are.
+@pytest.mark.parametrize("rank", [torch.tensor(5), np.int64(5), torch.tensor([5])])
+def test_tensors_are_ranks(rank):
+    layout = RankLayout("tp=2,dp=4")
+    assert layout.coords(rank) == {"tp": 1, "dp": 2}
+    assert layout.groups("dp").of(rank) == (1, 3, 5, 7)
+    assert layout.rank(tp=torch.tensor(1), dp=2) == 5
+    assert layout["tp"].at(rank).rank == 1
+    assert rank in layout
+    assert RankLayout(tp=torch.tensor(2), dp=4) == layout

@@ -252,7 +252,10 @@ def test_explicit_places():
         (lambda: GridSet.tile(8), LayoutError, "at least one"),
         (lambda: GridSet({}, world_size=8), LayoutError, "at least one"),
         (lambda: GridSet(["a"], world_size=8), LayoutError, r"grids must map names.*got \['a'\]"),
-        (lambda: GridSet({"a": "tp=2"}, world_size=8), LayoutError, "grid 'a' needs a RankLayout"),
+        (lambda: GridSet({"a": 2}, world_size=8), LayoutError, "grid 'a': .*got 2"),
+        (lambda: GridSet(a="tp=2", b=2, world_size=8), LayoutError, "grid 'b': .*got 2"),
+        (lambda: GridSet(a="tp=9", world_size=8), WorldSizeError, "grid 'a': tp=9 needs 9 ranks"),
+        (lambda: GridSet({"a": "tp=2"}, nam="x", world_size=8), TypeError, "'nam'.*'name'"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
         (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a' needs sizes such as"),
@@ -261,7 +264,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
             NotationError,
-            r"grid 'a' has 2 unspecified sizes, those of \['tp', 'dp'\]",
+            "tp of grid 'a'.*dp of grid 'a'.* unspecified",
         ),
         (lambda: GridSet.tile(8, a="tp", b="pp"), NotationError, "tp of a.*pp of b.* unspecified"),
         (
@@ -284,7 +287,7 @@ def test_explicit_places():
         (
             lambda: GridSet.tile(8, a="tp=4", b="dp=6"),
             WorldSizeError,
-            r"grid 'b' \(dp=6 at rank_offset 4\) needs 10 ranks; the world has 8",
+            "grid 'b': dp=6 from rank 4 needs 10 ranks; the world has 8",
         ),
         (lambda: GridSet.tile(8, a="tp=8", requires="all"), LayoutError, "got 'all'"),
         (
@@ -308,7 +311,7 @@ def test_explicit_places():
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
             NotationError,
-            "grid 'a' has 2 unspecified sizes",
+            "tp of grid 'a'.*unspecified",
         ),
         (
             lambda: GridSet(
@@ -591,9 +594,9 @@ def test_modules():
     assert pipelines.pipeline_depth({"llm": llm}) == 2
     assert pipelines.pipeline_stages([llm, encoder], 0) == (2,)
     assert pipelines.pipeline_stages(grids.layouts, 23) == (2,)
-    between = pipelines.boundary(encoder, llm)
-    assert between == (tuple(range(8)), tuple(range(8, 16)))
-    assert pipelines.boundary(llm, encoder).senders == tuple(range(16, 24))
+    assert pipelines.last_stage(encoder) == tuple(range(8))
+    assert pipelines.first_stage(llm) == tuple(range(8, 16))
+    assert pipelines.last_stage(llm) == tuple(range(16, 24))
     wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)
     assert grids.mapping("encoder", "llm", batch_axis=1) == wanted
     with pytest.raises(UnknownGridError, match="no grid 'x'"):

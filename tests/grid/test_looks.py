@@ -5,13 +5,11 @@ import pickle
 
 import pytest
 
-from hypercomm import (
-    GridSet,
+from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm.errors import (
     GroupOptionsError,
-    HyperCommGrid,
     LayoutError,
     NotPicklableError,
-    RankLayout,
     UnknownDimError,
     UnknownGridError,
     UnknownViewError,
@@ -43,10 +41,10 @@ def test_looks_of_a_view():
 def test_a_dim_of_a_view(call):
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
         grid.register_view("expert", [4, 2], ["ep", "edp"])
-        said = r"^'ep' is not in view 'base' .* but in view 'expert'; ask with view='expert'$"
+        said = r"^'ep' is not in view 'base'.* ask with view='expert';"
         with pytest.raises(UnknownDimError, match=said):
             call(grid)
-        with pytest.raises(UnknownDimError, match=r"ask with view='base'$"):
+        with pytest.raises(UnknownDimError, match=r"ask with view='base';"):
             grid.view("expert").group_ranks("tp")
         with pytest.raises(UnknownDimError, match=r"views: .*expert \(ep=4,edp=2\)$"):
             grid.group_ranks("eep")

@@ -2,14 +2,17 @@
 
 import pytest
 
-from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import LayoutError, NotationError, WorldSizeError
+from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm.errors import LayoutError, NotationError
 
 FORMS = [
     (("tp=2,dp=4",), {}),
     (("tp=2,dp=-1",), {}),
     (("tp=2,dp",), {}),
     (({"tp": 2, "dp": -1},), {}),
+    ((), {"tp": 2, "dp": 4}),
+    ((), {"tp": 2, "dp": -1, "backend": "gloo"}),
+    ((HyperCommGrid("tp=2,dp=4", world_size=8),), {}),
     (([2, -1], ["tp", "dp"]), {}),
     (([2, 4], ["tp", "dp"], 0, "gloo"), {}),
     ((RankLayout([2, 4], ["tp", "dp"]),), {"name": "same"}),
@@ -44,7 +47,13 @@ def test_parse_takes_text():
 # A view takes its sizes in every form, too; what is unspecified fills the grid.
 @pytest.mark.parametrize(
     "sizes",
-    [("ep=4,rest=-1",), ({"ep": -1, "rest": 2},), ([4, -1], ["ep", "rest"]), ("ep,rest=2",)],
+    [
+        ("ep=4,rest=-1",),
+        ({"ep": -1, "rest": 2},),
+        ([4, -1], ["ep", "rest"]),
+        ("ep,rest=2",),
+        (RankLayout(ep=4, rest=2),),
+    ],
 )
 def test_views(sizes):
     grid = HyperCommGrid("tp=2,dp=4", rank_offset=4, world_size=12)
@@ -55,8 +64,46 @@ def test_views(sizes):
 
 def test_a_view_that_does_not_fit():
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-    with pytest.raises(WorldSizeError, match=r"ep=3,rest=-1 needs .* the grid has 8 ranks"):
+    with pytest.raises(LayoutError, match=r"ep=3,rest=-1 needs .* the grid size is 8"):
         grid.register_view("expert", "ep=3,rest=-1")
     with pytest.raises(LayoutError, match="'ep=8' names the dims"):
         grid.register_view("expert", "ep=8", ["ep"])
     assert not grid.views
+
+
+# A grid that leaves out ranks of the world says which, unless it is told what is meant, or where
+# the grid lies, or is made as Megatron makes it.
+def test_ranks_left_out():
+    for sizes, keywords in ((("tp=2",), {}), (({"tp": 2},), {}), ((), {"tp": 2})):
+        with pytest.warns(UserWarning, match=r"tp=2 leaves out ranks 2..7 .* 8.* cover='any'"):
+            HyperCommGrid(*sizes, world_size=8, **keywords)
+        HyperCommGrid(*sizes, world_size=8, cover="any", **keywords)
+        HyperCommGrid(*sizes, world_size=8, rank_offset=2, **keywords)
+    HyperCommGrid([2], ["tp"], world_size=8)
+    HyperCommGrid(RankLayout(tp=2), world_size=8)
+
+
+# A set takes sizes in every form, by keyword too; a grid's text begins at rank 0.
+def test_sets():
+    forms = "tp=2,dp=4", {"tp": 2, "dp": -1}, RankLayout(tp=2, dp=4)
+    for form in forms:
+        for grids in (
+            GridSet({"a": form, "b": "tp=4"}, world_size=8),
+            GridSet(a=form, b="tp=4", world_size=8),
+        ):
+            assert grids["a"].layout == RankLayout(tp=2, dp=4)
+            assert grids["b"].layout == RankLayout(tp=4)
+
+
+# A keyword that is no size is not taken for a dim.
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"creatoin": "local"}, "'creatoin'; did you mean 'creation'"),
+        ({"tp": "2"}, "'tp'"),
+        ({"mesh_dim_names": ("dp", "tp")}, "mesh_dim_names .*fastest dim first"),
+    ],
+)
+def test_keywords(keywords, words):
+    with pytest.raises(TypeError, match=words):
+        HyperCommGrid("tp=2,dp=4", world_size=8, **keywords)

@@ -228,35 +228,6 @@ def test_leaders(case):
         assert (times == 1).all()
 
 
-# The gather siblings hold, of all else alike, the shares of the batch that one target shard joins.
-@some
-@given(cases())
-def test_gather_siblings(case):
-    mapping, axis = case.mapping(), case.batch_axis
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    parts = [set(axes[axis].tolist()) for axes in held.values()]
-    blocks = [set(axes[axis].tolist()) for axes in wanted.values()]
-    blocks = [  # those that are made of whole shards of the source
-        block for block in blocks if all(part <= block or not part & block for part in parts)
-    ]
-    for rank, axes in held.items():
-        mine = set(axes[axis].tolist())
-        block = next((block for block in blocks if mine <= block), mine)
-        if case.along is None:
-            assert mapping.gather_siblings(rank) == (rank,)
-            continue
-        position = same(held, rank).index(rank)
-        expected = [
-            other
-            for other, others in held.items()
-            if set(others[axis].tolist()) <= block
-            and all((others[a] == axes[a]).all() for a in range(3) if a != axis)
-            and same(held, other).index(other) == position
-        ]
-        expected.sort(key=lambda other: held[other][axis][0])
-        assert list(mapping.gather_siblings(rank)) == expected
-
-
 # The shape of what arrives follows from the shape of what is there.
 @some
 @given(cases())
@@ -291,9 +262,9 @@ def test_a_mapping_is_a_value(case):
 # Ranks off the stage send and receive nothing; ranks of neither layout are refused.
 def test_ranks_off_the_stage():
     mapping = RankMapping(RankLayout.parse("tp=2,pp=2"), RankLayout([2, 2], ["tp", "pp"], 4), None)
-    assert mapping.sends(0) == mapping.gather_siblings(1) == ()
+    assert mapping.sends(0) == mapping.targets_of(1) == ()
     assert mapping.receives(6) == mapping.broadcast_siblings(7) == ()
-    for question in (mapping.sends, mapping.targets_of, mapping.gather_siblings):
+    for question in (mapping.sends, mapping.targets_of):
         with pytest.raises(RankOutsideError, match="rank 4 is not in layout tp=2,pp=2"):
             question(4)
     for question in (mapping.receives, mapping.sources_of, mapping.broadcast_siblings):
@@ -396,6 +367,7 @@ BAD_CALLS = [
     (lambda: RankMapping(TP, TP, batch_axis=True), LayoutError, "batch_axis .*got True"),
     (lambda: RankMapping(FOUR, SIX), LayoutError, "along dp into 4 .* 6 .* multiple"),
     (lambda: RankMapping(TP, TP, "db"), UnknownDimError, "along .*'db'.*'tp', 'dp'"),
+    (lambda: RankMapping(TP, TP, "pp"), UnknownDimError, "along .*'pp', which neither layout has"),
     (
         lambda: RankMapping(RankLayout.parse("tp=2"), RankLayout.parse("tp=2")),
         UnknownDimError,

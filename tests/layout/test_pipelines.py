@@ -13,7 +13,7 @@ from oracle import bridge_communicator, hyper_comm_grid
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout import pipelines as stages
-from hypercomm.testing import dim_subsets, layouts
+from hypercomm.testing import layouts
 
 DIMS = st.sampled_from(["pp", "tp", "none"])
 
@@ -41,48 +41,13 @@ def test_first_and_last_stage(layout, dim):
     assert list(stages.last_stage(layout, dim)) == by_stage[-1]
 
 
-# Each rank, also one outside, knows by itself whether it is in them.
-@given(layouts(max_ranks=64), DIMS)
-def test_is_in_a_stage(layout, dim):
-    by_stage = stages_of(layout, dim)
-    for rank in range(layout.last_rank + 3):
-        assert stages.is_in_first_stage(layout, rank, dim) == (rank in by_stage[0])
-        assert stages.is_in_last_stage(layout, rank, dim) == (rank in by_stage[-1])
-
-
-# Ranks may be listed: the stages are slices of the list, and a group's leader comes first in it.
+# Ranks may be listed: the stages are slices of the list.
 @given(st.permutations(range(12)))
 def test_listed_ranks(ranks):
     layout = RankLayout([2, 2, 3], ["tp", "dp", "pp"], ranks=ranks)
     assert set(stages.first_stage(layout)) == set(ranks[:4])
     assert set(stages.last_stage(layout)) == set(ranks[8:])
-    assert all(stages.is_in_last_stage(layout, rank) for rank in ranks[8:])
     assert stages.pipeline_stages([layout], ranks[5]) == (1,)
-    assert set(stages.leaders(layout.groups("tp"))) == set(ranks[::2])
-    assert stages.leader_of(layout.groups("tp"), ranks[7]) == ranks[6]
-
-
-# The leaders of groups are the smallest ranks of numpy's groups, each the leader of its members.
-@given(layouts(max_ranks=64), st.data())
-def test_leaders(layout, data):
-    dims = data.draw(dim_subsets(layout))
-    ranks = numbered(layout)
-    inner = [axis for axis, name in enumerate(layout.dim_names) if name in dims]
-    groups = np.moveaxis(ranks, inner, range(len(inner))).reshape(
-        np.prod([layout.shape[axis] for axis in inner], dtype=int), -1
-    )
-    ours = layout.groups(*dims)
-    assert sorted(stages.leaders(ours)) == sorted(groups.min(axis=0).tolist())
-    for members in groups.T.tolist():
-        assert {stages.leader_of(ours, rank) for rank in members} == {min(members)}
-
-
-# Where one module ends and the next begins.
-@given(layouts(), layouts(), DIMS)
-def test_boundary(source, target, dim):
-    between = stages.boundary(source, target, dim)
-    assert list(between.senders) == stages_of(source, dim)[-1]
-    assert list(between.receivers) == stages_of(target, dim)[0]
 
 
 # The stages of a chain are those of its modules, one list behind the other.
@@ -99,10 +64,7 @@ def test_chains(chain, dim):
 def test_one_rank_of_many():
     layout = RankLayout.parse("tp=8,dp=1048576,pp=128")
     last = layout.last_rank
-    assert stages.is_in_last_stage(layout, last)
-    assert not stages.is_in_first_stage(layout, last)
     assert stages.pipeline_stages([layout, layout], last) == (127, 255)
-    assert stages.leader_of(layout.groups("dp", "pp"), last) == 7
 
 
 @st.composite
@@ -124,8 +86,7 @@ def bridge_of(layout):
     return bridge, grid
 
 
-# Megatron's bridge finds the same ranks at the boundaries, and as receiving leaders those of the
-# groups over all dims but dp; its sending leaders are all in the last stage.
+# Megatron's bridge finds the same ranks at the boundaries.
 @given(module_layouts())
 def test_megatrons_bridge(layout):
     bridge, grid = bridge_of(layout)
@@ -133,12 +94,6 @@ def test_megatrons_bridge(layout):
     first = bridge.get_boundary_pp_stage_ranks(grid, is_src=False)
     assert sorted(itertools.chain(*last)) == list(stages.last_stage(layout))
     assert sorted(itertools.chain(*first)) == list(stages.first_stage(layout))
-    replicas = layout.groups("tp", "cp", "pp")
-    receiving, own = bridge.get_leader_rank(grid, is_src=False)
-    assert receiving == list(stages.leaders(replicas))
-    assert own == stages.leader_of(replicas, layout.rank_offset)
-    sending, _ = bridge.get_leader_rank(grid, is_src=True)
-    assert all(stages.is_in_last_stage(layout, rank) for rank in sending)
 
 
 LAYOUT = RankLayout.parse("tp=2,pp=2")
@@ -149,10 +104,6 @@ LAYOUT = RankLayout.parse("tp=2,pp=2")
     ("call", "error", "words"),
     [
         (lambda: stages.first_stage("tp=2"), LayoutError, "RankLayout, got 'tp=2'"),
-        (lambda: stages.is_in_first_stage(LAYOUT, True), RankOutsideError, "got True"),
-        (lambda: stages.is_in_last_stage(LAYOUT, "0"), RankOutsideError, "got '0'"),
-        (lambda: stages.leader_of(LAYOUT.groups("tp"), 4), RankOutsideError, "rank 4"),
-        (lambda: stages.boundary(LAYOUT, None), LayoutError, "got None"),
         (lambda: stages.pipeline_depth([]), LayoutError, "empty; give that of one module"),
         (lambda: stages.pipeline_depth(LAYOUT), LayoutError, "must be a sequence"),
         (lambda: stages.pipeline_depth({LAYOUT}), LayoutError, "a set has no order"),

@@ -203,7 +203,7 @@ def test_open_sizes(layout, ranks):
         (8, LayoutError, "target must be a text"),
         ([2, 4], LayoutError, "target must be a text"),
         (b"tp=8", LayoutError, "target must be a text"),
-        ({"tp": 8}, LayoutError, "target must be a text"),
+        ({"tp": 3}, WorldSizeError, "tp=3 needs 3 ranks; the grid has 8"),
     ],
 )
 def test_refused_targets(target, error, words):
@@ -335,7 +335,7 @@ def test_one_thread_reshapes():
             r"view 'expert' \(.*\) does not fit .* different membership",
         ),
         ("tp=4,dp=2,pp=2", {"expert": "ep=4,pp=2"}, LayoutError, "view 'expert' .* does not fit"),
-        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "; the grid has 16 ranks"),
+        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "; the grid size is 16"),
         ("tp=4,dp=2,pp=2", {"expert": "pp=2,ep=8"}, LayoutError, "'pp' has different membership"),
         ("tp=4,dp=2,pp=2", {"expert": "ep=x"}, LayoutError, "view 'expert'"),
         ("tp=4,dp=2,pp=2", {"expert": 5}, LayoutError, "view 'expert'"),

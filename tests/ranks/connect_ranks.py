@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommError, HyperCommGrid
-from hypercomm.compat.megatron.state.state import ParallelState
+from hypercomm import GridSet, HyperCommGrid
+from hypercomm.compat.megatron.state import ParallelState
+from hypercomm.errors import HyperCommError
 from hypercomm.grid import connect as connecting
 from ranks.common import sum_over
 
@@ -78,13 +79,12 @@ def of_a_set():
         return rows_of(grids.connect(timeout=LIMIT))
 
 
-def of_a_state(lazily):
-    """A parallel state with experts and pipelines, whose groups may not exist yet."""
+def of_a_state():
+    """A parallel state with experts and pipelines."""
     with ParallelState.create(
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         expert_model_parallel_size=2,
-        lazy=lazily,
     ) as state:
         told = rows_of(state.connect(timeout=LIMIT))
         return told, sum_over(state.read("_DATA_PARALLEL_GROUP"))
@@ -101,17 +101,6 @@ def fails_before():
         connecting._items_of = items_of
         dist.barrier()
         return said, len(grid.connect(timeout=LIMIT))
-
-
-def fails_to_create():
-    """Rank 1 cannot create the first of a state's lazy groups; in the end it can."""
-    with ParallelState.create(tensor_model_parallel_size=2, lazy=True) as state:
-        if dist.get_rank() == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
-        said = said_of(state.connect, timeout=LIMIT)
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        dist.barrier()
-        return said, rows_of(state.connect(timeout=LIMIT))[-1]
 
 
 def of_a_view():

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 import warnings
 
 import torch
@@ -84,22 +85,6 @@ def two_states():
     return answers, in_threads, parallel_state.is_initialized()
 
 
-def lazily(arguments):
-    """With lazy=True nothing is created until it is used, and then only that."""
-    before = len(registered()[0])
-    with ParallelState.create(**arguments, lazy=True) as state, parallel_state.use(state):
-        steps = [len(registered()[0]) - before]
-        sizes = parallel_state.get_all_ranks()
-        steps.append(len(registered()[0]) - before)
-        tensor = parallel_state.get_tensor_model_parallel_group()
-        again = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        steps.append(len(registered()[0]) - before)
-        total = all_reduce_of(2 ** dist.get_rank(), tensor)
-        sums = sums_over_every_group(state)
-        steps.append(len(registered()[0]) - before)
-    return steps, sizes, tensor is again, total, sums, len(registered()[0]) - before
-
-
 def shared(arguments):
     """With share="identical" there is one group for each distinct set of ranks."""
     before = len(registered()[0])
@@ -114,6 +99,23 @@ def shared(arguments):
         overlapping = state.values["_DATA_PARALLEL_GROUP_WITH_CP_AG"]
         alone = [name for name, group in groups_of(state) if group is overlapping]
     return len(sets), created, alone, sums, len(registered()[0]) - before
+
+
+def one_rank_differs():
+    """Rank 1 asks for tp=4 in place of tp=2; then all ask for tp=2."""
+    before, began = registered(), time.monotonic()
+    try:
+        parallel_state.initialize_model_parallel(4 if dist.get_rank() == 1 else 2)
+    except RuntimeError as error:
+        kind = type(error).__name__
+    took = time.monotonic() - began
+    left = registered() == before and not parallel_state.is_initialized()
+    dist.barrier()
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    total = all_reduce_of(2 ** dist.get_rank(), group)
+    parallel_state.destroy_model_parallel()
+    return kind, took, left, total
 
 
 def one_rank_late(late):

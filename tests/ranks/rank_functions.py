@@ -308,8 +308,26 @@ def stop_on(rank):
     dist.barrier()
 
 
-def return_unpicklable():
-    return lambda: None
+class OddError(Exception):
+    """Neither pickled nor printed."""
+
+    def __reduce__(self):
+        raise TypeError("no")
+
+    def __str__(self):
+        raise TypeError("no")
+
+
+def raise_odd_error():
+    if dist.get_rank() == 1:
+        raise OddError
+
+
+def return_and_print(returned, printed):
+    if dist.get_rank() == 1:
+        sys.stdout.write("x" * printed)
+        return b""
+    return bytes(returned)
 
 
 def print_something():

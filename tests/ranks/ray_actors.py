@@ -16,16 +16,6 @@ class Rank:
         with socket.create_server(("", 0)) as server:
             return ray.util.get_node_ip_address(), server.getsockname()[1]
 
-    def alone(self):
-        """What an actor hears that is given no rank."""
-        import hypercomm
-
-        try:
-            hypercomm.join()
-        except hypercomm.LaunchError as error:
-            return str(error)
-        return "joined"
-
     def run(self, rank, address, port):
         """Join, communicate, leave."""
         from ranks.join_ranks import joined
@@ -39,12 +29,9 @@ def main():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=paths)
     actors = [Rank.remote() for _ in range(4)]
     address, port = ray.get(actors[0].place.remote())
-    told = {"alone": ray.get(actors[1].alone.remote())}
-    told["joined"] = ray.get(
-        [actor.run.remote(rank, address, port) for rank, actor in enumerate(actors)]
-    )
+    joined = ray.get([actor.run.remote(rank, address, port) for rank, actor in enumerate(actors)])
     ray.shutdown()
-    print(json.dumps(told), flush=True)
+    print(json.dumps(joined), flush=True)
 
 
 if __name__ == "__main__":

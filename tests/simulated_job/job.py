@@ -27,6 +27,13 @@ Schedule: TypeAlias = Literal["random", "pct", "first"] | Choices
 
 _SLACK_S = 0.001
 
+_REPLACED: dict[str, object] = {
+    "ProcessGroupGloo": SimulatedGloo,
+    "barrier": lambda *_, **__: None,
+    "monitored_barrier": lambda *_, **__: None,
+}
+"""What programs find in torch.distributed in place of its own."""
+
 
 @attrs.frozen
 class HeldGroup:
@@ -251,7 +258,7 @@ def _run(
 
         return act
 
-    with other_worlds(lambda: _process().world, SimulatedGloo):
+    with other_worlds(lambda: _process().world, _REPLACED):
         for process in processes:
             process.main = job.scheduler.spawn(process, main(process), is_main=True)
         job.scheduler.run()

@@ -17,11 +17,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import attrs
+import torch.distributed as dist
 
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
-from hypercomm.testing.other_world import OtherWorld, new_gloo
+from hypercomm.testing.other_world import OtherWorld
 from hypercomm.testing.simulation.group import SimulatedGroup
 from simulated_job import substitutes
 from simulated_job.faults import (
@@ -136,7 +137,10 @@ class RankProcess:
         group = JobGroup(name, ranks.index(self.rank), len(ranks), timeout, description)
         if "gloo" in c10d.single_backends(backend):
             store = Within(real_store.store(), f"{name}//cpu/")
-            group.part = new_gloo(store, group.rank(), len(ranks), timeout)
+            gloo: Any = (
+                dist.distributed_c10d.ProcessGroupGloo
+            )  # ours, or what hypercomm puts around it
+            group.part = gloo(store, group.rank(), len(ranks), timeout=timeout)
         return group
 
     def is_gone(self) -> None:

@@ -2,9 +2,10 @@
 
 import functools
 import math
-import pickle
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,18 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from hypercomm import HyperCommGrid, RankFailedError, RankLayout, RankMapping, errors
+from hypercomm import HyperCommGrid, RankLayout, RankMapping, errors
+from hypercomm.errors import RankFailedError
 from hypercomm.testing import (
-    fake_world,
     given_ranks,
     grids,
     layouts,
     mappings,
+    on_ranks,
+    pytest_plugin,
     shardings,
     views_of,
 )
-from hypercomm.testing.kit import bodies, bound, running
-from hypercomm.testing.kit.hook import register
 from hypercomm.testing.strategies import EXPERT_NAMES
 
 
@@ -106,132 +107,53 @@ def test_mappings_of_weights(mapping):
     assert mapping.source.ranks[0] == mapping.target.ranks[0] == 0
 
 
-@given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4)
-def many_ranks(layout):
-    raise AssertionError(layout)
-
-
-@given_ranks(st.sampled_from([RankLayout([2], ["tp"]), RankLayout([3], ["tp"])]))
-def is_fine(layout):
-    assert dist.get_world_size() == layout.size
-
-
-@given_ranks(st.integers())
-def no_layout(number):
-    raise AssertionError(number)
-
-
-# What does not exist, and bounds that nothing satisfies.
+# Arguments that cannot work: the error names the argument and the value.
 @pytest.mark.parametrize(
-    ("call", "kind", "sentence"),
+    ("call", "kind", "words"),
     [
+        (lambda: layouts(dims_required=["tpp"]), errors.UnknownDimError, "did you mean 'tp'?"),
+        (lambda: layouts(dims_required=["tp", "dp"], max_dims=1), InvalidArgument, "max_dims=1"),
+        (lambda: views_of(LAYOUT, shared_dims=["ep"]), errors.UnknownDimError, "'ep'"),
+        (lambda: views_of("tp=4"), errors.LayoutError, "RankLayout, got 'tp=4'"),
         (
-            lambda: smallest(layouts(dims_required=["tpp"])),
-            errors.UnknownDimError,
-            (
-                "dims_required names 'tpp', which is not among ('tp', 'cp', 'ep', 'dp', 'pp'); did "
-                "you mean 'tp'?"
-            ),
-        ),
-        (
-            lambda: smallest(layouts(dims_required=["tp", "dp"], max_dims=1)),
+            lambda: views_of(LAYOUT, dim_names=["a"], shared_dims=["cp"]),
             InvalidArgument,
-            (
-                "no layout has dims_required=('tp', 'dp') and at most 1 dims, as max_dims, "
-                "min_size=1 and max_ranks=512 want"
-            ),
+            "needs 2 or more",
         ),
-        (
-            lambda: smallest(views_of(RankLayout([4], ["tp"]), shared_dims=["dp"])),
-            errors.UnknownDimError,
-            "shared_dims names 'dp', which is not among ('tp',)",
-        ),
-        (
-            lambda: smallest(views_of("tp=4")),
-            errors.LayoutError,
-            "layout must be a RankLayout, got 'tp=4'",
-        ),
-        (
-            lambda: smallest(
-                views_of(
-                    RankLayout([2, 2, 2], ["tp", "cp", "dp"]), dim_names=["a"], shared_dims=["cp"]
-                )
-            ),
-            InvalidArgument,
-            (
-                "dim_names=('a',) are 1, and a view of tp=2,cp=2,dp=2 needs 2 names beside "
-                "shared_dims=('cp',)"
-            ),
-        ),
-        (
-            lambda: smallest(mappings(along="batch")),
-            errors.UnknownDimError,
-            "along names 'batch', which is not among ('tp', 'cp', 'dp', 'pp')",
-        ),
-        (
-            lambda: smallest(grids(views=2)),
-            errors.LayoutError,
-            "views must be True or False, got 2",
-        ),
-        (
-            lambda: shardings([-1]),
-            errors.LayoutError,
-            "a length of shape must be 0 or more, got -1",
-        ),
-        (
-            given_ranks,
-            errors.LaunchError,
-            "given_ranks needs a strategy, such as layouts(max_ranks=4, max_offset=0)",
-        ),
-        (
-            lambda: given_ranks(st.integers(), layout=layouts()),
-            errors.LaunchError,
-            (
-                "given_ranks takes strategies by position or by name, as hypothesis.given does, "
-                "not both"
-            ),
-        ),
-        (
-            lambda: given_ranks(7),
-            errors.LaunchError,
-            ("given_ranks takes strategies, such as layouts(max_ranks=4, max_offset=0), got 7"),
-        ),
-        (
-            lambda: given_ranks(st.integers())(lambda _: None),
-            errors.LaunchError,
-            (
-                "what runs on ranks must be defined at the top of a module or in a class, got "
-                "'<lambda>.<locals>.<lambda>'"
-            ),
-        ),
-        (
-            many_ranks,
-            errors.LaunchError,
-            (
-                "an example of many_ranks has 5 ranks, more than 4; draw smaller ones, as in "
-                "layouts(max_ranks=4, max_offset=0), or allow ranks_max=5"
-            ),
-        ),
-        (
-            no_layout,
-            errors.LaunchError,
-            (
-                "nothing that is drawn for no_layout says how many ranks it needs: number; draw a "
-                "layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
-            ),
-        ),
+        (lambda: mappings(along="batch"), errors.UnknownDimError, "along names 'batch'"),
+        (lambda: grids(views=2), errors.LayoutError, "views must be True or False, got 2"),
+        (lambda: shardings([-1]), errors.LayoutError, "shape must be 0 or more, got [-1]"),
     ],
 )
-def test_sentence(call, kind, sentence):
-    with pytest.raises(kind) as caught:
-        call()
-    assert str(caught.value) == sentence
+def test_bad_arguments_of_strategies(call, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        smallest(call())
 
 
-# hypothesis's entry point: layouts, grids and mappings are drawn by their types.
+LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+
+
+# So do those of given_ranks, before a rank starts.
+@pytest.mark.parametrize(
+    ("decorator", "words"),
+    [
+        (given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4), "has 5 ranks, more than 4"),
+        (given_ranks(st.integers()), "no argument of test_given_ranks_that_cannot_work"),
+        (given_ranks(st.just(threading.Lock()), ranks=1), "argument 'drawn' of test_given_ranks"),
+    ],
+)
+def test_given_ranks_that_cannot_work(decorator, words):
+    @decorator
+    def body(drawn):
+        raise AssertionError(drawn)
+
+    with pytest.raises(errors.LaunchError, match=re.escape(words)):
+        body()
+
+
+# Layouts, grids and mappings that are loaded are drawn by their types.
 @pytest.mark.parametrize("kind", [RankLayout, HyperCommGrid, RankMapping])
 def test_from_type(kind):
-    register()
     assert isinstance(smallest(st.from_type(kind)), kind)
 
 
@@ -241,60 +163,29 @@ def test_grids_of_all_names_of_views():
     assert not smallest(drawn).views
 
 
-# Who looks for a class's module without loading it finds its source; finders stay as they are.
-def test_looking_loads_nothing():
+# hypothesis's entry point registers what is loaded, and loads nothing; pytest's plugin is light.
+def test_entry_points_are_light():
     program = """
-import sys
-import hypercomm
-from hypercomm.testing.kit.hook import register
-register()
-finders = list(sys.meta_path)
-folder = f"{hypercomm.__path__[0]}/grid"
-spec = finders[0].find_spec("hypercomm.grid.grid", [folder])
-print("class HyperCommGrid" in spec.loader.get_source(spec.name), spec.name in sys.modules)
-assert sys.meta_path == finders
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "True False\n", done.stderr
-
-
-# It loads no layouts, and registers what is loaded afterwards.
-def test_registered_when_loaded():
-    program = """
-import sys
-from pathlib import Path
-from hypothesis import find, strategies as st
-from hypercomm.testing.kit.hook import register
-register()
-assert not {"hypercomm.layout", "numpy", "torch"} & set(sys.modules), sorted(sys.modules)
-from hypercomm import RankLayout
-print(find(st.from_type(RankLayout), lambda layout: layout.size > 1))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "tp=2\n", done.stderr
-
-
-# Neither pytest's plugin nor hypothesis's hook loads any package but this, and little of it.
-def test_the_plugin_is_light():
-    program = """
-import sys, pytest
+import sys, pytest, hypothesis
 before = set(sys.modules)
-import hypercomm.testing.kit.plugin, hypercomm.testing.kit.hook
-loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(sorted(loaded - set(sys.stdlib_module_names)))
+import hypercomm.testing, hypercomm.testing.pytest_plugin
+hypercomm.testing._register_strategies()
+loaded = {name for name in set(sys.modules) - before}
+print(sorted({name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)))
 print(sorted(name for name in sys.modules if name.startswith("hypercomm.")))
+from hypercomm import RankLayout
+hypercomm.testing._register_strategies()
+print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: one.size > 1))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    packages, modules = done.stdout.splitlines()
-    assert packages == "['hypercomm']", done.stdout + done.stderr
-    kit = [f"hypercomm.testing{part}" for part in ("", ".kit", ".kit.hook", ".kit.plugin")]
-    assert modules == str(["hypercomm.errors", *kit])
+    packages, modules, drawn = done.stdout.splitlines()
+    assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
+    assert modules == str(
+        ["hypercomm.errors", "hypercomm.testing", "hypercomm.testing.pytest_plugin"]
+    )
+    assert drawn == "tp=2"
 
 
 # A body has the grid that was drawn, live, and the same draw on each rank.
@@ -305,11 +196,6 @@ def test_on_ranks(grid, number):
     total = torch.tensor([number])
     dist.all_reduce(total, group=grid[grid.dim_names].group)
     assert total.item() == number * math.prod(grid.shape)
-
-
-@given_ranks(layouts(dim_names=["dp"], max_ranks=3, max_offset=0), max_examples=10)
-def is_wrong(layout):
-    assert layout.size < 2 or dist.get_rank() == 0
 
 
 def doubled(test):
@@ -351,40 +237,50 @@ class TestMethods:
 
 
 # A grid has its arguments on ranks, too; one that borrows from another grid cannot travel.
+@pytest.mark.long
 def test_a_grid_travels_with_its_arguments():
     given = {"backend": "gloo", "name": "b", "share": "identical", "creation": "enumerate"}
     grid = HyperCommGrid("tp=2", **given, world_size=2)
-    form = pickle.loads(bodies.packed({"grid": grid}, "test")["grid"])
-    with fake_world(2), form.build() as built:
-        assert built.layout == grid.layout
-        assert {name: getattr(built._state.options, name) for name in given} == given
+
+    def body(travelled):
+        assert travelled.layout == grid.layout
+        assert {name: getattr(travelled._state.options, name) for name in given} == given
+        assert travelled.create_pg("tp").size() == 2
+
+    on_ranks.run_body(body, {"travelled": grid}, 2)
     borrowing = HyperCommGrid("tp=2", share_with=grid, world_size=2)
     with pytest.raises(errors.LaunchError, match="it has share_with=, a grid which is not on the"):
-        bodies.packed({"grid": borrowing}, "test")
+        on_ranks.run_body(body, {"travelled": borrowing}, 2)
 
 
-# The smallest example is told, with the first failing rank's traceback.
+# The body may be a closure; the smallest example has the first failing rank's traceback.
 @pytest.mark.long
 def test_shrinks():
-    with pytest.raises(RankFailedError, match=r"^rank 1 of 2 failed: Traceback") as caught:
+    most = 2
+
+    @given_ranks(layouts(dim_names=["dp"], max_ranks=3, max_offset=0), max_examples=10)
+    def is_wrong(layout):
+        assert layout.size < most or dist.get_rank() == 0
+
+    with pytest.raises(RankFailedError, match=r"^rank 1 failed: Traceback") as caught:
         is_wrong()
     assert caught.value.rank == 1
+    assert "shape=(2,)" in "".join(caught.value.__notes__)
 
 
-# The option of pytest's is the bound where given_ranks has none: also above the machine's.
+# Without an option of pytest's, the machine bounds the ranks; the option outranks that.
 @pytest.mark.long
 def test_the_option_is_the_bound(monkeypatch):
-    monkeypatch.setattr(running, "most_ranks", lambda: 1)
-    with pytest.raises(
-        errors.LaunchError, match=r"^an example of is_fine has 2 ranks, more than 1;"
-    ):
+    @given_ranks(st.sampled_from([RankLayout([2], ["tp"]), RankLayout([3], ["tp"])]))
+    def is_fine(layout):
+        assert dist.get_world_size() == layout.size
+
+    monkeypatch.setattr("hypercomm.testing.given.most_ranks", lambda: 1)
+    with pytest.raises(errors.LaunchError, match="is_fine has 2 ranks, more than 1;"):
         is_fine()
-    token = bound.current.set(bound.Bound(2))
-    try:
-        is_fine()
-        assert (bound.current.get().ran, bound.current.get().left_out) == (1, [3])
-    finally:
-        bound.current.reset(token)
+    monkeypatch.setattr(pytest_plugin.bound, "most", 2)
+    is_fine()
+    assert pytest_plugin.bound.left_out == 3
 
 
 # The plugin's marker, in this very suite.

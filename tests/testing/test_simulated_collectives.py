@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early
 from torch.distributed import all_reduce as early_all_reduce
 from torch.distributed import barrier as early_barrier
-from torch.distributed import broadcast_object_list as early_broadcast
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import parallel_state as mpu
@@ -133,7 +132,7 @@ def objects():
     dist.broadcast_object_list(first, src=0)
     dist.broadcast_object_list(last, src=3)
     dist.scatter_object_list(out, list("abcd") if rank == 1 else None, src=1)
-    dist.all_gather_object(every, {"rank": rank})
+    bound_early(every, {"rank": rank})
     dist.gather_object(rank, every if rank == 3 else None, dst=3)
     return first, last[0], out[0], every[0]
 
@@ -162,10 +161,10 @@ def objects_passed_on():
         (gathered, (), [[-1] * 4, [-1] * 4, [2] * 4, [-1] * 4]),
         (passed_on, (), [-1, 5, 6, 7]),
         (in_a_ring, (), [-1, 0, 1, 2]),
-        (from_anyone, (), [(None, -1), (None, -1), (None, -1), (1, 1)]),
+        (from_anyone, (), [(None, -1), (None, -1), (None, -1), (0, -1)]),
         (begun, (), [0, 1, 2, 3]),
         (together, (), [0, 1, 2, 3]),
-        (objects, (), [([0, None], rank, "aaabcd"[rank + 2] if rank else None,
+        (objects, (), [([0, None], 3 if rank == 3 else None, "aaabcd"[rank + 2] if rank else None,
                         {"rank": rank} if rank < 3 else 3) for rank in range(4)]),
         (objects_passed_on, (), [None, None, "x", None]),
     ],
@@ -186,7 +185,7 @@ def test_what_is_recorded():
         early_barrier(async_op=True).wait()
         dist.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 1], [1, 1], group)
 
-    got = simulate(run, 4)
+    got = simulate(run, 4, backend="gloo")
     first, *others = got.collectives[1]
     place = f"test_simulated_collectives.py:{run.__code__.co_firstlineno + 2}"
     assert str(first) == f"all_reduce of int64[2, 3] (max) at {place}"
@@ -271,10 +270,10 @@ def in_one(call):
          "objects[2] from rank 4")),
         (in_one(lambda odd, tp: dist.all_to_all_single(
             torch.zeros(4), torch.zeros(4), [2, 2], [3, 1] if odd else [2, 2], tp)),
-         "all_to_all_single of float32[]: rank 5 sends 3 to rank 4, which takes 2"),
+         "all_to_all_single of float32[]: rank 5 sends 3 to rank 4, which receives 2"),
         (in_one(lambda odd, tp: dist.all_to_all(
             [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1 + odd)], tp)),
-         "all_to_all of float32: rank 5 sends [2] to rank 5, which takes [1]"),
+         "all_to_all of float32: rank 5 sends (2,) to rank 5, which receives (1,)"),
     ],
 )  # fmt: skip
 def test_one_rank_differs(program, words):
@@ -286,8 +285,7 @@ def test_one_rank_differs(program, words):
     told = [re.sub(r" at [\w.]+:\d+", "", str(one)) for one in got.disagreements]
     assert sum(words in one for one in told) == 1, told
     assert len(told) <= 3
-    assert "would not meet" in str(got)
-    with pytest.raises(DisagreementError, match="would not meet"):
+    with pytest.raises(DisagreementError, match=r"^\d disagreements?:"):
         got.check()
     simulate(run, 8, args=(None,)).check()
     assert simulate(run, 8, args=(5,), ranks=[6, 7]).disagreements == ()
@@ -458,12 +456,16 @@ def test_a_creation_and_a_barrier():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: dist.all_gather(slots(3), own()), "all_gather needs a list of 4 tensors"),
-        (lambda: dist.all_gather_into_tensor(torch.zeros(7), own()), "needs 8 elements, 2 for"),
-        (lambda: dist.reduce_scatter_tensor(own(), torch.zeros(7)), "needs 8 elements, 2 for"),
-        (lambda: dist.all_to_all_single(own(3), own(3)), "needs 4 sizes, one for each member, wi"),
-        (lambda: bound_early([None] * 4, 7), "imported before simulate(); call it as"),
-        (lambda: early_broadcast([None], 3), "imported before simulate(); call it as"),
+        (lambda: dist.all_gather(slots(3), own()), "all_gather needs 4 tensors"),
+        (
+            lambda: dist.all_gather_into_tensor(torch.zeros(7), own()),
+            "needs 4 tensors of shape [2], or",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(own(), torch.zeros(7)),
+            "needs 4 tensors of shape [2], or",
+        ),
+        (lambda: dist.all_to_all_single(own(3), own(3)), "needs 4 sizes with the sum 3"),
     ],
 )
 def test_what_is_refused(call, words):

@@ -158,8 +158,8 @@ def test_refusals():
         }
         if not source:
             expected["length"] = (
-                "LayoutError: tensor axis 0 has length 3, and must be a multiple of 2, as 1 shards "
-                "become 2; the nearest lengths that work are 2 and 4"
+                "LayoutError: tensor axis 0 has length 3, and must be a multiple of 2 to be "
+                "cut; the nearest lengths that work are 2 and 4"
             )
             expected["expanded"] = (
                 "LayoutError: tensor must have each element at an address of its own, but shape "

@@ -118,7 +118,7 @@ def test_refusals():
                 0,
                 (
                     "state['b.weight']: tensor axis 0 has length 3, and must be a multiple "
-                    "of 2, as 1 shards become 2; the nearest lengths that work are 2 and 4"
+                    "of 2 to be cut; the nearest lengths that work are 2 and 4"
                 ),
             ),
             ("buckets", 0, "bucket_bytes must be at least 1024, got 0"),

@@ -11,23 +11,32 @@ Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairsca
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.ezpz.state import GLOBALS, TABLE, Row, TensorParallelState, current
-from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import ConfigurationError, LayoutError
-from hypercomm.layout.checks import as_int
+from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
+from hypercomm.errors import ConfigurationError, HyperCommError, LayoutError, StateError
+from hypercomm.grid import HyperCommGrid
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.checks import as_int, positive
+from hypercomm.layout.parsing import misfit
 from hypercomm.layout.text import shown
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Answer = TypeVar("Answer")
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "TensorParallelState",
@@ -58,14 +67,198 @@ __all__ = [
 ]
 
 
+class _Row(NamedTuple):
+    """The groups over one dim, and the globals of the calling rank's group and its ranks."""
+
+    dim: str
+    prefix: str
+    group: str
+    ranks: str
+
+    @property
+    def words(self) -> str:
+        """The name of the groups in messages."""
+        return f"{self.prefix} parallel"
+
+    @property
+    def backend(self) -> str:
+        """The argument with their backend."""
+        return f"{self.prefix}_parallel_backend"
+
+
+_DIMS = ("tp", "cp", "pp", "dp")
+"""The dims of the grid; the first varies fastest."""
+
+# In the order of creation.
+_TABLE = {
+    row.dim: row
+    for row in (
+        _Row("dp", "data", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
+        _Row("tp", "tensor", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
+        _Row("pp", "pipeline", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+        _Row("cp", "context", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
+    )
+}
+"""For each dim the word in its functions and arguments, and its globals."""
+
+_GLOBALS = [name for row in _TABLE.values() for name in (row.group, row.ranks)]
+"""Every global of ezpz.tp."""
+
+_SIZES = {dim: f"{_TABLE[dim].prefix}_parallel_size" for dim in ("tp", "cp", "pp")}
+_ARGUMENTS = {*_SIZES.values(), *(row.backend for row in _TABLE.values())}
+
+
+class TensorParallelState(ModuleState):
+    """One tensor parallel configuration: its grid, its groups, and the values of ezpz's globals.
+
+    A new one is empty. `create` returns one that needs no global state. Within a
+    `with use(state):` block the functions of this module act on it.
+
+    Attributes:
+        grid: The grid over tp, cp, pp and dp, with tp fastest; None while it is empty.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8), TensorParallelState.create(tensor_parallel_size=2) as state:
+        ...     print(state.grid.layout, state.grid.get_pg("dp").size())
+        tp=2,cp=1,pp=1,dp=4 4
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(_GLOBALS, lambda: None))
+        self.grid: HyperCommGrid | None = None
+
+    @classmethod
+    def create(cls, **arguments: Any) -> Self:
+        """Return a new state; every rank must call this, in the same order.
+
+        Args:
+            arguments: Those of `initialize_tensor_parallel`, by name.
+
+        Raises:
+            AssertionError: As for `initialize_tensor_parallel`.
+        """
+        state = cls()
+        state.initialize(**arguments)
+        return state
+
+    def initialize(self, *, timeout: timedelta | None = None, **choices: Any) -> None:
+        """Create the groups of all dims; a failure leaves everything unchanged.
+
+        Raises:
+            AssertionError: As for `initialize_tensor_parallel`.
+        """
+        unknown = sorted(choices.keys() - _ARGUMENTS)
+        if unknown:
+            raise TypeError(f"unknown argument {unknown[0]!r}; there are {sorted(_ARGUMENTS)}")
+        if not dist.is_initialized():
+            raise StateError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+            )
+        try:
+            self._create(_fitting_layout(choices), choices, timeout)
+        except HyperCommError as error:
+            if isinstance(error, AssertionError):
+                raise
+            raise ConfigurationError(str(error)) from error
+
+    def _create(
+        self, layout: RankLayout, choices: Mapping[str, Any], timeout: timedelta | None
+    ) -> None:
+        taken = [name for name in _GLOBALS if self.values[name] is not None]
+        if taken:
+            raise StateError(
+                f"tensor parallel is already initialized: {taken[0]} is set; call "
+                f"destroy_tensor_parallel() first, or hold a second state with "
+                f"TensorParallelState.create() and use()"
+            )
+        backends = {row.dim: choices.get(row.backend) for row in _TABLE.values()}
+        if dist.group.WORLD is None:  # torch.distributed is a mock of a unit test
+            groups = [
+                _by_new_group(layout.groups(dim), backend, timeout)
+                for dim, backend in backends.items()
+            ]
+        else:
+            grid = HyperCommGrid.from_layout(layout, name="ezpz.tp", cover="exact")
+            requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
+            try:
+                groups = grid.create_pgs(requests, timeout=timeout)
+            except BaseException:
+                grid.destroy()
+                raise
+            self.grid = grid
+        for row, group in zip(_TABLE.values(), groups, strict=True):
+            ranks = list(layout.groups(row.dim).of(dist.get_rank()))
+            self.fill({row.group: group, row.ranks: ranks})
+        current.keep(self)
+
+    def destroy(self) -> None:
+        """Destroy the groups that the state created, and empty it; may be called twice."""
+        grid, self.grid = self.grid, None
+        self.reset()
+        current.drop(self)
+        if grid is not None:
+            grid.destroy()
+
+    def require(self, name: str, words: str) -> Any:
+        """Return the value of a global that is set.
+
+        Raises:
+            StateError: It is None (an AssertionError).
+        """
+        value = self.read(name)
+        if value is None:
+            raise StateError(
+                f"{words} group is not initialized: {name} is None; call "
+                f"initialize_tensor_parallel() first, or make the state in use with "
+                f"TensorParallelState.create()"
+            )
+        return value
+
+
+def _by_new_group(
+    groups: RankGroups, backend: str | None, timeout: timedelta | None
+) -> ProcessGroup | None:
+    """Create groups one after the other, and return the calling rank's."""
+    own, rank = None, dist.get_rank()
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        own = group if rank in ranks else own
+    return own
+
+
+def _fitting_layout(choices: Mapping[str, Any]) -> RankLayout:
+    """Return the layout of checked sizes, with the remaining ranks along dp."""
+    world_size = dist.get_world_size()
+    sizes = {name: positive(choices.get(name, 1), name) for name in _SIZES.values()}
+    wanted = sizes[_SIZES["tp"]]
+    if wanted > world_size:
+        warnings.warn(
+            f"{_SIZES['tp']}={wanted} is larger than the world of {world_size} ranks; "
+            f"using {world_size}",
+            stacklevel=4,
+        )
+        sizes[_SIZES["tp"]] = world_size
+    problem = misfit(sizes, world_size)
+    if problem is not None:
+        raise ConfigurationError(problem)
+    layout = RankLayout([*sizes.values(), world_size // math.prod(sizes.values())], _DIMS)
+    if dist.get_rank() == 0:
+        logger.info("tensor parallel grid: %s", layout)
+    return layout
+
+
+current: CurrentState[TensorParallelState] = CurrentState("ezpz.tp", TensorParallelState)
+"""The state that the functions of this module act on."""
+
+
 def use(
     state: TensorParallelState,
 ) -> contextlib.AbstractContextManager[TensorParallelState]:
-    """Let the getters and globals of this module act on `state` within a `with` block.
+    """Make the getters and globals of this module act on `state` within a `with` block.
 
     The block is context-local, as that of `hypercomm.compat.megatron.parallel_state.use`.
-    `initialize_tensor_parallel` and `destroy_tensor_parallel` are for the default state, also in a
-    block: `TensorParallelState.create` makes one for it, and `state.destroy()` ends it.
+    `initialize_tensor_parallel` and `destroy_tensor_parallel` always act on the default state.
 
     Raises:
         StateError: `state` is no TensorParallelState.
@@ -124,9 +317,9 @@ def destroy_tensor_parallel() -> None:
 
 
 def tensor_parallel_is_initialized() -> bool:
-    """Tell whether the groups of all four dims are there."""
+    """Return whether the groups of all four dims are there."""
     state = current.get()
-    return all(state.values[row.group] is not None for row in TABLE.values())
+    return all(state.values[row.group] is not None for row in _TABLE.values())
 
 
 # ---- groups, ranks and sizes --------------------------------------------------------------------
@@ -137,12 +330,12 @@ def _itself(held: Any) -> Any:
 
 
 def _asks(
-    what: str, fact: Callable[[Any], Answer], of: Callable[[Row], str] = attrgetter("group")
+    what: str, fact: Callable[[Any], Answer], of: Callable[[_Row], str] = attrgetter("group")
 ) -> Callable[..., Callable[[], Answer]]:
-    """Make what makes getters: a dim in, a function out that answers of what its global holds."""
+    """Return a factory of getters, which takes a dim."""
 
     def make(dim: str, otherwise: Answer | None = None) -> Callable[[], Answer]:
-        row = TABLE[dim]
+        row = _TABLE[dim]
 
         def get() -> Answer:
             state = current.get()
@@ -259,4 +452,4 @@ def split_tensor_along_last_dim(
 
 
 name_functions(globals(), __name__)
-current.bind(sys.modules[__name__], GLOBALS)
+current.bind(sys.modules[__name__], _GLOBALS)

@@ -11,39 +11,37 @@ names that of Megatron-DeepSpeed, at 4efb479.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import rank_generator
-from hypercomm.compat.megatron.groups import derive, nccl
-from hypercomm.compat.megatron.groups.configuration import (
+from hypercomm.compat.megatron import layouts as _layouts
+from hypercomm.compat.megatron import memory, nccl
+from hypercomm.compat.megatron import table as _table
+from hypercomm.compat.megatron.configuration import (
     Configuration,
     RanksFunction,
     hybrid_sizes,
 )
-from hypercomm.compat.megatron.groups.layouts import inject_gtp
-from hypercomm.compat.megatron.groups.table import GLOO
-from hypercomm.compat.megatron.install import warn_of_their_own
-from hypercomm.compat.megatron.state import memory
-from hypercomm.compat.megatron.state.getters import (
-    fact_getter,
+from hypercomm.compat.megatron.getters import (
+    data_group_getter,
+    first_getter,
     group_getter,
-    listed_getter,
-    of_state,
+    key_of,
+    rank_getter,
     rank_setter,
+    size_getter,
     size_setter,
 )
-from hypercomm.compat.megatron.state.state import GLOBALS, RANK, SIZE, ParallelState, current
+from hypercomm.compat.megatron.install import warn_of_their_own
+from hypercomm.compat.megatron.state import FACTS, GLOBALS, RANK, SIZE, Fact, ParallelState, current
+from hypercomm.compat.megatron.table import GLOO
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
 from hypercomm.grid.arguments import Share
@@ -51,38 +49,30 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import (
-    check_description,
-    check_given_timeout,
-    check_timeout,
-    live_pg_options,
-)
+from hypercomm.process_groups.options import check_given_timeout, live_pg_options
 
-logger = logging.getLogger(__name__)
 _state = current.get
-Value = TypeVar("Value")
 
-RankGenerator = rank_generator.RankGenerator
-generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
-default_embedding_ranks = derive.default_embedding_ranks
-default_position_embedding_ranks = derive.default_position_embedding_ranks
+RankGenerator = _layouts.RankGenerator
+generate_masked_orthogonal_rank_groups = _layouts.generate_masked_orthogonal_rank_groups
+_inject_gtp_remat_axis = _layouts.inject_gtp
+default_embedding_ranks = _table.default_embedding_ranks
+default_position_embedding_ranks = _table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = memory.GlobalMemoryBuffer
 GlobalSymmetricMemoryBuffer = memory.GlobalSymmetricMemoryBuffer
 SymmetricMemoryManager = memory.SymmetricMemoryManager
-_inject_gtp_remat_axis = inject_gtp
 
 # ---- the state --------------------------------------------------------------------------------
 
 
 def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState]:
-    """Let the functions and globals of this module act on `state` within a `with` block.
+    """Make the functions and globals of this module act on `state` within a `with` block.
 
-    The block is context-local: two threads, or two asyncio tasks, can each use their own state. A
-    backward pass that is started in the block uses it too, in whichever thread autograd runs it
-    (torch 2.13 and newer). `initialize_model_parallel` and `destroy_model_parallel`
-    are for the default state, also in a block: `state.destroy()` ends this one.
+    Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
+    of autograd, outside the block; with `strict=True` a getter that is called there raises.
+    `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
     Raises:
         StateError: `state` is no ParallelState.
@@ -124,20 +114,20 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
     share: Share = "never",
-    lazy: bool = False,
+    strict: bool = False,
 ) -> None:
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
-    A failure leaves nothing behind: no global set, no group registered, the environment as before.
-    Where `megatron.core`'s own module is loaded and was not replaced by `install()`, a
-    `MegatronNotReplacedWarning` says so: its layers would look for their groups there.
+    A failure leaves globals, groups and environment as they were. A `MegatronNotReplacedWarning`
+    is issued if `megatron.core` was imported without `install()`, since its layers then look for
+    their groups in its own parallel state.
 
     Args:
         tensor_model_parallel_size: Ranks that share each dense layer's tensors.
         pipeline_model_parallel_size: Pipeline stages.
         virtual_pipeline_model_parallel_size: Interleaved stages for each rank of a pipeline.
         pipeline_model_parallel_comm_backend: None for that of WORLD, "nccl" or "ucc".
-        use_sharp: Let one communicator use SHARP.
+        use_sharp: Enable SHARP for one communicator.
         context_parallel_size: Ranks that share each sequence.
         hierarchical_context_parallel_sizes: Factors of the context parallel size, innermost first.
         expert_model_parallel_size: Ranks that share the experts.
@@ -149,23 +139,24 @@ def initialize_model_parallel(
         get_embedding_ranks: Takes the ranks of a pipeline, returns those with word embeddings,
             equally many of each pipeline; default: the first and the last.
         get_position_embedding_ranks: As above, for position embeddings; default: the first.
-        create_gloo_process_groups: Create gloo twins of the data parallel groups.
+        create_gloo_process_groups: Create each data parallel group for gloo too.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
         sharp_enabled_group: "dp" or "dp_replica"; default with `use_sharp`: "dp".
         hybrid_context_parallel: Create groups of every power of 2 within data and context parallel.
-        create_all_gather_group: Create a twin of the dp-cp group for all-gathers that overlap.
+        create_all_gather_group: Create the dp-cp group twice, for all-gathers that overlap.
         gtp_remat_size: GTP peers: ranks that share each weight of the dense layers, and gather it
-            to use it, forwards and backwards. They have data of their own.
+            for each use. They process different data.
         expert_gtp_remat_size: The same for the weights of experts.
         rank_offset: The smallest rank of the model.
         local_world_size: The number of ranks of the model; default: that of the job.
-        share: "identical" creates one group for each distinct set of ranks, but for those that
+        share: "identical" creates one group for each distinct set of ranks, except those that
             exist to overlap.
-        lazy: Create each group at its first use, which is then collective among its members.
+        strict: Raise if a getter is called outside `use(state)` while several states are alive;
+            default: a warning, once.
 
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
-        WorldSizeError: The sizes do not divide the world; names those that would (a RuntimeError).
+        WorldSizeError: The sizes do not divide the world; names sizes that would (a RuntimeError).
         ConfigurationError: Two choices contradict each other (an AssertionError).
         NcclConfigError, FileNotFoundError: The NCCL configuration cannot be used.
         StateError: torch.distributed is not initialised, or the state is (an AssertionError).
@@ -185,42 +176,42 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups that the default state created, and set all of its globals back.
+    """Destroy the groups that the default state created, and set its globals to None.
 
-    What holds on to groups ends first: symmetric memory, and NCCL's expert parallelism.
+    Symmetric memory and NCCL's expert parallelism, which use the groups, are destroyed first.
     """
-    memory.end_what_uses_groups()
+    memory.destroy_users_of_groups()
     current.default.destroy()
 
 
-@of_state
-def is_initialized(state: ParallelState) -> bool:
-    """Tell whether the parallel state is initialised."""
-    return state.values["_DATA_PARALLEL_GROUP"] is not None
+def is_initialized() -> bool:
+    """Return whether the parallel state is initialised."""
+    return _has("_DATA_PARALLEL_GROUP")
 
 
-@of_state
-def model_parallel_is_initialized(state: ParallelState) -> bool:
-    """Tell whether the tensor, pipeline and data parallel groups exist."""
+def model_parallel_is_initialized() -> bool:
+    """Return whether the tensor, pipeline and data parallel groups exist."""
     needed = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP")
-    return all(state.values[name] is not None for name in (*needed, "_DATA_PARALLEL_GROUP"))
+    return _has(*needed, "_DATA_PARALLEL_GROUP")
 
 
-@of_state
-def sequence_parallel_is_initialized(state: ParallelState) -> bool:
-    """Tell whether the groups of context parallel, DeepSpeed's sequence parallel, and dp exist."""
-    needed = ("_CONTEXT_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
-    return all(state.values[name] is not None for name in needed)
+def sequence_parallel_is_initialized() -> bool:
+    """Return whether the groups of dp and cp, DeepSpeed's sequence parallel, exist."""
+    return _has("_CONTEXT_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
 
 
-@of_state
-def sequence_data_parallel_is_initialized(state: ParallelState) -> bool:
-    """Tell whether the group over data and context parallel exists."""
-    return state.values["_DATA_PARALLEL_GROUP_WITH_CP"] is not None
+def sequence_data_parallel_is_initialized() -> bool:
+    """Return whether the group over data and context parallel exists."""
+    return _has("_DATA_PARALLEL_GROUP_WITH_CP")
+
+
+def _has(*names: str) -> bool:
+    values = _state().values
+    return all(values[name] is not None for name in names)
 
 
 def is_unitialized() -> bool:
-    """Tell whether the parallel state is not initialised (deprecated: use `is_initialized`)."""
+    """Return whether the parallel state is not initialised (deprecated: use `is_initialized`)."""
     _deprecated("is_unitialized is deprecated, use is_initialized instead")
     return not is_initialized()
 
@@ -257,8 +248,8 @@ get_inter_distributed_optimizer_instance_group = group_getter(
 # Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
 # is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
 get_sequence_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
-get_sequence_data_parallel_group = group_getter("_DATA_PARALLEL_GROUP_WITH_CP", with_gtp=True)
-_dp_cp_ag_group = group_getter("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+get_sequence_data_parallel_group = data_group_getter("_DATA_PARALLEL_GROUP_WITH_CP")
+_dp_cp_ag = group_getter("_DATA_PARALLEL_GROUP_WITH_CP_AG")
 _tp_dp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP")
 _tp_dp_cp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
 _expt_mp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
@@ -267,18 +258,15 @@ _expt_mp_with_egtp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_
 _DP, _DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
 _INTRA_DP_CP = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
 _EDP, _INTRA_EDP = "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-_REPLICAS, _EXPERT_REPLICAS = (_DP, _DP_CP, _INTRA_DP_CP), (_EDP, _INTRA_EDP)
 
-
-def _with_and_without_gtp(
-    make: Callable[..., Callable[..., Value]], *names: str
-) -> list[dict[str, Callable[..., Value]]]:
-    """Make getters by global: those of groups with GTP peers, then those without."""
-    return [{name: make(name, with_gtp=with_gtp) for name in names} for with_gtp in (True, False)]
-
-
-_groups = _with_and_without_gtp(group_getter, *_REPLICAS, *_EXPERT_REPLICAS)
-_twins = {name: group_getter(name + GLOO) for name in (*_REPLICAS, *_EXPERT_REPLICAS)}
+_dp, _dp_only = data_group_getter(_DP), group_getter(_DP)
+_dp_cp, _dp_cp_only = data_group_getter(_DP_CP), group_getter(_DP_CP)
+_part, _part_only = data_group_getter(_INTRA_DP_CP), group_getter(_INTRA_DP_CP)
+_edp, _edp_only = data_group_getter(_EDP), group_getter(_EDP)
+_epart, _epart_only = data_group_getter(_INTRA_EDP), group_getter(_INTRA_EDP)
+_dp_gloo, _dp_cp_gloo, _part_gloo, _edp_gloo, _epart_gloo = (
+    group_getter(name + GLOO) for name in (_DP, _DP_CP, _INTRA_DP_CP, _EDP, _INTRA_EDP)
+)
 
 
 def get_data_parallel_group(
@@ -292,37 +280,40 @@ def get_data_parallel_group(
 
     Args:
         with_context_parallel: With the context parallel ranks.
-        with_gtp_remat: With the GTP peers, which have data of their own; False for the ranks that
-            have the same weights.
+        with_gtp_remat: With the GTP peers, which process different data; False: only the ranks
+            that have the same weights.
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
-        independent_all_gather: Its twin for all-gathers; needs `with_context_parallel`.
+        independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
-    if partial_data_parallel and not with_context_parallel:
-        raise _partial_without_cp()
-    if independent_all_gather and with_context_parallel and not partial_data_parallel:
-        return _dp_cp_ag_group()
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _groups[int(not with_gtp_remat)][name]()
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise _partial_without_cp()
+        return _dp() if with_gtp_remat else _dp_only()
+    if partial_data_parallel:
+        return _part() if with_gtp_remat else _part_only()
+    if independent_all_gather:
+        return _dp_cp_ag()
+    return _dp_cp() if with_gtp_remat else _dp_cp_only()
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Return the gloo twin of a data parallel group."""
+    """Return the gloo group of data parallel ranks."""
     if partial_data_parallel and not with_context_parallel:
         raise _partial_without_cp()
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _twins[name]()
+    return (
+        _part_gloo if partial_data_parallel else _dp_cp_gloo if with_context_parallel else _dp_gloo
+    )()
 
 
 def _partial_without_cp() -> StateError:
     return StateError("partial_data_parallel=True needs with_context_parallel=True")
 
 
-@of_state
-def has_separate_all_gather_group(state: ParallelState) -> bool:
-    """Tell whether the twin of the dp-cp group for all-gathers exists."""
-    return state.values["_DATA_PARALLEL_GROUP_WITH_CP_AG"] is not None
+def has_separate_all_gather_group() -> bool:
+    """Return whether the second dp-cp group for all-gathers exists."""
+    return _has("_DATA_PARALLEL_GROUP_WITH_CP_AG")
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -333,12 +324,10 @@ def get_hybrid_data_context_parallel_groups(
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
     """
-    is_int = isinstance(group_size, (int, np.integer))
-    size = get_data_parallel_world_size(with_context_parallel=True)
-    if is_int and group_size == size:
-        return _groups[True][_DP_CP](check_initialized)
-    groups = _state().read("_HYBRID_DP_CP_GROUPS")
-    if not is_int or group_size not in groups:
+    if group_size == get_data_parallel_world_size(with_context_parallel=True):
+        return _dp_cp(check_initialized)
+    groups = _state().values["_HYBRID_DP_CP_GROUPS"]
+    if group_size not in groups:
         raise GroupMissingError(
             f"there is no hybrid group of group_size={shown(group_size)}; there are those of "
             f"{list(groups) or 'none: initialise with hybrid_context_parallel=True'}"
@@ -381,16 +370,17 @@ def get_expert_data_parallel_group(
 
     Args:
         check_initialized: False to get None where there is no group.
-        with_gtp_remat: With the GTP peers; False for the ranks that have the same weights.
+        with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
-    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _groups[int(not with_gtp_remat)][name](check_initialized)
+    if partial_expert_data_parallel:
+        return (_epart if with_gtp_remat else _epart_only)(check_initialized)
+    return (_edp if with_gtp_remat else _edp_only)(check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """Return the gloo twin of an expert data parallel group."""
-    return _twins[_INTRA_EDP if partial_expert_data_parallel else _EDP]()
+    """Return the gloo group of expert data parallel ranks."""
+    return (_epart_gloo if partial_expert_data_parallel else _edp_gloo)()
 
 
 def get_data_modulo_expert_parallel_group(
@@ -428,45 +418,47 @@ set_virtual_pipeline_model_parallel_world_size = size_setter(
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 )
 
-get_tensor_model_parallel_world_size = fact_getter(SIZE, _TP, _MPU_TP)
-get_tensor_model_parallel_rank = fact_getter(RANK, _TP, _MPU_TP)
-get_pipeline_model_parallel_world_size = fact_getter(SIZE, _PP, _MPU_PP)
-get_pipeline_model_parallel_rank = fact_getter(RANK, _PP, _MPU_PP)
-get_model_parallel_world_size = fact_getter(SIZE, _MP)  # DeepSpeed asks for these: tp x pp
-get_model_parallel_rank = fact_getter(RANK, _MP)
-get_context_parallel_world_size = fact_getter(SIZE, _CP, offline=True)
-get_context_parallel_rank = fact_getter(RANK, _CP, offline=True)
-get_sequence_parallel_world_size = fact_getter(SIZE, _CP)
-get_sequence_parallel_rank = fact_getter(RANK, _CP)
-get_sequence_data_parallel_world_size = fact_getter(SIZE, _DP_CP, with_gtp=True)
-get_sequence_data_parallel_rank = fact_getter(RANK, _DP_CP, with_gtp=True)
-get_tensor_and_context_parallel_world_size = fact_getter(SIZE, _TP_CP, offline=True)
-get_tensor_and_context_parallel_rank = fact_getter(RANK, _TP_CP, offline=True)
-get_expert_model_parallel_world_size = fact_getter(SIZE, _EP, _MPU_EP, offline=True)
-get_expert_model_parallel_rank = fact_getter(RANK, _EP, _MPU_EP, offline=True)
-get_expert_tensor_and_model_parallel_world_size = fact_getter(SIZE, _TP_EP, offline=True)
-get_expert_tensor_and_model_parallel_rank = fact_getter(RANK, _TP_EP, offline=True)
-get_gtp_weight_remat_world_size, get_gtp_weight_remat_rank = (
-    fact_getter(fact, _GTP, offline=True, absent=lambda _: 0) for fact in (SIZE, RANK)
-)
-get_expert_gtp_weight_remat_world_size, get_expert_gtp_weight_remat_rank = (
-    fact_getter(fact, _EGTP, offline=True, absent=lambda _: 0) for fact in (SIZE, RANK)
-)
-get_expert_tensor_parallel_world_size = fact_getter(  # without a group, what was set for tensors
-    SIZE, _ETP, _MPU_ETP, absent=lambda state: state.values[_MPU_TP + SIZE]
-)
-get_expert_tensor_parallel_rank = fact_getter(
-    RANK, _ETP, _MPU_ETP, absent=lambda state: state.values[_MPU_TP + RANK]
-)
+get_tensor_model_parallel_world_size = size_getter(_TP, _MPU_TP)
+get_tensor_model_parallel_rank = rank_getter(_TP, _MPU_TP)
+get_pipeline_model_parallel_world_size = size_getter(_PP, _MPU_PP)
+get_pipeline_model_parallel_rank = rank_getter(_PP, _MPU_PP)
+get_model_parallel_world_size = size_getter(_MP)  # DeepSpeed asks for these: tp x pp
+get_model_parallel_rank = rank_getter(_MP)
+get_context_parallel_world_size = size_getter(_CP, offline=True)
+get_context_parallel_rank = rank_getter(_CP, offline=True)
+get_sequence_parallel_world_size = size_getter(_CP)
+get_sequence_parallel_rank = rank_getter(_CP)
+get_sequence_data_parallel_world_size = size_getter(_DP_CP, with_gtp=True)
+get_sequence_data_parallel_rank = rank_getter(_DP_CP, with_gtp=True)
+get_tensor_and_context_parallel_world_size = size_getter(_TP_CP, offline=True)
+get_tensor_and_context_parallel_rank = rank_getter(_TP_CP, offline=True)
+get_expert_model_parallel_world_size = size_getter(_EP, _MPU_EP, offline=True)
+get_expert_model_parallel_rank = rank_getter(_EP, _MPU_EP, offline=True)
+get_expert_tensor_and_model_parallel_world_size = size_getter(_TP_EP, offline=True)
+get_expert_tensor_and_model_parallel_rank = rank_getter(_TP_EP, offline=True)
+get_gtp_weight_remat_world_size = size_getter(_GTP, offline=True, absent=0)
+get_gtp_weight_remat_rank = rank_getter(_GTP, offline=True, absent=0)
+get_expert_gtp_weight_remat_world_size = size_getter(_EGTP, offline=True, absent=0)
+get_expert_gtp_weight_remat_rank = rank_getter(_EGTP, offline=True, absent=0)
+# Without an expert group, the values that were set for tensors.
+get_expert_tensor_parallel_world_size = size_getter(_ETP, _MPU_ETP, absent=_MPU_TP + SIZE)
+get_expert_tensor_parallel_rank = rank_getter(_ETP, _MPU_ETP, absent=_MPU_TP + RANK)
 
-_dp_sizes, _dp_ranks = (
-    _with_and_without_gtp(partial(fact_getter, fact, override=_MPU_DP, offline=True), *_REPLICAS)
-    for fact in (SIZE, RANK)
-)
-_expt_dp_sizes, _expt_dp_ranks = (
-    _with_and_without_gtp(partial(fact_getter, fact, offline=True), *_EXPERT_REPLICAS)
-    for fact in (SIZE, RANK)
-)
+
+def _data_keys(kind: Any, *names: str, override: str | None = None) -> dict[bool, list[str]]:
+    """Return the keys of sizes or ranks in data parallel groups, with and without GTP peers."""
+    return {
+        gtp: [key_of(Fact(kind, name, override, with_gtp=gtp, offline=True)) for name in names]
+        for gtp in (True, False)
+    }
+
+
+_SIZES = _data_keys(SIZE, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
+_RANKS = _data_keys(RANK, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
+_DP_SIZE, _DP_CP_SIZE, _ = _SIZES[True]
+_DP_RANK, _DP_CP_RANK, _ = _RANKS[True]
+_EXPERT_SIZES = _data_keys(SIZE, _EDP, _INTRA_EDP)
+_EXPERT_RANKS = _data_keys(RANK, _EDP, _INTRA_EDP)
 
 
 def get_data_parallel_world_size(
@@ -478,8 +470,13 @@ def get_data_parallel_world_size(
     """Return the size of the data parallel group; arguments as for `get_data_parallel_group`."""
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(SIZE)
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _dp_sizes[int(not with_gtp_remat)][name]()
+    if with_gtp_remat and not partial_data_parallel:
+        key = _DP_CP_SIZE if with_context_parallel else _DP_SIZE
+    else:
+        key = _SIZES[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
+    state = current.alone or _state()
+    known = state.facts[key]
+    return FACTS[key].ask(state) if known is None else known
 
 
 def get_data_parallel_rank(
@@ -491,13 +488,18 @@ def get_data_parallel_rank(
     """Return the position of the calling rank in the data parallel group; arguments the same."""
     if partial_data_parallel and not with_context_parallel:
         return _of_no_group(RANK)
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _dp_ranks[int(not with_gtp_remat)][name]()
+    if with_gtp_remat and not partial_data_parallel:
+        key = _DP_CP_RANK if with_context_parallel else _DP_RANK
+    else:
+        key = _RANKS[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
+    state = current.alone or _state()
+    known = state.facts[key]
+    return FACTS[key].ask(state) if known is None else known
 
 
 def _of_no_group(fact: str) -> int:
     given = _state().values[_MPU_DP + fact]
-    if given is None and c10d.is_live():
+    if given is None and dist.is_initialized():
         raise _partial_without_cp()
     return given or 0
 
@@ -506,16 +508,20 @@ def get_expert_data_parallel_world_size(
     *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Return the size of the expert data parallel group."""
-    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _expt_dp_sizes[int(not with_gtp_remat)][name]()
+    key = _EXPERT_SIZES[with_gtp_remat][1 if partial_expert_data_parallel else 0]
+    state = current.alone or _state()
+    known = state.facts[key]
+    return FACTS[key].ask(state) if known is None else known
 
 
 def get_expert_data_parallel_rank(
     *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Return the position of the calling rank in the expert data parallel group."""
-    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _expt_dp_ranks[int(not with_gtp_remat)][name]()
+    key = _EXPERT_RANKS[with_gtp_remat][1 if partial_expert_data_parallel else 0]
+    state = current.alone or _state()
+    known = state.facts[key]
+    return FACTS[key].ask(state) if known is None else known
 
 
 def get_all_ranks() -> str:
@@ -533,28 +539,33 @@ def get_all_ranks() -> str:
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
 
-_PIPELINE_RANKS = "_PIPELINE_GLOBAL_RANKS"
+get_tensor_model_parallel_src_rank = first_getter("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+get_model_parallel_src_rank = first_getter("_MODEL_PARALLEL_GLOBAL_RANKS")
+get_sequence_parallel_src_rank = first_getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+get_expert_model_parallel_src_rank = first_getter("_EXPERT_MODEL_PARALLEL_RANKS")
+get_pipeline_model_parallel_first_rank = first_getter("_PIPELINE_GLOBAL_RANKS")
+_dp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS")
+_dp_cp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
+_stage, _stages = get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size
 
 
-_stage = fact_getter(RANK, _PP, _MPU_PP)
-_stages = fact_getter(SIZE, _PP, _MPU_PP)
-_is_last_stage = of_state(lambda _: _stage() == _stages() - 1)
-get_tensor_model_parallel_src_rank = listed_getter("first", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = listed_getter("first", "_MODEL_PARALLEL_GLOBAL_RANKS")
-get_sequence_parallel_src_rank = listed_getter("first", "_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = listed_getter("first", "_EXPERT_MODEL_PARALLEL_RANKS")
-get_pipeline_model_parallel_first_rank = listed_getter("first", _PIPELINE_RANKS)
-get_pipeline_model_parallel_last_rank = listed_getter(
-    "last", _PIPELINE_RANKS, of_state(lambda _: _stages() - 1)
-)
-get_pipeline_model_parallel_next_rank = listed_getter(
-    "next", _PIPELINE_RANKS, of_state(lambda _: (_stage() + 1) % _stages())
-)
-get_pipeline_model_parallel_prev_rank = listed_getter(
-    "previous", _PIPELINE_RANKS, of_state(lambda _: (_stage() - 1) % _stages())
-)
-_dp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS")
-_dp_cp_src_rank = listed_getter("first", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
+def _pipeline_ranks() -> Any:
+    return _state().require("_PIPELINE_GLOBAL_RANKS")
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Return the rank of the last stage of the calling rank's pipeline."""
+    return _pipeline_ranks()[_stages() - 1]  # type: ignore[no-any-return]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the rank of the next stage; after the last one comes the first."""
+    return _pipeline_ranks()[(_stage() + 1) % _stages()]  # type: ignore[no-any-return]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the rank of the previous stage; before the first one comes the last."""
+    return _pipeline_ranks()[(_stage() - 1) % _stages()]  # type: ignore[no-any-return]
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -568,17 +579,17 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Tell whether this is the first stage; with `ignore_virtual=False`, whether `vp_stage` is."""
+    """Return whether this is the first stage, and `vp_stage` too with `ignore_virtual=False`."""
     return (ignore_virtual or _virtual_stage(vp_stage) in {None, 0}) and _stage() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Tell whether this is the last stage; with `ignore_virtual=False`, whether `vp_stage` is."""
+    """Return whether this is the last stage, and `vp_stage` too with `ignore_virtual=False`."""
     if not ignore_virtual:
         stage, size = _virtual_stage(vp_stage), get_virtual_pipeline_model_parallel_world_size()
         if size is not None and stage != size - 1:
             return False
-    return _is_last_stage()
+    return _stage() == _stages() - 1
 
 
 def _virtual_stage(vp_stage: int | None) -> int | None:
@@ -592,9 +603,8 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Tell whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    state = current.alone or _state()
-    rank, ranks = state.own_rank(), state.values["_EMBEDDING_GLOBAL_RANKS"]
+    """Return whether the calling rank, or its stage `vp_stage`, has word embeddings."""
+    rank, ranks = dist.get_rank(), _state().values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -603,21 +613,19 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Tell whether the calling rank has position embeddings."""
-    state = current.alone or _state()
-    rank, ranks = state.own_rank(), state.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    """Return whether the calling rank has position embeddings."""
+    rank, ranks = dist.get_rank(), _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
-@of_state
-def get_virtual_pipeline_model_parallel_rank(state: ParallelState) -> int | None:
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that was set, if any."""
-    return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]  # type: ignore[no-any-return]
+    return _state().values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]  # type: ignore[no-any-return]
 
 
-@of_state
-def get_virtual_pipeline_model_parallel_world_size(state: ParallelState) -> int | None:
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages of each rank, if the pipeline is virtual."""
+    state = current.alone or _state()
     return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]  # type: ignore[no-any-return]
 
 
@@ -636,16 +644,14 @@ _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
 
-@of_state
-def get_global_memory_buffer(state: ParallelState) -> memory.GlobalMemoryBuffer:
+def get_global_memory_buffer() -> memory.GlobalMemoryBuffer:
     """Return the memory buffer."""
-    return state.require(_MEMORY)  # type: ignore[no-any-return]
+    return _state().require(_MEMORY)  # type: ignore[no-any-return]
 
 
-@of_state
-def get_global_symmetric_memory_buffer(state: ParallelState) -> memory.GlobalSymmetricMemoryBuffer:
+def get_global_symmetric_memory_buffer() -> memory.GlobalSymmetricMemoryBuffer:
     """Return the symmetric memory buffer."""
-    return state.require(_SYMMETRIC)  # type: ignore[no-any-return]
+    return _state().require(_SYMMETRIC)  # type: ignore[no-any-return]
 
 
 def _set_buffer(name: str, buffer: Any) -> None:
@@ -664,12 +670,12 @@ def _set_global_symmetric_memory_buffer() -> None:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Forget the memory buffer."""
+    """Discard the memory buffer."""
     _state().write(_MEMORY, None)
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Forget the symmetric memory buffer."""
+    """Discard the symmetric memory buffer."""
     _state().write(_SYMMETRIC, None)
 
 
@@ -736,8 +742,6 @@ def create_hierarchical_groups(
         raise GroupOptionsError(
             f"pg_options must be one for each of {len(levels)} levels, got {shown(pg_options)}"
         )
-    check_timeout(timeout)
-    check_description(f"{group_desc}")
     options = [live_pg_options(each) for each in options]
     groups, twins = [], []
     for level, places in enumerate(levels):
@@ -788,10 +792,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Create twins of the dp-cp group and the expert dp group, for all-gathers that overlap.
+    """Create the dp-cp group and the expert dp group again, for all-gathers that overlap.
 
-    The state owns them; `update_pg_timeout` reaches them, and a collection of the state has them
-    as `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
+    The state owns the groups, and `update_pg_timeout` applies to them. A collection of the state
+    has them as `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
 
     Returns:
         The two groups; None for the expert one unless it is asked for and experts are parallel.
@@ -825,4 +829,5 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 name_functions(globals(), __name__)
+current.default.reset()  # which was made before the getters
 current.bind(sys.modules[__name__], GLOBALS)

@@ -1,17 +1,44 @@
-"""Presets: the grids of Megatron's models, with experts, and inference beside training."""
+"""The grids of Megatron's models, with experts and inference, and their collections."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
-from hypercomm.compat.megatron.collections_of import as_grid_set, collections_of
-from hypercomm.compat.megatron.groups.layouts import GTP, Layouts, model_layouts, other_pipelines
-from hypercomm.compat.megatron.groups.of_a_grid import EXPERT, HYBRID
-from hypercomm.compat.megatron.groups.requests import MegatronChoices, megatron_requests
-from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.compat.megatron import nccl
+from hypercomm.compat.megatron.configuration import Configuration, RanksFunction
+from hypercomm.compat.megatron.layouts import (
+    DIMS,
+    GTP,
+    Layouts,
+    model_layouts,
+    pipeline_problem,
+)
+from hypercomm.compat.megatron.process_groups_config import (
+    HYBRID,
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
+from hypercomm.compat.megatron.table import (
+    EXPERT,
+    EXPERT_ALL_GATHER,
+    TABLE,
+    gtp_size,
+    own_dims,
+    rows,
+)
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupOptionsError,
+    HyperCommError,
+    LayoutError,
+    RankOutsideError,
+    UnknownDimError,
+    WorldSizeError,
+)
+from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
@@ -23,8 +50,6 @@ from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
-    from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 
 _DENSE = {dim: dim for dim in ("tp", GTP, "cp", "dp", "pp")}
 _EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", "pp": "pp"}
@@ -154,6 +179,120 @@ _SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_DENSE.values(), 
 """The sizes that a model is given, with their defaults."""
 
 
+class MegatronChoices(TypedDict, total=False):
+    """The keyword arguments of `megatron_requests`, which says what they mean."""
+
+    num_distributed_optimizer_instances: int
+    hierarchical_context_parallel_sizes: Sequence[int] | None
+    create_all_gather_group: bool
+    hybrid_context_parallel: bool
+    create_gloo_process_groups: bool
+    get_embedding_ranks: RanksFunction | None
+    get_position_embedding_ranks: RanksFunction | None
+    nccl_communicator_config_path: str | None
+    high_priority_stream_groups: Sequence[str] | None
+
+
+def megatron_requests(
+    grid: HyperCommGrid,
+    *,
+    num_distributed_optimizer_instances: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    create_all_gather_group: bool = False,
+    hybrid_context_parallel: bool = False,
+    create_gloo_process_groups: bool = False,
+    get_embedding_ranks: RanksFunction | None = None,
+    get_position_embedding_ranks: RanksFunction | None = None,
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
+) -> list[GroupArguments]:
+    """List the process groups that Megatron's code asks for, as `create_pgs` takes them.
+
+    A dim that the grid lacks has size 1. Megatron's code takes None for WORLD, so a field all of
+    whose dims are lacking, such as `cp`, gets groups of one rank, which are one process group.
+    Groups that are derived from those over dims are so again after `grid.reshape(...)`, as long
+    as the dims keep their names. SHARP is left out: it is for the first communicator of a job.
+
+    Args:
+        grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it
+            has one, has some of tp, ep, gtp_remat, dp and pp, perhaps as expt_tp, expt_gtp_remat
+            and expt_dp. Without that view the experts are laid out as the dense layers.
+        num_distributed_optimizer_instances: Into how many parts dp is cut.
+        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
+        create_all_gather_group: Whether dp and cp have a second group, for all-gathers, and so has
+            the dp of experts that are parallel.
+        hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
+        create_gloo_process_groups: Whether the data parallel groups have gloo twins, under the
+            name "gloo", or with _gloo behind it; with GTP there are none.
+        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
+            its first and last.
+        get_position_embedding_ranks: The same for position embeddings; default: its first.
+        nccl_communicator_config_path: A yaml file with NCCL options for each group.
+        high_priority_stream_groups: Keys of groups whose streams have a high priority.
+
+    Returns:
+        A request for each row of Megatron's groups, in Megatron's order.
+
+    Raises:
+        LayoutError: `grid` is no grid, has none of Megatron's dims, or cannot be cut like this.
+        GroupOptionsError: A choice is none, or a function is no function.
+        ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
+            not come out even.
+        NotInitializedError: There are NCCL options, and no job tells whether they have an effect.
+        NcclConfigError, FileNotFoundError: The NCCL configuration cannot be used.
+
+    Example:
+        >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
+        >>> wanted = megatron_requests(grid)
+        >>> [request.get("name") or "-".join(request["dims"]) for request in wanted]
+        ['dp', 'cp', 'tp-pp', 'tp', 'pp', 'embd', 'pos_embd', 'tp-dp', 'ep', 'intra_dist_opt']
+    """
+    choices = {name: value for name, value in locals().items() if name != "grid"}
+    if not isinstance(grid, HyperCommGrid):
+        raise LayoutError(f"grid must be a HyperCommGrid, got {shown(grid)}")
+    for name in (
+        "create_all_gather_group",
+        "hybrid_context_parallel",
+        "create_gloo_process_groups",
+    ):
+        as_flag(choices[name], name, GroupOptionsError)
+    configuration = Configuration(
+        **choices,
+        gtp_remat_size=gtp_size(grid.layout, "dense"),
+        expert_gtp_remat_size=gtp_size(grid.views.get(EXPERT, grid.layout), "expert"),
+    )
+    configuration.check_gtp()
+    replicas = own_dims(grid.layout, "dp-cp", "dense")
+    configuration.check_hybrid(math.prod(grid.layout.size_of(dim) for dim in replicas))
+    options = nccl.options_by_key(
+        nccl.load(nccl_communicator_config_path, high_priority_stream_groups)
+    )
+    view = EXPERT if EXPERT in grid.views else None
+    layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
+    _check_dims(layouts, view)
+    has_experts = layouts.expert.size_of("ep", default=1) > 1
+    table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
+    requests: dict[object, GroupArguments] = {}
+    for wanted in rows(configuration, layouts, options, view=view, table=table, lone_peers=False):
+        given = wanted.arguments
+        key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
+        requests.setdefault(key, given)
+    return list(requests.values())
+
+
+def _check_dims(layouts: Layouts, view: str | None) -> None:
+    for layout, side in zip(layouts, ("dense", "expert" if view else "dense"), strict=True):
+        if not own_dims(layout, "-".join(DIMS), side):  # type: ignore[arg-type]
+            what = (
+                f"view {view!r} ({layout}) of the grid"
+                if side == EXPERT
+                else f"the grid ({layout})"
+            )
+            raise LayoutError(
+                f"{what} has none of Megatron's dims tp, cp, ep, dp and pp; rename() its dims"
+            )
+
+
 def create_megatron_pgs(
     grids: GridSet,
     *,
@@ -208,6 +347,90 @@ def create_megatron_pgs(
     return collections
 
 
+# ---- collections --------------------------------------------------------------------------------
+
+
+def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
+    """Return Megatron's collection of each grid of a set that the calling rank is in, by name.
+
+    The groups are those that were created: see `ProcessGroupCollection.from_grid`. A grid
+    without the view "expert" lays its experts out as its dense layers.
+
+    Args:
+        grids: The set.
+
+    Raises:
+        LayoutError: `grids` is no set.
+        GridDestroyedError: One of these grids was destroyed.
+        NotInitializedError: Nothing tells the calling rank.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8), GridSet.tile(encoder="tp=2,dp", llm="tp=4") as grids:
+        ...     _ = grids.create_pgs({"encoder": ["tp"], "llm": ["tp"]})
+        ...     collections = collections_of(grids)
+        ...     print(list(collections), collections["encoder"].tp.size())
+        ['encoder'] 2
+    """
+    collections = {}
+    for name in as_grid_set(grids).grids_of():
+        grid = grids[name]
+        if grid.is_destroyed:
+            raise GridDestroyedError(
+                f"grid {name!r} ({grid.layout}) was destroyed, and has no groups to collect"
+            )
+        expert = None if EXPERT in grid.views else grid
+        collections[name] = ProcessGroupCollection.from_grid(grid, expert)
+    return collections
+
+
+def multi_module_of(
+    grids: GridSet, language_model: str | None = None
+) -> MultiModuleProcessGroupCollection:
+    """Return Megatron's collection of the modules of a set that the calling rank works on.
+
+    Args:
+        grids: The set.
+        language_model: The grid of the language model; the collection has none on a rank
+            that is not in it.
+
+    Raises:
+        LayoutError: `grids` is no set.
+        UnknownGridError: The set has no such grid.
+        RankOutsideError: The calling rank is in none of the grids.
+        GridDestroyedError: One of these grids was destroyed.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8), GridSet.tile(encoder="tp=2,dp", llm="tp=4") as grids:
+        ...     _ = grids.create_pgs({"encoder": ["tp"], "llm": ["tp"]})
+        ...     modules = multi_module_of(grids, "llm")
+        ...     print(list(modules.keys()), modules.has_language_model())
+        ['encoder'] False
+    """
+    if language_model is not None:
+        as_grid_set(grids)[language_model]  # refuses one that there is not
+    collections = collections_of(grids)
+    if not collections:
+        raise RankOutsideError(f"rank {world.rank()} is in none of the grids {list(grids)}")
+    own = language_model if language_model in collections else None
+    return MultiModuleProcessGroupCollection(collections, own)
+
+
+def as_grid_set(value: object) -> GridSet:
+    """Refuse what is no set of grids.
+
+    Raises:
+        LayoutError: It is none.
+    """
+    if not isinstance(value, GridSet):
+        raise LayoutError(f"grids must be a GridSet, got {shown(value)}")
+    return value
+
+
+# ---- layouts of models --------------------------------------------------------------------------
+
+
 def _inference_sizes(given: Mapping[str, int]) -> dict[str, int | None]:
     if not isinstance(given, Mapping):
         raise LayoutError(
@@ -243,7 +466,7 @@ def _model(
     room = math.prod(dense.values())
     expert = close_sizes(expert, room, f"{label}'s expert layers must fit on {room}")
     layouts = model_layouts(order, dense, expert, offset)
-    problem = other_pipelines(layouts, order, {dim: _EXPERT[dim] for dim in expert})
+    problem = pipeline_problem(layouts, order, {dim: _EXPERT[dim] for dim in expert})
     if problem is not None:
         raise WorldSizeError(f"{label}: {problem}")
     return Layouts(

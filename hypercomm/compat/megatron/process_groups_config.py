@@ -6,29 +6,42 @@ Source: names, signatures and behaviour follow `megatron.core.process_groups_con
 from __future__ import annotations
 
 import logging
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import training_groups
-from hypercomm.compat.megatron.groups.of_a_grid import EXPERT, fields_of
-from hypercomm.compat.megatron.groups.table import FIELDS, ROWS
-from hypercomm.compat.megatron.releases import version
-from hypercomm.compat.megatron.state.state import ParallelState, current
-from hypercomm.compat.megatron.training_groups import Group
+from hypercomm.compat.megatron import version
+from hypercomm.compat.megatron.state import ParallelState, current
+from hypercomm.compat.megatron.table import (
+    EXPERT,
+    EXPERT_ALL_GATHER,
+    FIELDS,
+    GLOO,
+    ROWS,
+    TABLE,
+    Row,
+    gtp_size,
+    own_dims,
+)
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
-from hypercomm.layout.checks import as_strings
+from hypercomm.layout.checks import as_ordered, as_strings, positive
 from hypercomm.layout.text import shown
+from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)
 
+Group = ProcessGroup | None
+"""A group in a collection; None if it was not set, and on a rank that is in none of them."""
+
 
 class ProcessGroupHelperMeta(type):
-    """Keeps `virtual_pipeline_model_parallel_size` of a class from being assigned.
+    """Rejects an assignment to `virtual_pipeline_model_parallel_size` of a class.
 
     Example:
         >>> class Helper(metaclass=ProcessGroupHelperMeta): pass
@@ -48,13 +61,13 @@ class ProcessGroupHelperMeta(type):
 class ProcessGroupCollection:
     """The process groups of one model; a field that was not set is None.
 
-    With megatron-core 0.16 it is an AttributeError, as there. Any other attribute can be set, too.
+    With megatron-core 0.16 reading it raises AttributeError, as there. Other attributes can be set.
 
     Args:
         kwargs: Groups by field name.
 
     Raises:
-        ValueError: There is no such field.
+        ValueError: A field is unknown.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -134,7 +147,7 @@ class ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         if not isinstance(state, ParallelState):
             raise ConfigurationError(f"state must be a ParallelState, got {shown(state)}")
-        wanted = [name for name in FIELDS if state.answers_gtp or not _is_gtp(name)]
+        wanted = list(FIELDS)
         if required_pgs is not None:
             wanted = list(as_strings(required_pgs, "required_pgs"))
         _check_fields(cls, "Invalid process groups requested", *wanted)
@@ -143,31 +156,29 @@ class ProcessGroupCollection:
             group = None
             if name in FIELDS:
                 group = (state.require if name in _NEEDED else state.read)(FIELDS[name])
-            if group is None and name in _TWINS and state.grids:
-                group = _named(state.grids[_TWINS[name]], name)
+            if group is None and name.endswith("_ag") and state.grids:
+                named = state.grids["dense"].pgs.items()
+                group = next((pg for key, pg in named if key.name == name), None)
             setattr(collection, name, group)
         return collection
 
     @classmethod
-    def from_grid(
-        cls, grid: HyperCommGrid, expert: HyperCommGrid | None = None
-    ) -> ProcessGroupCollection:
-        """Return the groups that grids hold, by the dims that they span.
+    def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
+        """Return the groups of a grid, by the dims that they span.
 
         Args:
             grid: The dense grid, over some of the dims tp, gtp_remat, cp, dp and pp.
-            expert: The expert grid, over some of tp, ep, gtp_remat, dp and pp; default: the view
-                "expert" of `grid`, if it has one. Either may call tp, gtp_remat and dp expt_tp and
-                so on. It may be `grid` itself: then experts are laid out as the dense layers, and
-                copied along cp.
+            expert: The expert grid, over some of tp, ep, gtp_remat, dp and pp, or expt_tp,
+                expt_gtp_remat and expt_dp; default: the view "expert" of `grid`, if it has one. It
+                may be `grid` itself: then experts are laid out as the dense layers, and replicated
+                along cp.
 
         Returns:
             A collection with every field whose group was created. A dim that a grid does not have
-            adds no ranks, so `dp_cp` is then `dp`; a field all of whose dims it lacks, such as
-            `cp`, is filled by the group that is filed under the field's name. So are the fields of
-            groups that are derived from those over dims, such as `embd` and `pos_embd`. Gloo twins
-            and hybrid context parallel groups, which have no field, are attributes such as
-            `intra_dp_cp_gloo`, and the dict `hybrid_dp_cp`.
+            adds no ranks, so `dp_cp` is then `dp`. A field all of whose dims are missing, such as
+            `cp`, has the group with the name of the field. So do fields of derived groups, such as
+            `embd`. Gloo and hybrid context parallel groups, which have no field, are attributes
+            such as `intra_dp_cp_gloo`, and the dict `hybrid_dp_cp`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -180,13 +191,12 @@ class ProcessGroupCollection:
             2 4 8
         """
         for name, given in [("grid", grid), ("expert", expert)]:
-            if not isinstance(given, HyperCommGrid) and (name == "grid" or given is not None):
+            if not isinstance(given, GridView) and (name == "grid" or given is not None):
                 raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
-        of_experts: GridView | None = expert
-        if expert is None and EXPERT in grid.views:
-            of_experts = grid.view(EXPERT)
+        if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
+            expert = grid.view(EXPERT)
         collection = cls()
-        vars(collection).update(fields_of(grid, of_experts))
+        vars(collection).update(_fields_of(grid, expert))
         return collection
 
     @classmethod
@@ -201,13 +211,13 @@ class ProcessGroupCollection:
         Args:
             pg_collection: Where to take them from; default: the current parallel state.
             model_chunks: The first one's configuration tells what is needed.
-            use_gloo_process_groups: Whether to add gloo twins. With GTP the state has none.
+            use_gloo_process_groups: Whether to add gloo groups. With GTP the state has none.
 
         Raises:
-            ValueError: A group that is needed was not set, or a gloo twin.
+            ValueError: A group that is needed was not set, or a gloo group.
             StateError: The parallel state is needed and not initialised.
         """
-        return training_groups.for_optimizer(pg_collection, model_chunks, use_gloo_process_groups)
+        return _for_optimizer(pg_collection, model_chunks, use_gloo_process_groups)
 
     @staticmethod
     def setup_process_groups_for_ddp(
@@ -224,31 +234,31 @@ class ProcessGroupCollection:
             ValueError: A group that is needed was not set.
             StateError: The parallel state is needed and not initialised.
         """
-        return training_groups.for_ddp(pg_collection, config, ddp_config)
+        return _for_ddp(pg_collection, config, ddp_config)
 
     @staticmethod
     def is_gtp_remat_active(process_group_dict: Mapping[str, Group]) -> bool:
-        """Tell whether weights are shared among GTP peers.
+        """Return whether weights are shared among GTP peers.
 
         Args:
-            process_group_dict: What one of the `setup_process_groups_for_...` answered.
+            process_group_dict: The result of one of the `setup_process_groups_for_...`.
 
         Raises:
-            ConfigurationError: It is no mapping.
+            ConfigurationError: It is not a mapping.
         """
         if not isinstance(process_group_dict, Mapping):
             raise ConfigurationError(
                 f"process_group_dict must map names to groups, got {shown(process_group_dict)}"
             )
-        return training_groups.has_peers(process_group_dict)
+        return _has_peers(process_group_dict)
 
 
 def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_expert: bool) -> Group:
-    """Return the GTP peers of a module that owns weights.
+    """Return the group of GTP peers of a module that owns weights.
 
     Args:
-        pg_collection: The module's groups; without one, or where it does not have this field, the
-            current parallel state answers.
+        pg_collection: The groups of the module; without it, or without this field in it, the
+            group is that of the current parallel state.
         is_expert: Whether the weights are those of experts.
 
     Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
@@ -260,13 +270,7 @@ def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_exp
 
 
 _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
-"""The fields that Megatron's `use_mpu_process_groups` does not leave at None."""
-_TWINS = {"dp_cp_ag": "dense", "expt_dp_ag": "expert"}
-"""The grid that holds what `create_all_gather_groups` creates, by field."""
-
-
-def _is_gtp(name: str) -> bool:
-    return ROWS[FIELDS[name]].gtp
+"""The fields for which Megatron's `use_mpu_process_groups` raises if there is no group."""
 
 
 def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: str) -> None:
@@ -276,15 +280,221 @@ def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: st
         raise UnknownFieldError(f"{complaint}: {unknown}; {kind.__name__} has {known}")
 
 
-def _named(grid: HyperCommGrid, name: str) -> Group:
-    """Return the group that is filed under a name of its own."""
-    return next((pg for key, pg in grid.pgs.items() if key.name == name), None)
-
-
 def _size(group: Any) -> object:
     if group is None:
         return None
     return [item.size() for item in group] if isinstance(group, list) else group.size()
+
+
+# ---- the groups of a grid -----------------------------------------------------------------------
+
+TWIN, HYBRID = "_gloo", "hybrid_dp_cp"
+"""Attributes of a collection without a field: the suffix for gloo groups, and hybrid groups."""
+
+
+def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
+    """Return the groups of grids by attribute of a collection.
+
+    Args:
+        grid: The dense layers.
+        expert: The expert layers; None without them.
+    """
+    held: dict[str, object] = {}
+    for row in (*TABLE, EXPERT_ALL_GATHER):
+        source = grid if row.grid == "dense" else expert
+        own = {} if source is None else _groups_of(source, row)
+        held.update(own)
+        if row.field is None or row.field in own:
+            continue
+        if row.gtp and source is not None and gtp_size(source.layout, row.grid) > 1:
+            continue  # the peers' group was not created
+        if row.gtp:
+            held[row.field] = None  # there are no peers
+        whole = ROWS[row.otherwise].field if isinstance(row.otherwise, str) else None
+        for suffix in ("", TWIN) if whole else ():
+            if f"{whole}{suffix}" in held:
+                held[row.field + suffix] = held[f"{whole}{suffix}"]
+    return held
+
+
+def _groups_of(grid: GridView, row: Row) -> dict[str, object]:
+    """Return the groups of a row that a grid has created, by attribute of a collection.
+
+    A group over the dims of the row needs no name. A derived group has the name of the field.
+    """
+    is_grid = isinstance(grid, HyperCommGrid)  # whose groups include those of its views
+    created = {key: pg for key, pg in grid.pgs.items() if not (is_grid and key.view)}
+    if row.part is not None:
+        start = f"{row.field or row.key}_{row.part}"
+        names = {(key.name or ""): pg for key, pg in created.items()}
+        ends = {name.removeprefix(start): pg for name, pg in names.items() if start in name}
+        parts = {int(end): pg for end, pg in ends.items() if end.isdecimal() and pg is not None}
+        return {row.field or HYBRID: row.gather(parts)} if parts else {}
+    if row.field is None:
+        return {}
+    dims = own_dims(grid.layout, row.dims, row.grid)
+    is_plain = row.derive is None and bool(dims)
+    return {
+        row.field + TWIN * twin: pg
+        for twin in (False, True)
+        for key, pg in created.items()
+        if key.name == row.filed_as(dims, twin=twin) and (key.dims == dims or not is_plain)
+    }
+
+
+# ---- the groups for training --------------------------------------------------------------------
+
+_PARTS = ("intra_dp_cp", "intra_expt_dp")
+_GTP = ("gtp_remat", "expt_gtp_remat")
+
+
+def _for_optimizer(
+    collection: Any, model_chunks: Sequence[Any], use_gloo_process_groups: bool
+) -> dict[str, Group]:
+    chunks = as_ordered(model_chunks, "model_chunks")
+    if not chunks:
+        raise ConfigurationError("model_chunks is empty; give the parts of a model")
+    ddp_config = getattr(chunks[0], "ddp_config", None)
+    instances = 1 if ddp_config is None else _instances_of(ddp_config)
+    take = _of_state if collection is None else partial(_take, collection)
+    if collection is None:
+        groups = _named(take, "dp", "dp_cp", "expt_dp", *_PARTS, "intra_dist_opt")
+        groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
+    else:
+        groups = _data_parallel(collection, lambda: _config_of(chunks[0]))
+        groups |= _named(take, "expt_dp")
+        groups |= _instance_groups(collection, groups, instances)
+        is_sharded = ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer")
+        whole = take("intra_dist_opt") if is_sharded or instances > 1 else None
+        groups["intra_dist_opt_group"] = whole if is_sharded else None
+    groups |= {**_named(take, "mp"), "expt_tp_pp_group": take("tp_ep_pp")}
+    groups |= _gtp_groups(collection)
+    merged = "tp_ep_pp_with_egtp_remat"
+    is_there = collection is None or _is_set(collection, merged)
+    groups["expt_tp_pp_with_egtp_remat_group"] = take(merged if is_there else "tp_ep_pp")
+    return groups | _gloo_groups(collection, use_gloo_process_groups, groups)
+
+
+def _for_ddp(collection: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
+    instances = _instances_of(ddp_config)
+    take = _of_state if collection is None else partial(_take, collection)
+    if collection is None:
+        groups = _named(take, "dp", "dp_cp", "expt_dp", *_PARTS)
+        is_sharded = _setting(ddp_config, "use_distributed_optimizer")
+        groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
+        groups["intra_dist_opt_group"] = take("intra_dist_opt") if is_sharded else None
+    else:
+        groups = _data_parallel(collection, lambda: config)
+        groups["expt_dp_group"] = getattr(collection, "expt_dp", None)
+        groups |= _instance_groups(collection, groups, instances)
+    groups |= {**_named(take, "tp", "pp", "ep"), **_gtp_groups(collection)}
+    if groups["expt_dp_group"] is None:
+        logger.warning("no expt_dp group was given; creating one with this rank alone")
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        names = ["expt_dp_group", *(["intra_expt_dp_group"] * (instances == 1))]
+        groups |= dict.fromkeys(names, c10d.as_member(alone))
+    return groups
+
+
+def _has_peers(groups: Mapping[str, Group]) -> bool:
+    found = [groups.get(f"{name}_group") for name in _GTP]
+    return any(group is not None and group.size() > 1 for group in found)
+
+
+def _named(take: Callable[[str], Group], *names: str) -> dict[str, Group]:
+    return {f"{name}_group": take(name) for name in names}
+
+
+def _of_state(name: str) -> Any:
+    return current.get().require(FIELDS[name])
+
+
+def _take(collection: Any, name: str) -> Any:
+    """Return a group that must have been set, perhaps to None."""
+    if not _is_set(collection, name):
+        raise ConfigurationError(
+            f"the process group {name!r} is needed, but the collection has only {collection!r}; "
+            f"set it, to None if it is not used"
+        )
+    return getattr(collection, name)
+
+
+def _is_set(collection: Any, name: str) -> bool:
+    """Return whether a collection, or a stand-in for one, has a group that was set."""
+    return (
+        name in getattr(collection, "__dict__", {}) or getattr(collection, name, None) is not None
+    )
+
+
+def _data_parallel(collection: Any, config: Callable[[], Any]) -> dict[str, Group]:
+    """Return dp and dp_cp, which are the same without context parallelism."""
+    dp = _take(collection, "dp")
+    needs_cp = _is_set(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
+    return {"dp_group": dp, "dp_cp_group": _take(collection, "dp_cp") if needs_cp else dp}
+
+
+def _instance_groups(
+    collection: Any, groups: Mapping[str, Group], instances: int
+) -> dict[str, Group]:
+    """Return the groups within and across optimizer instances."""
+    if instances > 1:
+        return _named(partial(_take, collection), *_PARTS, "inter_dist_opt")
+    return {
+        "intra_dp_cp_group": groups["dp_cp_group"],
+        "intra_expt_dp_group": groups["expt_dp_group"],
+        "inter_dist_opt_group": None,
+    }
+
+
+def _gtp_groups(collection: Any) -> dict[str, Group]:
+    if collection is None:
+        state = current.get()
+        return _named(lambda name: state.read(FIELDS[name]), *_GTP)
+    return _named(lambda name: getattr(collection, name, None), *_GTP)
+
+
+def _gloo_groups(collection: Any, wanted: bool, groups: Mapping[str, Group]) -> dict[str, Group]:
+    """Return the gloo groups of an optimizer; None unless they are wanted."""
+    if collection is None and not _has_peers(groups):
+        require = current.get().require
+        held = {name: require(FIELDS[name] + GLOO) if wanted else None for name in _PARTS}
+        return {f"{name}_group_gloo": group for name, group in held.items()}
+    if not wanted or collection is None:
+        return {f"{name}_group_gloo": None for name in _PARTS}
+    missing = [name + TWIN for name in _PARTS if name + TWIN not in vars(collection)]
+    if missing:
+        raise ConfigurationError(
+            f"Gloo process groups are not supported when pg_collection is provided without them: "
+            f"it has no {' and no '.join(missing)}; give use_gloo_process_groups=False, or create "
+            f"them by create_megatron_pgs(create_gloo_process_groups=True), which GTP excludes"
+        )
+    return {f"{name}_group_gloo": vars(collection)[name + TWIN] for name in _PARTS}
+
+
+def _instances_of(ddp_config: Any) -> int:
+    name = "num_distributed_optimizer_instances"
+    return positive(_setting(ddp_config, name), name)
+
+
+def _setting(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration that was given."""
+    if not hasattr(config, name):
+        raise ConfigurationError(f"the configuration {shown(config)} has no {name}")
+    return getattr(config, name)
+
+
+def _config_of(model: Any) -> Any:
+    """Return the configuration of a model, which may be wrapped."""
+    while getattr(model, "config", None) is None:
+        if not hasattr(model, "module"):
+            raise ConfigurationError(
+                f"model_chunks[0] has no config, nor has what it wraps: {model!r}"
+            )
+        model = model.module
+    return model.config
+
+
+# ---- several modules ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -339,7 +549,7 @@ class MultiModuleProcessGroupCollection:
         return group.size()
 
     def has_language_model(self) -> bool:
-        """Tell whether one of the modules is the language model."""
+        """Return whether one of the modules is the language model."""
         return self.language_model_module_name is not None
 
     def get_module_collection(self, module_name: str) -> ProcessGroupCollection:

@@ -214,7 +214,8 @@ def name_missing(
     causes |= dict.fromkeys(missing[_MOST_ASKED:])
     names = []
     for rank in [*causes][:_MOST_NAMED]:
-        names.append(_name(rank, (yield from status_of(rank)), layout))
+        status = yield from status_of(rank)
+        names.append(_name(rank, status, layout))
     more = len(causes) - len(names)
     return tuple(causes), ", ".join(names) + (f" and {more} more" if more else "")
 

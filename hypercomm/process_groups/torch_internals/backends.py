@@ -36,7 +36,8 @@ def world_group() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise NotInitializedError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+            "torch.distributed is not initialised; call hypercomm.join() or "
+            "torch.distributed.init_process_group() first"
         )
     return world
 

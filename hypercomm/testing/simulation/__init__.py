@@ -1,8 +1,1 @@
-"""Worlds without a world: the same program as every rank of a large job, in one process."""
-
-from __future__ import annotations
-
-from hypercomm.testing.simulation.result import Simulation as Simulation
-from hypercomm.testing.simulation.running import simulate as simulate
-
-__all__ = ["Simulation", "simulate"]
+"""The same program as every rank of a large job, one after the other, in one process."""

@@ -1,8 +1,9 @@
-"""Stands for a process group of a simulated rank: calls are recorded and return immediately."""
+"""Replaces a process group of a simulated rank: calls are recorded and return immediately."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import pickle
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,26 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.records import OBJECTS, Book, Creation
+from hypercomm.testing.simulation.records import Book, Collective, Creation, Step
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-Splits = tuple[Sequence[Any], Sequence[Any]]
+
+_NONE = pickle.dumps(None)
 
 
 class SimulatedGroup:
-    """Stands in for a process group of the calling rank: knows all but how to communicate."""
+    """Replaces a process group of the calling rank: it knows its members, and cannot communicate.
+
+    Args:
+        name: Its name.
+        rank: The position of the calling rank among the members.
+        size: The number of members.
+        timeout: Its timeout.
+        description: Its description.
+    """
 
     bound_device_id = None
+    _device_types = ()
 
     def __init__(
         self, name: str, rank: int, size: int, timeout: timedelta, description: str
@@ -40,12 +51,12 @@ class SimulatedGroup:
         return self._size
 
     def name(self) -> str:
-        """Return what kind of backend this is."""
+        """Return the kind of backend."""
         return "simulated"
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """ProcessGroup, because DeviceMesh checks for it."""
+        """ProcessGroup, because torch checks for it."""
         return ProcessGroup
 
     def _get_backend(self, _device: object) -> SimulatedGroup:
@@ -62,19 +73,24 @@ class SimulatedGroup:
 
 
 class SimulatedWork(Work):
-    """The work of a simulated collective, which is always complete."""
+    """The work of simulated calls, which are always complete.
+
+    Args:
+        steps: The steps of the rank that made the calls.
+        calls: The indices of the calls.
+        results: The outputs.
+    """
 
     def __init__(
-        self, book: Book, index: int, results: Sequence[torch.Tensor], source: int = 0
+        self, steps: list[Step], calls: Sequence[int], results: Sequence[torch.Tensor] = ()
     ) -> None:
         super().__init__()
-        self._book, self._steps, self._index = book, book.steps, index
-        self._results = list(results)
-        self._source = source
+        self._steps, self._calls, self._results = steps, calls, list(results)
+        self.source = 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
         """Record that the rank waits here."""
-        self._book.wait(self._steps, self._index)
+        self._steps.extend(self._calls)
         return True
 
     synchronize = wait  # type: ignore[assignment]
@@ -94,19 +110,19 @@ class SimulatedWork(Work):
         return future
 
     def source_rank(self) -> int:
-        """Return who sent, by its position in the group."""
-        return self._source
+        """Return the sender, by its position in the group."""
+        return self.source
 
     _source_rank = source_rank
 
 
 class RecordingGroup(SimulatedGroup):
-    """Stands in for a process group of a rank, with the methods that torch.distributed calls.
+    """Replaces a process group of a rank, with the methods that torch.distributed calls.
 
     Args:
-        creation: The group; its name is what the members know it by.
-        rank: The rank of the job whose group this is.
-        book: Records its calls.
+        creation: The group; its name is the one that the members compare.
+        rank: The rank in the job.
+        book: Records the calls.
         name: The name that torch knows.
     """
 
@@ -116,8 +132,8 @@ class RecordingGroup(SimulatedGroup):
         ranks = creation.ranks
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
-        self.ranks = ranks
         self._book, self._creation = book, creation
+        self._first = 0
 
     # ---- the same on all members
 
@@ -135,195 +151,154 @@ class RecordingGroup(SimulatedGroup):
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: ARG002 - torch's arguments
         """Record a barrier."""
-        return self.barrier_of("barrier")
+        return self._call("barrier", ())
 
-    def barrier_of(self, op: str) -> SimulatedWork:
-        """Record a barrier of any name."""
-        return self._call(op, ())
+    def monitored_barrier(self, *_: object, **__: object) -> None:
+        """Record a barrier."""
+        self._call("monitored_barrier", ()).wait()
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Put this rank's tensor in every slot."""
-        (outputs,), (own,) = outputs, inputs
-        self._check_number("all_gather", outputs)
-        work = self._call("all_gather", _alike(outputs, own), results=outputs)
-        _fill(outputs, own)
+    def allgather(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensor into every slot."""
+        return self._all_gather("all_gather", outputs, inputs)
+
+    def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensor into every slot."""
+        return self._all_gather("all_gather_into_tensor", [output], [own])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Put this rank's tensors into every slot."""
+        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs)
+
+    def _all_gather(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
+        slots = [self._slots(op, *pair) for pair in zip(outputs, inputs, strict=True)]
+        given = [each for pair in zip(slots, inputs, strict=True) for each in _distinct(*pair)]
+        work = self._call(op, given, results=outputs)
+        for listed, own in zip(slots, inputs, strict=True):
+            _fill(listed, own)
         return work
-
-    def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Put this rank's tensor in every slot."""
-        self._check_size("all_gather_into_tensor", output, own)
-        work = self._call("all_gather_into_tensor", own, results=[output])
-        self._fill_whole(output, own)
-        return work
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,  # noqa: ARG002
-    ) -> SimulatedWork:
-        """Put this rank's tensors in every slot."""
-        work = self._call("all_gather_into_tensor_coalesced", inputs, results=outputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            self._check_size("all_gather_into_tensor", output, own)
-            self._fill_whole(output, own)
-        return work
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensors."""
-        (parts,) = inputs
-        self._check_number("reduce_scatter", parts)
-        given = _alike(parts, parts[self._rank])
-        work = self._call("reduce_scatter", given, reduction=_reduction(opts), results=outputs)
-        _fill(outputs, parts[self._rank])
-        return work
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
         """Give this rank its part of its tensor."""
-        how = _reduction(opts)
-        self._check_size("reduce_scatter_tensor", own, output)
-        work = self._call("reduce_scatter_tensor", own, reduction=how, results=[output])
-        self._take_part(output, own)
-        return work
-
-    _reduce_scatter_base = reduce_scatter_single
+        return self._reduce_scatter("reduce_scatter_tensor", [output], [own], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
         """Give this rank its part of its tensors."""
-        how = _reduction(opts)
-        work = self._call("reduce_scatter_tensor_coalesced", inputs, reduction=how, results=outputs)
-        for output, own in zip(outputs, inputs, strict=True):
-            self._check_size("reduce_scatter_tensor", own, output)
-            self._take_part(output, own)
-        return work
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def _reduce_scatter(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        parts = [self._slots(op, *pair) for pair in zip(inputs, outputs, strict=True)]
+        given = [each for listed in parts for each in _distinct(listed, listed[self._rank])]
+        work = self._call(op, given, results=outputs, reduction=_reduction(opts))
+        for output, listed in zip(outputs, parts, strict=True):
+            _fill([output], listed[self._rank])
+        return work
 
     # ---- from each to each
 
     def all_to_all_single(
-        self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], _opts: Any = None
+        self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
-        """Give this rank its own tensor, where that fits."""
-        op = "all_to_all_single"
-        splits = self._splits(op, own, gives), self._splits(op, output, takes)
-        work = self._call(op, own, shapes=(own.shape[1:],), splits=splits, results=[output])
+        """Give this rank its own tensor, if the shapes are equal."""
+        sends, receives, op = (
+            self._splits(own, gives),
+            self._splits(output, takes),
+            "all_to_all_single",
+        )
+        work = self._call(op, own, [own.shape[1:]], [output], sends=sends, receives=receives)
         _fill([output], own)
         return work
 
-    alltoall_base = all_to_all_single
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: ARG002
-        """Give this rank its own tensors, where those fit."""
-        for tensors in (outputs, inputs):
-            self._check_number("all_to_all", tensors)
-        splits = [tensor.shape for tensor in inputs], [tensor.shape for tensor in outputs]
-        work = self._call("all_to_all", inputs, shapes=(), splits=splits, results=outputs)
+    def alltoall(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
+        """Give this rank its own tensors, if the shapes are equal."""
+        sends, receives = (
+            tuple(tuple(part.shape) for part in self._slots("all_to_all", tensors))
+            for tensors in (inputs, outputs)
+        )
+        work = self._call("all_to_all", inputs, (), outputs, sends=sends, receives=receives)
         for output, own in zip(outputs, inputs, strict=True):
             _fill([output], own)
         return work
 
     # ---- from one, or to one
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        """Give this rank what the root had, if that ran before."""
+    def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
+        """Give this rank the root's values, if the root ran before."""
         work = self._call("broadcast", tensors, root=opts.rootRank)
-        own = _listed(tensors)
-        kinds = ("broadcast", *map(_kind, own))
-        kept = self._spread(opts.rootRank, kinds, lambda: [_copy(tensor) for tensor in own])
-        for tensor, value in zip(own, kept or (), strict=False):
-            _fill([tensor], value)
+        lane = (self._creation.name, "")
+        if self._rank == opts.rootRank:
+            self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+        else:
+            self._take(tensors, self._book.take(lane))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Give this rank its part of what the root had, if that ran before."""
-        (output,) = outputs
+        """Give this rank its part of the root's values, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
+        lane, parts = (self._creation.name, ""), None
         if self._rank == opts.rootRank:
-            self._check_number("scatter", inputs[0])
-        kinds = ("scatter", _kind(output))
-        kept = self._spread(opts.rootRank, kinds, lambda: [_copy(part) for part in inputs[0]])
-        parts = inputs[0] if self._rank == opts.rootRank else kept
-        if parts is not None:
-            _fill([output], parts[self._rank])
+            parts = self._slots("scatter", inputs[0])
+            self._book.post(lane, [part.detach().clone() for part in parts])
+        else:
+            parts = self._book.take(lane)
+        self._take(outputs, parts and parts[self._rank : self._rank + 1])
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Put the destination's own tensor in every slot."""
-        work = self._call("gather", inputs, root=opts.rootRank, results=outputs)
+        """Put the destination's own tensor into every slot."""
+        work = self._call("gather", inputs, results=outputs, root=opts.rootRank)
         if outputs:
-            self._check_number("gather", outputs[0])
-            _fill(outputs[0], inputs[0])
+            _fill(self._slots("gather", outputs[0]), inputs[0])
         return work
 
     # ---- from one to one
 
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> SimulatedWork:
+    def send(self, tensors: Any, to: int, tag: int = 0) -> SimulatedWork:
         """Keep the tensor for a rank that runs later."""
-        (tensor,) = _listed(tensors)
-        self._post(to, tag, _kind(tensor), lambda: _copy(tensor))
-        return self._call("send", tensor, root=to, tag=tag)
+        work = self._call("send", tensors, root=to, tag=tag)
+        lane = (self._creation.name, f"{self._rank}->{to} tag {tag}")
+        self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+        return work
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> SimulatedWork:
-        """Give this rank what was sent to it, if the sender ran before."""
-        return self._receive(tensors, source, tag)
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
+        """Give this rank the values sent to it, if the sender ran before."""
+        work = self._call("recv", tensors, root=source, tag=tag)
+        lane = (self._creation.name, f"{source}->{self._rank} tag {tag}")
+        self._take(tensors, self._book.take(lane))
+        work.source = source
+        return work
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimulatedWork:
-        """Give this rank the first that was sent to it, if any sender ran before."""
-        return self._receive(tensors, None, tag)
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        """Leave the tensor as it is."""
+        work = self._call("recv", tensors, tag=tag)
+        self._take(tensors, None)
+        work.source = (self._rank + 1) % self._size
+        return work
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> SimulatedWork:
-        (tensor,) = _listed(tensors)
-        found = self._get(source, tag, _kind(tensor))
-        if found is not None and found[1] is not None:
-            _fill([tensor], found[1])
-        sender = (self._rank + 1) % self._size if found is None else self.ranks.index(found[0])
-        return self._call("recv", tensor, root=source, tag=tag, source=sender)
+    # ---- names of other releases of torch, and coalesced calls
 
-    # ---- coalesced calls, and objects
-
-    def _start_coalescing(self, _device: object) -> None:
-        pass
-
-    def _end_coalescing(self, _device: object) -> SimulatedWork:
-        return SimulatedWork(self._book, len(self._book.steps) - 1, [])
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def get_backend(self, _device: object) -> RecordingGroup:
         """Return itself."""
         return self
 
-    def call_on_objects(self, op: str, count: int = 0, root: int | None = None) -> SimulatedWork:
-        """Record a collective of pickled objects."""
-        shapes = ((count,),) if count else ()
-        return self._call(op, (), shapes=shapes, dtype=OBJECTS, root=root)
+    def _start_coalescing(self, _device: object) -> None:
+        self._first = len(self._book.steps)
 
-    def spread_objects(self, root: int, op: str, value: Callable[[], bytes]) -> bytes | None:
-        """Return what the root had, if that ran before."""
-        kept: bytes | None = self._spread(root, op, value)
-        return kept
-
-    def send_objects(self, to: int, count: int, value: bytes) -> None:
-        """Keep objects for a rank that runs later."""
-        self._post(to, 0, count, lambda: value)
-        self._object_message("send_object_list", to, count)
-
-    def receive_objects(self, source: int | None, count: int) -> tuple[int, bytes | None]:
-        """Return a sender's rank, and its objects if it ran before."""
-        found = self._get(source, 0, count)
-        self._object_message("recv_object_list", source, count)
-        if found is None:
-            return self.ranks[(self._rank + 1) % self._size if source is None else source], None
-        return found
-
-    def _object_message(self, op: str, peer: int | None, count: int) -> None:
-        shapes = ((count,),)
-        self._call(op, (), shapes=shapes, dtype=OBJECTS, root=peer).wait()
+    def _end_coalescing(self, _device: object) -> SimulatedWork:
+        steps = self._book.steps
+        begun = range(self._first, len(steps))
+        return SimulatedWork(steps, [at for at in begun if isinstance(steps[at], Collective)])
 
     # ---- what they share
 
@@ -331,108 +306,70 @@ class RecordingGroup(SimulatedGroup):
         self,
         op: str,
         tensors: Tensors,
-        *,
-        shapes: tuple[Any, ...] | None = None,
-        dtype: str = "",
-        reduction: str = "",
+        shapes: Sequence[Sequence[int]] | None = None,
+        results: Any = None,
         root: int | None = None,
-        splits: Splits | None = None,
-        tag: int = 0,
-        results: Sequence[torch.Tensor] | None = None,
-        source: int = 0,
+        **fields: Any,
     ) -> SimulatedWork:
-        given = _listed(tensors)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if shapes is None:
-            shapes = tuple(tensor.shape for tensor in given)
-        dtype = str(given[0].dtype).removeprefix("torch.") if given else dtype
-        index = self._book.call(
-            op,
-            self._creation,
-            tuple(tuple(map(int, shape)) for shape in shapes),
-            dtype,
-            reduction,
-            None if root is None else self.ranks[root],
-            *((None, None) if splits is None else map(tuple, splits)),
-            tag,
-        )
-        return SimulatedWork(self._book, index, given if results is None else results, source)
+            shapes = [tensor.shape for tensor in given]
+        numbers = tuple(tuple(map(int, shape)) for shape in shapes)
+        dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
+        peer = None if root is None else self._creation.ranks[root]
+        call = Collective(op, self._creation, numbers, dtype, peer=peer, **fields)
+        index = self._book.call(call)
+        return SimulatedWork(self._book.steps, [index], given if results is None else results)
 
-    def _spread(self, root: int, kind: Hashable, value: Callable[[], Any]) -> Any:
-        return self._book.spread(self._creation, self._rank == root, kind, value)
-
-    def _post(self, to: int, tag: int, kind: Hashable, value: Callable[[], Any]) -> None:
-        self._book.send(self._creation, self.ranks[to], tag, kind, value)
-
-    def _get(self, source: int | None, tag: int, kind: Hashable) -> tuple[int, Any] | None:
-        sender = None if source is None else self.ranks[source]
-        return self._book.receive(self._creation, sender, tag, kind)
-
-    def _check_number(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._size:
+    def _slots(self, op: str, whole: Any, part: torch.Tensor | None = None) -> Sequence[Any]:
+        """Return a list, or a tensor that holds a part for each member, as a slot for each."""
+        if isinstance(whole, torch.Tensor) and part is not None:
+            if whole.numel() == self._size * part.numel():
+                return list(whole.detach().reshape(self._size, *part.shape))
+            whole = [whole]
+        if len(whole) != self._size:
+            needed = "" if part is None else f" of shape {list(part.shape)}"
+            got = [list(tensor.shape) for tensor in whole]
             raise SimulationError(
-                f"{op} needs a list of {self._size} tensors, one for each member, "
-                f"got {len(tensors)}"
+                f"{op} needs {self._size} tensors{needed}, or one that holds them, got {got}"
             )
+        return list(whole)
 
-    def _check_size(self, op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.numel() != self._size * part.numel():
-            raise SimulationError(
-                f"{op} needs {self._size * part.numel()} elements, {part.numel()} for each of "
-                f"{self._size} members, got {whole.numel()}"
-            )
-
-    def _splits(self, op: str, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
         length = tensor.shape[0] if tensor.dim() else 0
-        if not splits and length % self._size == 0:
-            return (length // self._size,) * self._size
-        if len(splits) != self._size or sum(splits) != length:
+        sizes = tuple(splits or [length // self._size] * self._size)
+        if len(sizes) != self._size or sum(sizes) != length:
             raise SimulationError(
-                f"{op} needs {self._size} sizes, one for each member, with the sum {length}, "
-                f"got {list(splits)}"
+                f"all_to_all_single needs {self._size} sizes with the sum {length}, got {sizes}"
             )
-        return tuple(splits)
+        return sizes
 
-    def _fill_whole(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        flat = part.detach().reshape(1, -1).expand(self._size, -1)
-        whole.detach().copy_(flat.reshape(whole.shape))
+    def _take(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None) -> None:
+        """Fill tensors with received values; without any, objects are None."""
+        kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
+        if kinds[0] == kinds[1]:
+            for tensor, value in zip(tensors, values or (), strict=True):
+                tensor.detach().copy_(value)
+        elif self._book.has_objects:
+            for tensor in tensors:
+                is_sizes = tensor.dtype == torch.int64
+                data = [len(_NONE)] * tensor.numel() if is_sizes else _NONE * tensor.numel()
+                tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
 
-    def _take_part(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        parts = whole.detach().reshape(self._size, -1)
-        part.detach().copy_(parts[self._rank].reshape(part.shape))
 
-
-def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _alike(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
+def _distinct(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return one tensor if all have its shape, else all of them."""
     return [own] if {part.shape for part in parts} == {own.shape} else parts
 
 
-def _kind(tensor: torch.Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:
     """Put a tensor into those slots that it fits."""
-    own = own.detach()
     for slot in slots:
         if slot.shape == own.shape and slot is not own:
-            slot.detach().copy_(own)
-
-
-_REDUCTIONS: dict[object, str] = {None: "sum"}
+            slot.detach().copy_(own.detach())
 
 
 def _reduction(opts: Any) -> str:
-    given = getattr(opts, "reduceOp", opts)
-    op = getattr(given, "op", given)
-    name = _REDUCTIONS.get(op)
-    if name is None:
-        name = _REDUCTIONS[op] = str(op).rpartition(".")[2].lower()
-    return name
+    """Return the reduction of the options of a collective, "sum" by default."""
+    op = getattr(opts, "reduceOp", opts)
+    return "sum" if op is None else str(getattr(op, "op", op)).rpartition(".")[2].lower()

@@ -1,95 +1,74 @@
-"""Whether what the ranks of a simulated job create and call fits together."""
+"""Finds the calls of the ranks of a simulated job that differ, and those that would never end."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 
 from hypercomm.layout.text import some_of
-from hypercomm.testing.simulation.records import (
-    BEGIN,
-    CREATE,
-    WAIT,
-    Collective,
-    Creation,
-    Step,
-)
-from hypercomm.tools.blame.analysis import Wait, find_differences, find_waits
-from hypercomm.tools.blame.calls import Call, Evidence, Group, Lane, Record
+from hypercomm.testing.simulation.records import Collective, Creation, Step
+from hypercomm.tools.blame.analysis import find_differences, find_waits
+from hypercomm.tools.blame.calls import Call, Evidence, Group, Record
 
 _SHOWN_RANKS, _SHOWN_KINDS = 4, 3
-
-_NEVER = {CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
+_CREATE = "create"
+_NEVER = {_CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
 
 
 @attrs.frozen
 class Disagreement:
-    """A process group whose creation would not end; str() describes it.
+    """Calls of a process group that differ or would not end; str() describes them.
 
     Attributes:
-        creation: The group, as the first of its ranks creates it.
-        waiting: The ranks that wait in it, or that create it differently.
-        absent: Why each other member is missing, by rank.
-        differs: How the ranks create it differently; "" if they do not.
-    """
-
-    creation: Creation
-    waiting: tuple[int, ...]
-    absent: Mapping[int, str]
-    differs: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.creation}: {self.differs or _who_waits(self.waiting, self.absent)}"
-
-
-@attrs.frozen
-class CallDisagreement:
-    """A collective that would not end, or a message without its other end; str() describes it.
-
-    Attributes:
-        group: The process group.
-        number: The number of the call: among the collectives of this group on each rank, or among
-            the messages from one rank to another, from 1.
-        calls: The calls by rank.
+        group: The process group, as the first of the ranks knows it.
+        number: The number of the call among the collectives of this group on each rank, or among
+            the messages from one rank to another, from 1; of the creation of the group, 0.
+        calls: The calls by rank; of a creation, the group as each rank creates it.
         absent: Why each other member is missing, by rank.
         differs: How the calls differ; "" if they do not.
     """
 
     group: Creation
     number: int
-    calls: Mapping[int, Collective]
+    calls: Mapping[int, Creation | Collective]
     absent: Mapping[int, str]
     differs: str = ""
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The ranks that called."""
-        return tuple(sorted(self.calls))
+        """The ranks that made the call."""
+        return tuple(self.calls)
 
     def __str__(self) -> str:
-        what = f"call {self.number} on {self.group}"
+        what = f"call {self.number} on {self.group}" if self.number else str(self.group)
         if self.differs:
             return f"{what}: {self.differs}"
-        call = self.calls[self.waiting[0]]
-        return f"{what}, {call}: {_who_waits(self.waiting, self.absent)}"
+        if self.number:
+            what += f", {self.calls[self.waiting[0]]}"
+        rank, why = next(iter(self.absent.items()))
+        more = f", and for {len(self.absent) - 1} more" if len(self.absent) > 1 else ""
+        who = _ranks_that(self.waiting, "waits", "wait")
+        return f"{what}: {who} for rank {rank}, which {why}{more}"
 
 
-Steps = list[tuple[str, Call]]
-"""The kinds and calls of one rank; a wait for a call has the call again."""
+Steps = list[tuple[bool, Call]]
+"""The calls of one rank, and whether it waits for the call there."""
+
+Point = tuple[Group, str, int]
+"""A group, a channel and a number: the calls that meet."""
 
 
-def judge(
-    programs: Mapping[int, Sequence[Step]],
-) -> tuple[Disagreement | CallDisagreement, ...]:
+def judge(programs: Mapping[int, Sequence[Step]]) -> tuple[Disagreement, ...]:
     """Find the calls that differ, and those that would never end.
 
     A rank waits in a creation, in a collective until all members have called it, in a receive
     until it is sent, and for an asynchronous call where it waits for the work. A send never waits.
-    After the first calls of a group that differ, no rank waits in that group: what comes later
-    there is a consequence.
+    After the first calls of a group that differ, no rank waits in that group: later differences
+    there are consequences.
 
     Args:
         programs: The steps of each simulated rank; the calls of other ranks are taken to be right.
@@ -100,50 +79,49 @@ def judge(
     groups: dict[str, Group] = {}
     steps = {rank: _as_calls(rank, own, groups, programs) for rank, own in programs.items()}
     every = _evidence(steps)
-    differing = [each.calls for each in find_differences(every)]
-    known = {call.group for calls in differing for call in calls.values() if not call.channel}
+    differences = [each.calls for each in find_differences(every)]
+    found = [_disagreement(calls, {}, _describe(calls)) for calls in differences]
+    known = {call.group for calls in differences for call in calls.values() if not call.channel}
     for (group, channel), by_rank in every.lanes.items():
         if not channel and group not in known:
-            differing += _uneven(group, by_rank)
+            for calls, differs in _uneven(by_rank):
+                differences.append(calls)
+                found.append(_disagreement(calls, {}, differs))
+                break
     first = {
-        (call.group, call.channel): call.number for calls in differing for call in calls.values()
+        (call.group, call.channel): call.number for calls in differences for call in calls.values()
     }
     at = _run(steps, first)
-    reached = every
-    if any(at[rank] < len(own) for rank, own in steps.items()):
-        reached = _evidence({rank: own[: at[rank] + 1] for rank, own in steps.items()})
-    stuck = list(_stuck(find_waits(reached), every, steps, at))
+    stuck = list(_stuck(steps, every, at))
     stuck.sort(key=lambda one: (not any(map(_is_never, one.absent.values())), one.waiting))
-    return (*(_disagreement(calls, {}, _describe(calls)) for calls in differing), *stuck)
+    return (*found, *stuck)
 
 
 def _as_calls(
     rank: int, program: Sequence[Step], groups: dict[str, Group], ranks: Collection[int]
 ) -> Steps:
     """Convert steps to calls, without messages from and to ranks that are not simulated."""
-    counts: Counter[Lane] = Counter()
+    counts: Counter[tuple[Group, str]] = Counter()
     calls: list[Call] = []
-    for kind, item in program:
-        if kind == WAIT:
-            calls.append(calls[item])
-            continue
-        creation = item if kind == CREATE else item.group
-        name = f"{kind} {creation.name}" if kind == CREATE else creation.name
-        group = groups.get(name)
-        if group is None:
-            members = tuple(one for one in creation.ranks if one in ranks)
-            group = groups[name] = Group(name, members)
-        call = Call(CREATE, group, 0, len(calls), "started", (CREATE, *item), source=item)
-        if kind != CREATE:
-            _read_collective(rank, call, item)
-        counts[group, call.channel] += 1
-        call.number = counts[group, call.channel]
+    steps: Steps = []
+    for item in program:
+        if isinstance(item, int):
+            call = calls[item]
+        else:
+            is_creation = isinstance(item, Creation)
+            creation = item if isinstance(item, Creation) else item.group
+            name = f"{_CREATE} {creation.name}" if is_creation else creation.name
+            if name not in groups:
+                groups[name] = Group(name, tuple(one for one in creation.ranks if one in ranks))
+            call = Call(_CREATE, groups[name], 0, len(calls), "started", item, source=item)
+            if isinstance(item, Collective):
+                _read_collective(rank, call, item)
+            counts[call.group, call.channel] += 1
+            call.number = counts[call.group, call.channel]
         calls.append(call)
-    return [
-        (kind, call)
-        for (kind, _), call in zip(program, calls, strict=True)
-        if not call.channel or call.peer is None or call.peer in ranks
-    ]
+        if not call.channel or call.peer is None or call.peer in ranks:
+            steps.append((isinstance(item, (int, Creation)), call))
+    return steps
 
 
 def _read_collective(rank: int, call: Call, item: Collective) -> None:
@@ -161,39 +139,48 @@ def _read_collective(rank: int, call: Call, item: Collective) -> None:
 def _evidence(steps: Mapping[int, Steps]) -> Evidence:
     records = {rank: Record(rank) for rank in steps}
     for rank, own in steps.items():
-        for kind, call in own:
-            if kind != WAIT:
-                records[rank].add(call)
+        for call in {id(call): call for _, call in own}.values():
+            records[rank].add(call)
     return Evidence(records, len(records))
 
 
-def _run(steps: Mapping[int, Steps], first: Mapping[Lane, int]) -> dict[int, int]:
+def _point(call: Call) -> Point:
+    return call.group, call.channel, call.number
+
+
+def _other_end(point: Point) -> Point:
+    """Return the other end of a message; of a collective, the same point."""
+    group, channel, number = point
+    way, _, route = channel.partition(" ")
+    other = {"send": f"recv {route}", "recv": f"send {route}"}.get(way, channel)
+    return group, other, number
+
+
+def _run(steps: Mapping[int, Steps], first: Mapping[tuple[Group, str], int]) -> dict[int, int]:
     """Advance each rank until it waits for ever; return its step, and set the states of calls."""
     at = dict.fromkeys(steps, 0)
-    arrived: Counter[tuple[Lane, int]] = Counter()
-    waiting: dict[tuple[Lane, int], list[int]] = {}
+    arrived: Counter[Point] = Counter()
+    waiting: dict[Point, list[int]] = {}
     has_arrived: set[int] = set()
 
     def is_over(call: Call) -> bool:
-        lane = (call.group, call.channel)
-        needed = 1 if call.channel else len(call.group.ranks)
-        is_free = call.number >= first.get(lane, math.inf)
-        return is_free or arrived[_answer(lane), call.number] >= needed
+        is_free = call.number >= first.get((call.group, call.channel), math.inf)
+        return is_free or arrived[_other_end(_point(call))] >= _needed(call)
 
     ready = sorted(steps, reverse=True)
     while ready:
         rank = ready.pop()
         while at[rank] < len(steps[rank]):
-            kind, call = steps[rank][at[rank]]
-            point = (call.group, call.channel), call.number
+            does_wait, call = steps[rank][at[rank]]
+            point = _point(call)
             if id(call) not in has_arrived:
                 has_arrived.add(id(call))
                 arrived[point] += 1
-                if arrived[point] >= (1 if call.channel else len(call.group.ranks)):
+                if arrived[point] >= _needed(call):
                     ready += waiting.pop(point, ())
-            does_wait = kind != BEGIN and call.state == "started" and call.op[:4] != "send"
-            if does_wait and not is_over(call):
-                waiting.setdefault((_answer(point[0]), call.number), []).append(rank)
+            can_wait = does_wait and call.state == "started" and call.op[:4] != "send"
+            if can_wait and not is_over(call):
+                waiting.setdefault(_other_end(point), []).append(rank)
                 break
             at[rank] += 1
     for own in steps.values():
@@ -202,34 +189,32 @@ def _run(steps: Mapping[int, Steps], first: Mapping[Lane, int]) -> dict[int, int
     return at
 
 
-def _answer(lane: Lane) -> Lane:
-    """Return the lane of the other end of a message; of a collective, the same lane."""
-    group, channel = lane
-    way, _, route = channel.partition(" ")
-    return group, {"send": f"recv {route}", "recv": f"send {route}"}.get(way, channel)
+def _needed(call: Call) -> int:
+    return 1 if call.channel else len(call.group.ranks)
 
 
 def _stuck(
-    waits: Iterable[Wait], every: Evidence, steps: Mapping[int, Steps], at: Mapping[int, int]
-) -> Iterator[Disagreement | CallDisagreement]:
+    steps: Mapping[int, Steps], every: Evidence, at: Mapping[int, int]
+) -> Iterator[Disagreement]:
     """Yield the first call of each lane that never ends."""
-    first: dict[Lane, Wait] = {}
-    for wait in waits:
-        known = first.setdefault((wait.call.group, wait.call.channel), wait)
-        if wait.call.number < known.call.number:
-            first[wait.call.group, wait.call.channel] = wait
-    for lane, wait in first.items():
-        calls, number = wait.calls, wait.call.number
+    reached = _evidence({rank: own[: at[rank] + 1] for rank, own in steps.items()})
+    seen = set()
+    for wait in sorted(
+        find_waits(reached), key=lambda wait: next(iter(wait.calls.values())).number
+    ):
+        call = next(iter(wait.calls.values()))
+        if (call.group, call.channel) in seen:
+            continue
+        seen.add((call.group, call.channel))
+        way = call.channel[:4] or call.op
         absent = {}
-        way = lane[1][:4] or wait.call.op
         for rank in wait.absent:
             absent[rank] = _NEVER.get(way, "never calls it")
-            if len(every.lanes.get(_answer(lane), {}).get(rank, ())) >= number:
-                source = steps[rank][at[rank]][1].source
-                where = source.called if isinstance(source, Creation) else source.where
-                absent[rank] = f"waits in {where}"
+            group, channel, number = _other_end(_point(call))
+            if len(every.lanes.get((group, channel), {}).get(rank, ())) >= number:
+                absent[rank] = f"waits in {steps[rank][at[rank]][1].source.called}"
         if absent and (way != "send" or all(map(_is_never, absent.values()))):
-            yield _disagreement(calls, absent)
+            yield _disagreement(wait.calls, absent)
 
 
 def _is_never(why: str) -> bool:
@@ -238,78 +223,49 @@ def _is_never(why: str) -> bool:
 
 def _disagreement(
     calls: Mapping[int, Call], absent: Mapping[int, str], differs: str = ""
-) -> Disagreement | CallDisagreement:
-    first = next(iter(calls.values()))
-    if first.op == CREATE:
-        return Disagreement(first.source, tuple(sorted(calls)), absent, differs)
-    sources = {rank: call.source for rank, call in sorted(calls.items())}
-    return CallDisagreement(first.source.group, first.number, sources, absent, differs)
+) -> Disagreement:
+    sources = {rank: calls[rank].source for rank in sorted(calls)}
+    call = next(iter(calls.values()))
+    is_creation = call.op == _CREATE
+    group = next(iter(sources.values())) if is_creation else call.source.group
+    return Disagreement(group, 0 if is_creation else call.number, sources, absent, differs)
 
 
 def _describe(calls: Mapping[int, Call]) -> str:
-    kinds: dict[tuple[object, ...], list[int]] = {}
+    """Describe calls that differ, those of the fewest ranks first."""
+    kinds: dict[object, list[int]] = {}
     for rank in sorted(calls):
         kinds.setdefault(calls[rank].terms, []).append(rank)
-    if len(kinds) == 1:
-        return _describe_uneven(calls)
-    odd, *others = sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
-    one, other = calls[odd[0]].source, calls[others[0][0]].source
-    if isinstance(one, Creation):
-        rank, other_rank = sorted([odd[0], others[0][0]])
-        one, other = calls[rank].source, calls[other_rank].source
-        fields = "; ".join(
-            f"{field} {mine!r} on rank {rank}, {theirs!r} on rank {other_rank}"
-            for field, mine, theirs in zip(Creation._fields, one, other, strict=True)
-            if mine != theirs
-        )
-        return f"the ranks create it differently: {fields}"
-    words = [
-        f"{_ranks_that(ranks, 'calls', 'call')} {calls[ranks[0]].source}"
-        for ranks in [odd, *others][:_SHOWN_KINDS]
-    ]
-    left = len(kinds) - len(words)
-    return "; ".join([*words, *([f"and {left} more calls"] if left else [])])
+    words = []
+    for ranks in sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks)):
+        source, verb = calls[ranks[0]].source, "call"
+        if isinstance(source, Creation):
+            source, verb = source.options, "create"
+        words.append(f"{_ranks_that(ranks, f'{verb}s', verb)} {source}")
+    left = len(words) - _SHOWN_KINDS
+    return "; ".join([*words[:_SHOWN_KINDS], *([f"and {left} more calls"] if left > 0 else [])])
 
 
-def _uneven(group: Group, by_rank: Mapping[int, Sequence[Call]]) -> list[dict[int, Call]]:
-    """Return the first all-to-all of a group in which a size differs between its two ends."""
-    for number in range(min(map(len, by_rank.values()))):
-        calls = {rank: by_rank[rank][number] for rank in group.ranks if rank in by_rank}
-        source = next(iter(calls.values())).source
-        is_whole = len(calls) == len(
-            source.ranks if isinstance(source, Creation) else source.group.ranks
-        )
-        if is_whole and getattr(source, "sends", None) is not None and _describe_uneven(calls):
-            return [calls]
-    return []
-
-
-def _describe_uneven(calls: Mapping[int, Call]) -> str:
-    ranks = next(iter(calls.values())).source.group.ranks
-    if len({(calls[rank].source.sends, calls[rank].source.receives) for rank in ranks}) == 1:
-        only = calls[ranks[0]].source
-        if len({*only.sends, *only.receives}) == 1:
-            return ""
-    table = zip(*(calls[rank].source.sends for rank in ranks), strict=True)
-    for taker, sent in zip(ranks, table, strict=True):
-        taken = calls[taker].source.receives
-        for rank, one, other in zip(ranks, sent, taken, strict=True):
-            if one != other:
-                sizes = [size if isinstance(size, int) else list(size) for size in (one, other)]
-                return (
-                    f"{calls[taker].source}: rank {rank} sends {sizes[0]} to rank {taker}, which "
-                    f"takes {sizes[1]}"
-                )
-    return ""
+def _uneven(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[tuple[dict[int, Call], str]]:
+    """Yield each all-to-all in which a size differs between its two ends, with the difference."""
+    for together in zip(*by_rank.values(), strict=False):
+        if not getattr(together[0].source, "sends", ()):
+            continue
+        calls = dict(zip(by_rank, together, strict=True))
+        ranks = together[0].source.group.ranks
+        sizes = {size for call in together for size in (*call.source.sends, *call.source.receives)}
+        if len(sizes) < 2 or len(calls) < len(ranks):
+            continue
+        for (place, sender), (index, receiver) in itertools.product(enumerate(ranks), repeat=2):
+            sent = calls[sender].source.sends[index]
+            taken = calls[receiver].source.receives[place]
+            if sent != taken:
+                what = calls[receiver].source
+                why = f"rank {sender} sends {sent} to rank {receiver}, which receives {taken}"
+                yield calls, f"{what}: {why}"
 
 
 def _ranks_that(ranks: Sequence[int], one: str, many: str) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} {one}"
     return f"ranks {some_of(ranks, _SHOWN_RANKS)} {many}"
-
-
-def _who_waits(waiting: Sequence[int], absent: Mapping[int, str]) -> str:
-    rank, why = next(iter(absent.items()))
-    more = f", and for {len(absent) - 1} more" if len(absent) > 1 else ""
-    return f"{_ranks_that(waiting, 'waits', 'wait')} for rank {rank}, which {why}{more}"

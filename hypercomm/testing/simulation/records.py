@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from hypercomm.layout.text import some_of
 
-OBJECTS = "objects"
-"""The dtype of pickled objects."""
-
-CREATE, CALL, BEGIN, WAIT = "create", "call", "begin", "wait"
-"""The kinds of steps: create a group, call and wait, call without waiting, wait for a call."""
-
-Step = tuple[str, Any]
-"""A kind with a Creation, a Collective, or the index of the step that is waited for."""
-
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[2]}/")
+_OBJECT_CALLS = frozenset(
+    {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+    | {"send_object_list", "recv_object_list"}
+)
+"""Functions of torch that call several collectives, which are recorded as one call."""
+
 _SHOWN_RANKS, _SHOWN_SHAPES = 4, 2
 
 
@@ -47,6 +46,11 @@ class Creation(NamedTuple):
     def called(self) -> str:
         """The description; without one, the name."""
         return self.name if self.description == "undefined" else self.description
+
+    @property
+    def options(self) -> str:
+        """The group with its backend and timeout in words."""
+        return f"{self} with {self.backend} and a timeout of {self.timeout}"
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:_SHOWN_RANKS]))
@@ -73,17 +77,17 @@ class Collective(NamedTuple):
     op: str
     group: Creation
     shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    reduction: str
-    peer: int | None
-    sends: tuple[Any, ...] | None
-    receives: tuple[Any, ...] | None
-    tag: int
-    place: str
+    dtype: str = ""
+    reduction: str = ""
+    peer: int | None = None
+    sends: tuple[Any, ...] = ()
+    receives: tuple[Any, ...] = ()
+    tag: int = 0
+    place: str = ""
 
     @property
-    def where(self) -> str:
-        """The op, its group and its place in words."""
+    def called(self) -> str:
+        """The op, its group and its line in words."""
         return f"{self.op} on {self.group.called}{self._at}"
 
     @property
@@ -100,98 +104,79 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
+Step = Creation | Collective | int
+"""A creation, which waits; a call; or the index of a call that the rank waits for."""
+
+
 class Book:
     """The steps of each rank, and the values that earlier ranks leave for later ones.
-
-    Args:
-        ranks: The simulated ranks, in ascending order.
 
     Attributes:
         programs: The steps of each rank, in its order.
         steps: The steps of the current rank.
+        has_objects: Whether the last call moves pickled objects.
     """
 
-    def __init__(self, ranks: Collection[int]) -> None:
+    def __init__(self) -> None:
         self.programs: dict[int, list[Step]] = {}
         self.steps: list[Step] = []
-        self._ranks = ranks
-        self._rank = 0
-        self._turns: Counter[str] = Counter()
-        self._spread: dict[tuple[str, int], tuple[Hashable, Any]] = {}
-        self._sent: defaultdict[tuple[str, int, int], list[tuple[int, Hashable, Any]]]
-        self._sent = defaultdict(list)
+        self.has_objects = False
+        self._index = 0
+        self._objects: FrameType | None = None
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._values: dict[tuple[tuple[str, str], int], Any] = {}
+        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def begin(self, rank: int) -> None:
         """Record the next steps as those of a rank."""
-        self._rank = rank
+        self._objects = None
         self.steps = self.programs[rank] = []
         self._turns.clear()
 
-    def call(self, *fields: Any) -> int:
-        """Record a call with the fields of `Collective` but the place; return its index."""
-        self.steps.append((BEGIN, Collective._make((*fields, _place()))))
-        return len(self.steps) - 1
+    def call(self, call: Collective) -> int:
+        """Record a call and its line; return its index."""
+        place, objects = _caller()
+        self.has_objects = objects is not None
+        if objects is not None and objects is self._objects:
+            return self._index  # a further collective of the same call
+        self._objects = objects
+        if objects is not None:
+            peer = call.peer
+            if objects.f_code.co_name == "gather_object":
+                peer = call.group.ranks[objects.f_locals["group_dst"]]
+            call = call._replace(op=objects.f_code.co_name, dtype="objects", peer=peer)
+        self._index = len(self.steps)
+        self.steps.append(call._replace(place=place))
+        return self._index
 
-    def wait(self, steps: list[Step], index: int) -> None:
-        """Record that the current rank waits for a call; ignored for a call of another rank."""
-        if steps is not self.steps:
-            return
-        kind, call = steps[index]
-        if index == len(steps) - 1:
-            steps[index] = (CALL, call)
-        elif kind == BEGIN:
-            steps.append((WAIT, index))
+    def shared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tuple that all members use; a large job would not fit into memory else."""
+        return self._members.setdefault(ranks, ranks)
 
-    def has_later(self, ranks: Sequence[int]) -> bool:
-        """Return whether any of some ranks is simulated after the current one."""
-        return any(rank > self._rank and rank in self._ranks for rank in reversed(ranks))
+    def post(self, lane: tuple[str, str], value: Any) -> None:
+        """Keep a value for the ranks that call `take` as the same turn in a lane."""
+        self._turns[lane] += 1
+        self._values[lane, self._turns[lane]] = value
 
-    def spread(
-        self, group: Creation, is_root: bool, kind: Hashable, value: Callable[[], Any]
-    ) -> Any:
-        """Keep the root's value for later members; return it to them, else None."""
-        self._turns[group.name] += 1
-        turn = (group.name, self._turns[group.name])
-        if is_root:
-            if self.has_later(group.ranks):
-                self._spread[turn] = (kind, value())
-            return None
-        found = self._spread.get(turn)
-        if found is not None and not self.has_later(group.ranks):
-            del self._spread[turn]
-        return found[1] if found is not None and found[0] == kind else None
-
-    def send(
-        self, group: Creation, to: int, tag: int, kind: Hashable, value: Callable[[], Any]
-    ) -> None:
-        """Keep a value for one rank, if it runs later."""
-        if self.has_later([to]):
-            self._sent[group.name, to, tag].append((self._rank, kind, value()))
-
-    def receive(
-        self, group: Creation, source: int | None, tag: int, kind: Hashable
-    ) -> tuple[int, Any] | None:
-        """Return the first sender and its value; None if no sender has run yet."""
-        waiting = self._sent.get((group.name, self._rank, tag), [])
-        for place, (sender, sent, value) in enumerate(waiting):
-            if source in (None, sender):
-                del waiting[place]
-                return sender, value if sent == kind else None
-        return None
+    def take(self, lane: tuple[str, str]) -> Any:
+        """Return the value of the next turn in a lane; None if its rank has not run yet."""
+        self._turns[lane] += 1
+        return self._values.get((lane, self._turns[lane]))
 
 
-_IS_HIDDEN: dict[str, bool] = {}
-
-
-def _place() -> str:
-    """Return the file and line of the call, outside torch and this library."""
-    frame = inspect.currentframe()
+def _caller() -> tuple[str, FrameType | None]:
+    """Return the line of the call outside torch and hypercomm, and torch's frame for objects."""
+    frame, objects = inspect.currentframe(), None
     while frame is not None:
-        path = frame.f_code.co_filename
-        hidden = _IS_HIDDEN.get(path)
-        if hidden is None:
-            hidden = _IS_HIDDEN[path] = path.startswith(_HIDDEN) or path.endswith("/contextlib.py")
-        if not hidden:
-            return f"{path}:{frame.f_lineno}"
+        code = frame.f_code
+        if not _is_hidden(code.co_filename):
+            return f"{code.co_filename}:{frame.f_lineno}", objects
+        if code.co_name in _OBJECT_CALLS:
+            objects = frame
         frame = frame.f_back
-    return ""
+    return "", objects
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_hidden(path: str) -> bool:
+    return path.startswith(_HIDDEN) or path.endswith("/contextlib.py")

@@ -9,13 +9,13 @@ import attrs
 
 from hypercomm.errors import DisagreementError
 from hypercomm.layout.text import counted
-from hypercomm.testing.simulation.judging import CallDisagreement, Disagreement
+from hypercomm.testing.simulation.judging import Disagreement
 from hypercomm.testing.simulation.records import Collective, Creation
 
 Result = TypeVar("Result")
 
 _SHOWN = 5
-"""Disagreements of a kind that a simulation shows as text."""
+"""Disagreements that a simulation shows as text."""
 
 
 @attrs.frozen(repr=False)
@@ -33,9 +33,9 @@ class Simulation(Generic[Result]):
 
     world_size: int
     returned: Mapping[int, Result]
-    creations: Mapping[int, tuple[Creation, ...]]
+    creations: Mapping[int, Sequence[Creation]]
     collectives: Mapping[int, Sequence[Collective]]
-    disagreements: tuple[Disagreement | CallDisagreement, ...]
+    disagreements: tuple[Disagreement, ...]
 
     def check(self) -> None:
         """Raise unless all simulated ranks agree.
@@ -46,32 +46,11 @@ class Simulation(Generic[Result]):
         if self.disagreements:
             raise DisagreementError("\n".join(self._lines()))
 
-    def _lines(self) -> Iterator[str]:
-        groups = [one for one in self.disagreements if isinstance(one, Disagreement)]
-        calls = [one for one in self.disagreements if not isinstance(one, Disagreement)]
-        kinds = (("process group", "come about", groups), ("collective", "meet", calls))
-        for what, verb, found in kinds:
-            if found:
-                yield f"{counted(len(found), what)} would not {verb}:"
-                yield from (f"  {one}" for one in found[:_SHOWN])
-            if len(found) > _SHOWN:
-                yield f"  and {len(found) - _SHOWN:,} more"
-
-    @property
-    def _headline(self) -> str:
-        groups = {creation.name for made in self.creations.values() for creation in made}
-        each = _range([len(made) for made in self.creations.values()])
-        calls = _range([len(called) for called in self.collectives.values()])
-        told = (
-            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
-            f"groups, {each} on each rank"
-        )
-        if calls != "0":
-            told += f"; {calls} collectives on each"
-        return told
-
     def to_dict(self) -> dict[str, Any]:
         """Return the groups and disagreements as a dict for JSON, without the return values.
+
+        Returns:
+            A dict with the keys "world_size", "ranks", "groups" and "disagreements".
 
         Example:
             >>> from hypercomm.testing import simulate
@@ -95,6 +74,21 @@ class Simulation(Generic[Result]):
             "disagreements": [str(disagreement) for disagreement in self.disagreements],
         }
 
+    def _lines(self) -> Iterator[str]:
+        yield f"{counted(len(self.disagreements), 'disagreement')}:"
+        yield from (f"  {one}" for one in self.disagreements[:_SHOWN])
+        if len(self.disagreements) > _SHOWN:
+            yield f"  and {len(self.disagreements) - _SHOWN:,} more"
+
+    @property
+    def _headline(self) -> str:
+        groups = {creation.name for made in self.creations.values() for creation in made}
+        calls = _range(self.collectives)
+        return (
+            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
+            f"groups, {_range(self.creations)} on each rank"
+        ) + (f"; {calls} collectives on each" if calls != "0" else "")
+
     def __repr__(self) -> str:
         agree = f"{len(self.disagreements):,} disagreements" if self.disagreements else "all agree"
         return f"<Simulation of {self._headline}; {agree}>"
@@ -105,6 +99,7 @@ class Simulation(Generic[Result]):
         )
 
 
-def _range(counts: Sequence[int]) -> str:
-    few, many = (min(counts), max(counts)) if counts else (0, 0)
+def _range(every: Mapping[int, Sequence[object]]) -> str:
+    counts = [len(each) for each in every.values()] or [0]
+    few, many = min(counts), max(counts)
     return f"{few}" if few == many else f"{few} to {many}"

@@ -1,18 +1,21 @@
-"""Finds calls that differ, calls that wait, and ranks that leave the common order of calls.
+"""Judges calls: those that differ, those that wait, and ranks that leave the common order.
 
-Dumps and simulations are judged by the same functions; they need no file and no text.
+Dumps and simulations are judged by the same functions, which read no files.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
+from hypercomm.layout.text import format_ranks
 from hypercomm.tools.blame.calls import Call, Evidence, Group
+
+_T = TypeVar("_T")
 
 _ANSWERS = {"send": "recv", "recv": "send"}
 
@@ -49,25 +52,10 @@ class Difference:
     odd: tuple[int, ...] = ()
     siblings: tuple[int, ...] = ()
 
-    @property
-    def call(self) -> Call:
-        """The call of the first rank."""
-        return next(iter(self.calls.values()))
-
-    @property
-    def what(self) -> str:
-        """What differs: "order", "shape", "dtype" or "root"."""
-        columns = zip(*(call.terms for call in self.calls.values()), strict=False)
-        names = ("order", "shape", "dtype", "root")
-        return next(
-            (name for name, values in zip(names, columns, strict=False) if len(set(values)) > 1),
-            "order",
-        )
-
 
 @attrs.frozen(eq=False)
 class Deviation:
-    """A call in the order across groups that one rank has left out, or makes once more.
+    """A call at which one rank leaves the order of calls that most ranks have.
 
     Attributes:
         rank: The rank.
@@ -75,8 +63,6 @@ class Deviation:
         own: The call that it makes next.
         usual: The call that most ranks make there.
         by: One of these ranks.
-        votes: How many ranks make the usual call, and how many were compared.
-        is_extra: Whether the rank makes a call once more; else it has left one out.
     """
 
     rank: int
@@ -84,8 +70,13 @@ class Deviation:
     own: Call
     usual: Call
     by: int
-    votes: tuple[int, int]
-    is_extra: bool
+
+
+def _majority(values: Iterable[_T]) -> _T | None:
+    """Return the value that more than half of all are equal to, if there is one."""
+    votes = Counter(values)
+    usual, most = votes.most_common(1)[0] if votes else (None, 0)
+    return usual if 2 * most > votes.total() else None
 
 
 # ---- differences within one group ---------------------------------------------------------------
@@ -94,63 +85,42 @@ class Deviation:
 def find_differences(evidence: Evidence) -> list[Difference]:
     """Find the first difference of each group and of each channel."""
     found = []
-    for (group, channel), by_rank in evidence.lanes.items():
+    for (group, channel), own in evidence.lanes.items():
+        ends = own
         if channel.startswith("recv "):
-            ends = {**evidence.lanes.get((group, f"send {channel[5:]}"), {}), **by_rank}
-            records = [evidence.ranks[rank] for rank in ends]
-            is_known = all(
-                record.is_whole and (group, "recv anybody") not in record.lanes
-                for record in records
-            )
-            found.append(_first_difference(evidence, group, ends) if is_known else None)
-        elif not channel:
-            found.append(_first_difference(evidence, group, by_rank))
-    return [difference for difference in found if difference is not None]
-
-
-def _first_difference(
-    evidence: Evidence, group: Group, by_rank: Mapping[int, list[Call]]
-) -> Difference | None:
-    called: dict[int, dict[int, Call]] = {}
-    for rank, calls in by_rank.items():
-        for call in calls:
-            called.setdefault(call.number, {})[rank] = call
-    for number in sorted(called):
-        here = called[number]
-        votes = Counter(call.terms for call in here.values())
-        if len(votes) > 1:
-            return _decide(evidence, group, here, votes)
-    return None
-
-
-def _decide(
-    evidence: Evidence, group: Group, here: Mapping[int, Call], votes: Counter[Any]
-) -> Difference:
-    """Find the odd ranks by the majority of the group, else by that of its sibling groups."""
-    usual, most = votes.most_common(1)[0]
-    siblings: dict[int, Call] = {}
-    if 2 * most <= len(here):
-        siblings = {
-            rank: call
-            for rank, call in _sibling_calls(evidence, group, next(iter(here.values())))
-            if call.terms in votes
-        }
-        votes = votes + Counter(call.terms for call in siblings.values())
-        usual, most = votes.most_common(1)[0]
-    if 2 * most <= votes.total():
-        return Difference(here)
-    odd = tuple(rank for rank, call in here.items() if call.terms != usual)
-    agreeing = tuple(sorted(rank for rank, call in siblings.items() if call.terms == usual))
-    return Difference(here, odd, agreeing)
-
-
-def _sibling_calls(evidence: Evidence, group: Group, like: Call) -> Iterator[tuple[int, Call]]:
-    """Yield the calls of a number in the other groups over the same dims of the same grid."""
-    title, own = evidence.title(group), set(group.ranks)
-    for (other, channel), by_rank in evidence.lanes.items():
-        if channel or like.channel or evidence.title(other) != title:
+            ends = {**evidence.lanes.get((group, f"send {channel[5:]}"), {}), **own}
+        if channel and not all(evidence.has_channels(rank, group) for rank in ends):
             continue
-        if len(other.ranks) == len(own) and own.isdisjoint(other.ranks):
+        called: dict[int, dict[int, Call]] = {}
+        for rank, calls in ends.items():
+            for call in calls:
+                called.setdefault(call.number, {})[rank] = call
+        for _, here in sorted(called.items()):
+            if len({call.terms for call in here.values()}) > 1:
+                found.append(_decide(evidence, group, here))
+                break
+    return found
+
+
+def _decide(evidence: Evidence, group: Group, here: Mapping[int, Call]) -> Difference:
+    """Find the odd ranks by the majority of the group, else by that of its sibling groups."""
+    terms = [call.terms for call in here.values()]
+    usual, siblings = _majority(terms), []
+    if usual is None:
+        siblings = [one for one in _sibling_calls(evidence, group, here) if one[1].terms in terms]
+        usual = _majority([*terms, *(call.terms for _, call in siblings)])
+    odd = () if usual is None else tuple(r for r, call in here.items() if call.terms != usual)
+    return Difference(here, odd, tuple(sorted(r for r, call in siblings if call.terms == usual)))
+
+
+def _sibling_calls(
+    evidence: Evidence, group: Group, here: Mapping[int, Call]
+) -> Iterator[tuple[int, Call]]:
+    """Yield the calls of the same number in the other groups over the same dims."""
+    like = next(iter(here.values()))
+    for (other, channel), by_rank in evidence.lanes.items():
+        is_sibling = other.title == group.title and set(group.ranks).isdisjoint(other.ranks)
+        if is_sibling and channel == like.channel == "":
             for rank, calls in by_rank.items():
                 yield from ((rank, call) for call in calls if call.number == like.number)
 
@@ -161,7 +131,7 @@ def _sibling_calls(evidence: Evidence, group: Group, like: Call) -> Iterator[tup
 def find_waits(evidence: Evidence) -> list[Wait]:
     """Find the first call of each lane that has not ended, with the members that are absent.
 
-    If nobody is absent, members whose device has the call queued only are counted as absent.
+    If no member is absent, members whose device has the call only queued are counted as absent.
     """
     found: list[Wait] = []
     for (group, channel), by_rank in evidence.lanes.items():
@@ -173,152 +143,331 @@ def find_waits(evidence: Evidence) -> list[Wait]:
             elif call is not None:
                 pending.setdefault(call.number, {})[rank] = call
         for number, inside in pending.items():
-            members = evidence.members(group)
-            absent = tuple(rank for rank in members if evidence.last(rank, group) < number)
-            found.append(Wait(inside, absent))
-    if any(wait.absent for wait in found):
-        return found
-    return [_on_devices(wait) for wait in found]
+            absent = [rank for rank in group.ranks if evidence.last(rank, group) < number]
+            found.append(Wait(inside, tuple(absent)))
+    if not any(wait.absent for wait in found):
+        for place, wait in enumerate(found):
+            started = {rank: call for rank, call in wait.calls.items() if call.state == "started"}
+            queued = tuple(rank for rank in wait.calls if rank not in started)
+            found[place] = Wait(started, queued) if started and queued else wait
+    return found
 
 
 def _message_wait(evidence: Evidence, rank: int, call: Call) -> Iterator[Wait]:
-    record, other = evidence.ranks[rank], evidence.ranks.get(call.peer)  # type: ignore[arg-type]
-    if call.peer == rank or (call.op != "recv" and not record.is_at(call)):
+    peer, group, (way, _, route) = call.peer, call.group, call.channel.partition(" ")
+    if peer == rank or (way == "send" and not evidence.ranks[rank].is_at(call)):
         return  # gloo reports the end of a send only to a rank that waits for it
-    if call.peer is None:
-        yield Wait({rank: call}, ())
-    elif other is None or (record.is_whole and (call.group, "recv anybody") not in other.lanes):
-        way, _, route = call.channel.partition(" ")
-        answered = evidence.last(call.peer, call.group, f"{_ANSWERS[way]} {route}")
-        yield Wait({rank: call}, (call.peer,) if answered < call.number else ())
+    absent: tuple[int, ...] = ()
+    if peer is not None and all(evidence.has_channels(one, group) for one in (rank, peer)):
+        answered = evidence.last(peer, group, f"{_ANSWERS[way]} {route}")
+        absent = (peer,) if answered < call.number else ()
+    yield Wait({rank: call}, absent)
 
 
-def _on_devices(wait: Wait) -> Wait:
-    started = {rank: call for rank, call in wait.calls.items() if call.state == "started"}
-    queued = tuple(rank for rank in wait.calls if rank not in started)
-    return Wait(started, queued) if started and queued else wait
-
-
-def wait_graph(waits: Iterable[Wait]) -> Any:
-    """Return a directed graph from ranks over their waits to the ranks that are absent there."""
+def _wait_graph(evidence: Evidence, waits: Iterable[Wait]) -> Any:
+    """Return a directed graph from ranks to their waits, and from these to the absent ranks."""
     import networkx as nx  # comes with torch
 
     graph = nx.DiGraph()
     for wait in waits:
-        if wait.absent:
-            graph.add_edges_from((rank, wait) for rank in wait.calls)
-            graph.add_edges_from((wait, rank) for rank in wait.absent)
+        for rank, call in wait.calls.items():
+            is_inside = not call.channel or evidence.ranks[rank].is_at(call)
+            if wait.absent or (is_inside and call.state != "queued"):
+                graph.add_edge(rank, wait)
+        graph.add_edges_from((wait, rank) for rank in wait.absent)
     return graph
+
+
+def _waiting(graph: Any, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks that wait for some ranks, directly or through others."""
+    import networkx as nx
+
+    ends = {rank for rank in ranks if rank in graph}
+    nodes = set().union(*(nx.ancestors(graph, rank) for rank in ends)) - ends
+    return tuple(sorted(node for node in nodes if isinstance(node, int)))
 
 
 # ---- the order across the groups of one rank ----------------------------------------------------
 
 
 def find_deviations(
-    evidence: Evidence, waits: Sequence[Wait], differences: Sequence[Difference]
+    evidence: Evidence, waits: Iterable[Wait], differences: Iterable[Difference]
 ) -> dict[int, Deviation]:
-    """Find ranks that leave the common order, and for whom others wait because of it.
+    """Find ranks that leave the common order of calls, and because of which a rank waits.
 
     Ranks with groups over the same dims run the same program, so most of them make their calls
     in one order: all_reduce over tp, all_reduce over dp, and so on. A rank that leaves this
-    order is reported only if a group of the call in question waits or has a difference, and if
-    not all compared members of that group leave it together.
+    order is reported only if it is missing in a group over the dims of the usual call, differs
+    there, or waits in a group over the dims of its own call; and if not all members of that
+    group leave the order together.
 
     Args:
         evidence: The calls.
         waits: The calls that have not ended.
         differences: The calls that differ.
     """
+    troubles = [*waits, *(Wait(each.calls, tuple(each.calls)) for each in differences)]
     for with_messages in (False, True):  # messages differ between the stages of a pipeline
-        classes: dict[frozenset[str], dict[int, list[Call]]] = {}
-        for record in evidence.ranks.values():
-            lanes = (c for (_, channel), c in record.lanes.items() if with_messages or not channel)
-            calls = sorted((call for lane in lanes for call in lane), key=lambda call: call.order)
-            titles = frozenset(map(evidence.title, record.titles))
-            classes.setdefault(titles, {})[record.rank] = calls
-        every = [one for ranks in classes.values() for one in _compare_orders(evidence, ranks)]
-        if with_messages:
-            every = [one for one in every if one.usual.channel and not one.is_extra]
-        found = [one for one in every if _matters(evidence, one, every, waits, differences)]
-        if found:  # a call that is left out explains more than one that is made twice
-            return {one.rank: one for one in sorted(found, key=lambda one: not one.is_extra)}
+        every = list(_compare_orders(evidence, with_messages))
+        leaving = defaultdict(set)
+        for one in every:
+            leaving[one.usual.op, one.own.op].add(one.rank)
+        found = {
+            one.rank: one
+            for one in every
+            if bool(one.usual.channel) == with_messages
+            and any(_explains(one, leaving[one.usual.op, one.own.op], each) for each in troubles)
+        }
+        if found:
+            return found
     return {}
 
 
-def _compare_orders(evidence: Evidence, calls: Mapping[int, list[Call]]) -> Iterator[Deviation]:
-    calls = _from_a_common_start(evidence, calls)
-    tokens = {
-        rank: [(evidence.title(call.group), call.op) for call in own] for rank, own in calls.items()
-    }
-    following = dict(tokens)
-    left: list[Deviation] = []
-    usual: list[tuple[str, str]] = []
-    for place in count():
-        here = {rank: own[place] for rank, own in following.items() if place < len(own)}
-        votes = Counter(here.values())
-        if not votes:
-            break
-        token, most = votes.most_common(1)[0]
-        if 2 * most <= len(here):
-            break
-        usual.append(token)
-        by = next(rank for rank in here if here[rank] == token)
-        share = most, len(here)
-        for rank in [rank for rank in here if here[rank] != token]:
-            own, last = calls[rank][place], calls[rank][place - 1] if place else None
-            left.append(Deviation(rank, last, own, calls[by][place], by, share, is_extra=False))
-            del following[rank]
-    for one in left:
-        yield one
-        place = calls[one.rank].index(one.own)
-        rest = zip(tokens[one.rank][place + 1 :], usual[place:], strict=False)
-        if all(mine == theirs for mine, theirs in rest):
-            yield attrs.evolve(one, is_extra=True)
+def _explains(one: Deviation, leaving: set[int], trouble: Wait) -> bool:
+    """Return whether a rank waits, or calls differ, because one rank left the common order."""
+    group = trouble.call.group
+    is_missed = one.rank in trouble.absent and group.title == one.usual.group.title
+    if one.usual.channel:
+        return is_missed and trouble.call.op == _ANSWERS.get(one.usual.op)
+    if is_missed and not leaving.issuperset(group.ranks):
+        return leaving.isdisjoint(trouble.calls.keys() - set(trouble.absent))
+    is_extra = one.rank in trouble.calls and group.title == one.own.group.title
+    return is_extra and leaving == {one.rank}
 
 
-def _from_a_common_start(
-    evidence: Evidence, calls: Mapping[int, list[Call]]
-) -> Mapping[int, list[Call]]:
+def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviation]:
+    """Yield where a rank leaves the order of those with groups over the same dims."""
+    classes: dict[frozenset[str], dict[int, list[Call]]] = {}
+    for rank, record in evidence.ranks.items():
+        lanes = [own for (_, way), own in record.lanes.items() if with_messages or not way]
+        calls = sorted((call for own in lanes for call in own), key=lambda call: call.order)
+        classes.setdefault(frozenset(g.title for g in record.groups), {})[rank] = calls
+    for by_rank in classes.values():
+        following = _from_a_common_start(by_rank)
+        for place in count():
+            here = {rank: own[place] for rank, own in following.items() if place < len(own)}
+            keys = {rank: (call.group.title, call.op) for rank, call in here.items()}
+            usual = _majority(keys.values())
+            if usual is None:
+                break
+            by = min(rank for rank in keys if keys[rank] == usual)
+            for rank in [rank for rank in keys if keys[rank] != usual]:
+                own = following.pop(rank)  # what it calls later is not compared
+                yield Deviation(rank, own[place - 1] if place else None, own[place], here[by], by)
+
+
+def _from_a_common_start(calls: Mapping[int, list[Call]]) -> dict[int, list[Call]]:
     """Cut the calls where the oldest are lost, so that all ranks start at the same call."""
-    cut: list[Call] = []
-    for own in calls.values():
-        first: dict[Group, Call] = {}
-        for call in own:
-            if not call.channel:
-                first.setdefault(call.group, call)
-        cut += [call for call in first.values() if call.number > 1][:1]
-    if not cut:
-        return calls
-    title = Counter(evidence.title(call.group) for call in cut).most_common(1)[0][0]
-    number = max(call.number for call in cut if evidence.title(call.group) == title)
-    starts = {
-        rank: place
-        for rank, own in calls.items()
-        for place, call in enumerate(own)
-        if call.number == number and not call.channel and evidence.title(call.group) == title
-    }
-    return {rank: calls[rank][place:] for rank, place in starts.items()}
+    places: dict[int, dict[tuple[str, int], int]] = {}
+    for rank, own in calls.items():
+        collectives = [(place, call) for place, call in enumerate(own) if not call.channel]
+        places[rank] = {(call.group.title, call.number): place for place, call in collectives}
+    if all((title, 1) in own for own in places.values() for title, _ in own):
+        return dict(calls)
+    common = set.intersection(*map(set, places.values()))
+    start = min(common, key=next(iter(places.values())).__getitem__, default=None)
+    return {rank: own[places[rank][start] :] for rank, own in calls.items()} if start else {}
 
 
-def _matters(
-    evidence: Evidence,
-    one: Deviation,
-    every: Iterable[Deviation],
-    waits: Iterable[Wait],
-    differences: Iterable[Difference],
-) -> bool:
-    call = one.own if one.is_extra else one.usual
-    title = evidence.title(call.group)
-    mine = {g for g, name in evidence.ranks[one.rank].titles.items() if name == title}
-    leaving = {o.rank for o in every if (o.usual.op, o.own.op) == (one.usual.op, one.own.op)}
-    for wait in waits:
-        concerned = wait.calls if one.is_extra else wait.absent
-        if wait.call.group in mine and one.rank in concerned:
-            if call.channel:
-                return wait.call.op == _ANSWERS.get(call.op)
-            return not leaving.issuperset(evidence.members(wait.call.group))
-    is_left_out = not one.is_extra and not call.channel
-    return is_left_out and any(
-        found.call.group in mine and one.rank in found.calls and not leaving.issuperset(found.calls)
-        for found in differences
-    )
+# ---- the verdict --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: "absent", "no dump", "unreadable", "order", "circle", "shape", "dtype" or "stuck".
+        culprits: The ranks to blame; empty if the dumps are inconclusive.
+        involved: All ranks that it concerns.
+        waiting: The ranks that wait because of it, directly or through others.
+        says: A description.
+    """
+
+    kind: str
+    culprits: tuple[int, ...]
+    involved: tuple[int, ...]
+    waiting: tuple[int, ...]
+    says: str
+
+
+class Verdict:
+    """Which ranks of a job the others wait for; str() describes it.
+
+    Args:
+        evidence: The calls, as `read_folder` returns them.
+
+    Attributes:
+        evidence: The calls.
+        waits: The calls that have not ended, with the members that have not entered them.
+        findings: The faults, the worst first.
+
+    Example:
+        Rank 1 has not entered the second all_reduce.
+
+        >>> from hypercomm.tools.blame.calls import Record
+        >>> world = Group("0", (0, 1), "WORLD")
+        >>> first = Call("all_reduce", world, number=1, order=0, state="finished")
+        >>> second = Call("all_reduce", world, number=2, order=1, state="started")
+        >>> ranks = {0: Record(0), 1: Record(1)}
+        >>> for rank, call in [(0, first), (1, first), (0, second)]:
+        ...     ranks[rank].add(call)
+        >>> print(Verdict(Evidence(ranks, world_size=2)))
+        rank 1 has not entered all_reduce number 2 of WORLD (ranks 0..1), in which rank 0 waits
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence, self.waits = evidence, find_waits(evidence)
+        self._graph = _wait_graph(evidence, self.waits)
+        self._explained: set[int] = set()  # ranks that others wait for because of a finding
+        self.findings = [*self._mistakes(), *self._ends()] or list(self._unknowns())
+        self.findings.sort(key=lambda one: (not one.culprits, -len(one.waiting)))
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks to blame, in ascending order."""
+        return tuple(sorted({rank for each in self.findings for rank in each.culprits}))
+
+    @property
+    def outcome(self) -> str:
+        """Return "clear", "blamed", or "unclear" if something is wrong and no rank is blamed."""
+        return "blamed" if self.culprits else "unclear" if self.findings else "clear"
+
+    def __str__(self) -> str:
+        clear = f"no rank waits: the calls of {len(self.evidence.ranks)} ranks agree and have ended"
+        return "\n".join(finding.says for finding in self.findings) or clear
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as a dict for JSON."""
+        findings = [attrs.asdict(finding) for finding in self.findings]
+        for finding in findings:
+            finding["culprits"] = [self.evidence.describe(rank) for rank in finding["culprits"]]
+        waits = []
+        for each in self.waits:
+            known = {name: getattr(each.call, name) for name in ("op", "number", "where")}
+            group = {"group": each.call.group.title, "members": each.call.group.ranks}
+            waits.append({**group, **known, "waiting": sorted(each.calls), "absent": each.absent})
+        return {
+            "outcome": self.outcome,
+            "verdict": str(self),
+            "world_size": self.evidence.world_size,
+            "no_dump": self.evidence.missing,
+            "findings": findings,
+            "waits": waits,
+            "notes": list(self.evidence.unreadable.values()),
+        }
+
+    def _found(
+        self, kind: str, says: str, ranks: Iterable[int], culprits: Iterable[int] = ()
+    ) -> Finding:
+        ranks = tuple(sorted(ranks))
+        return Finding(kind, tuple(culprits), ranks, _waiting(self._graph, ranks), says)
+
+    def _mistakes(self) -> Iterator[Finding]:
+        """Yield the calls that differ, and the ranks that leave the common order."""
+        differences = find_differences(self.evidence)
+        deviations = find_deviations(self.evidence, self.waits, differences)
+        self._explained.update(deviations)
+        for wait in self.waits:
+            group = wait.call.group
+            own = [deviations[rank].own for rank in wait.calls if rank in deviations]
+            if any(call.group.title == group.title for call in own):
+                self._explained.update(wait.absent)
+            calls = [next(iter(each.calls.values())) for each in differences]
+            if any(call.group == group and call.number <= wait.call.number for call in calls):
+                self._explained.update(wait.calls)
+        for each in differences:
+            if each.odd or not deviations.keys() & each.calls.keys():
+                yield self._difference(each)
+        for rank in sorted(deviations.keys() - {r for each in differences for r in each.odd}):
+            one = deviations[rank]
+            after = f"right after {one.last}{one.last.at}" if one.last else "as its first call"
+            says = (
+                f"{self.evidence.name(rank)} calls {one.own}{one.own.at} {after}, where most ranks "
+                f"call {one.usual.op} over {one.usual.group.title} (rank {one.by}{one.usual.at})"
+            )
+            yield self._found("order", says, [rank], [rank])
+
+    def _difference(self, each: Difference) -> Finding:
+        first = next(iter(each.odd or each.calls))
+        one = each.calls[first]
+        others = [rank for rank, call in each.calls.items() if call.terms != one.terms]
+        other = each.calls[others[0]]
+        says = (
+            f"{self.evidence.name(first)} calls {one}{one.tensors}{one.at}, but "
+            f"{_ranks(others, 'calls', 'call')} {other.op}{other.tensors}{other.at}"
+        )
+        if each.siblings:
+            says += f"; so do {_ranks(each.siblings)} in the other {one.group.title} groups"
+        if not each.odd:
+            says += "; the dumps do not show which is intended"
+        kinds = zip(("order", "shape", "dtype"), one.terms, other.terms, strict=True)
+        kind = next(kind for kind, mine, theirs in kinds if mine != theirs)
+        if kind == "order":
+            self._explained.update(each.odd or each.calls)
+        return self._found(kind, says, each.calls, each.odd)
+
+    def _ends(self) -> Iterator[Finding]:
+        """Yield the ranks, or circles of ranks, at which the waiting of others ends."""
+        import networkx as nx
+
+        unknown = [rank for rank in self.evidence.missing if rank in self._graph]
+        known = self._graph.copy()
+        known.remove_nodes_from(unknown)
+        for part in nx.attracting_components(known):
+            ranks = [node for node in part if isinstance(node, int)]
+            if ranks and self._explained.isdisjoint(ranks):
+                yield self._absent(ranks[0]) if len(part) == 1 else self._circle(part)
+                self._explained.update(ranks)
+        self._explained.update(_waiting(known, self._explained))
+        for rank in unknown:
+            if not self._explained.issuperset(_waiting(self._graph, [rank])):
+                yield self._absent(rank)
+
+    def _circle(self, part: Collection[Any]) -> Finding:
+        import networkx as nx
+
+        steps = nx.find_cycle(self._graph.subgraph(part))
+        calls = {rank: wait.calls[rank] for rank, wait in steps if isinstance(rank, int)}
+        each = [f"{self.evidence.name(rank)} is in {call}{call.at}" for rank, call in calls.items()]
+        return self._found("circle", f"ranks wait for each other: {'; '.join(each)}", calls)
+
+    def _absent(self, rank: int) -> Finding:
+        evidence, record = self.evidence, self.evidence.ranks.get(rank)
+        awaiting = [wait for wait in self.waits if rank in wait.absent]
+        wait = min(awaiting, key=lambda wait: wait.call.order)
+        does = "answered" if wait.call.channel else "entered"
+        if does == "entered" and evidence.last(rank, wait.call.group) >= wait.call.number:
+            does = "started"  # its device has it queued
+        kind, why = "absent", ""
+        if rank in evidence.unreadable:
+            kind, why = "unreadable", f"; {evidence.unreadable[rank]}"
+        elif record is None:
+            kind, why = "no dump", "; it left no dump, so it may have died"
+        elif record.why.startswith(("left", "raised")):
+            why = f"; it {record.why}"
+        elif record.place:
+            why = f"; it is at {record.place[0]}"
+        others = set(_waiting(self._graph, [rank])) - wait.calls.keys()
+        why += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
+        says = f"{evidence.name(rank)} has not {does} {wait.call}, in which "
+        says += _ranks(wait.calls, "waits", "wait") + why
+        return self._found(kind, says, [rank], [rank] if kind != "unreadable" else [])
+
+    def _unknowns(self) -> Iterator[Finding]:
+        """Yield what may be wrong where nothing else is found."""
+        if self.waits:
+            wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
+            says = f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank "
+            says += "is known to be missing: check the network and the devices"
+            yield self._found("stuck", says, wait.calls)
+        elif self.evidence.missing:
+            says = f"{_ranks(self.evidence.missing, 'has', 'have')} no dump that can be read; the "
+            says += "calls of the others agree and have ended"
+            yield self._found("no dump", says, self.evidence.missing)
+
+
+def _ranks(ranks: Iterable[int], one: str = "", many: str = "") -> str:
+    ranks = sorted(ranks)
+    noun, verb = ("rank", one) if len(ranks) == 1 else ("ranks", many)
+    return f"{noun} {format_ranks(ranks)} {verb}".rstrip()

@@ -9,10 +9,10 @@ from hypercomm.cli import options
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
+from hypercomm.tools.blame.analysis import Verdict
 from hypercomm.tools.blame.reading import read_folder
-from hypercomm.tools.blame.verdict import CLEAR, Verdict, judge
 
-_COLOURS = {"clear": "green", "blamed": "red"}
+_COLOURS = {"clear": "green", "blamed": "red", "unclear": "yellow"}
 
 _MOST_ROWS = 20
 
@@ -29,23 +29,22 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     waits, 1 if one does, 2 for a folder that cannot be judged.
     """
     layout = None if sizes is None else RankLayout.parse(sizes)
-    verdict = judge(read_folder(folder, layout))
+    verdict = Verdict(read_folder(folder, layout))
     if as_json:
         print_json(verdict.to_dict())
     else:
         _show(verdict)
-    return 0 if verdict.outcome == CLEAR else 1
+    return 0 if verdict.outcome == "clear" else 1
 
 
 def _show(verdict: Verdict) -> None:
     out, evidence = console(), verdict.evidence
-    colour = _COLOURS.get(verdict.outcome, "yellow")
     for line in str(verdict).splitlines():
-        out.print(f"[{colour}]{escape(line)}[/]", soft_wrap=True)
+        out.print(f"[{_COLOURS[verdict.outcome]}]{escape(line)}[/]", soft_wrap=True)
     rows = table("group", "ranks", "call", "waiting in it", "not entered by")
     for wait in verdict.waits[:_MOST_ROWS]:
         rows.add_row(
-            escape(evidence.title(wait.call.group)),
+            escape(wait.call.group.title),
             format_ranks(wait.call.group.ranks),
             escape(f"{wait.call.op} {wait.call.number}"),
             format_ranks(sorted(wait.calls)),
@@ -53,8 +52,8 @@ def _show(verdict: Verdict) -> None:
         )
     if verdict.waits:
         out.print(rows)
-    if len(verdict.waits) > _MOST_ROWS:
-        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json has all of them")
-    out.print(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks", soft_wrap=True)
-    for note in evidence.notes:
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    left = len(verdict.waits) - _MOST_ROWS
+    notes = [f"and {left} more; --json has all of them"] if left > 0 else []
+    notes += [f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks"]
+    for note in [*notes, *(f"note: {note}" for note in evidence.unreadable.values())]:
+        out.print(note, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Reads a folder of dumps in the form of torch's flight recorder, which `grid.watch` writes too.
 
 A dump is data from elsewhere. A pickle is decoded to numbers, texts, lists and dicts only, and
-every field is checked for its type and size before it is used.
+the type and size of each number and text is checked before it is used.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import os
 import pickle
 import re
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hypercomm.errors import DumpError, WorldSizeError
 from hypercomm.layout import RankLayout
@@ -25,18 +25,10 @@ from hypercomm.tools.blame.calls import FROM_ANYBODY, WORLD, Call, Evidence, Gro
 _MOST_BYTES = 64 * 2**20
 _MOST_CHARACTERS = 4096
 _MOST_RANKS = 2**20
-_MOST_ENTRIES = 200_000
-_MOST_TENSORS = 8
-_MOST_DIMS = 64
-_MOST_FRAMES = 200
+_MOST_ENTRIES, _MOST_FRAMES, _MOST_TENSORS, _MOST_DIMS = 200_000, 200, 8, 64
 
-_RANK = re.compile(r"(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
-
-_BROKEN = (
-    *(EOFError, OSError, pickle.UnpicklingError, ArithmeticError, RecursionError, MemoryError),
-    *(KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error),
-)
-"""The errors of reading a file that is not a complete dump."""
+_RANK = re.compile(r"(?<![\d.])(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
+"""The rank in the name of a file; "core.1" is not a dump."""
 
 
 def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None) -> Evidence:
@@ -69,77 +61,69 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"cannot read the folder {shown(str(folder))}: {why}; give the folder that the ranks "
             f"wrote their dumps to"
         ) from None
-    notes: list[str] = []
-    ranks, unreadable = _read_files(files, notes)
-    if not ranks:
-        what = f"{len(files)} files, none of them a dump" if files else "empty"
-        what += f": {notes[0]}" if notes else ""
-        raise DumpError(
-            f"the folder {shown(str(folder))} is {what}; dumps come from grid.watch() or "
-            f"torch's flight recorder, and their names end with the rank: "
-            f"hypercomm_watch_3.json, nccl_trace_rank_3"
-        )
-    world_size = _world_size(ranks, unreadable, layout)
-    return Evidence(ranks, world_size, unreadable, layout, notes)
-
-
-def _read_files(
-    files: Sequence[Path], notes: list[str]
-) -> tuple[dict[int, Record], dict[int, str]]:
-    """Return the dumps by rank, and why others cannot be read."""
     records: dict[int, Record] = {}
-    broken: dict[int, tuple[str, str]] = {}
-    prefixes = set()
+    unreadable: dict[int, str] = {}
     for file in files:
         match, name = _RANK.search(file.name), _printable(file.name)
         if match is None or int(match[1]) >= _MOST_RANKS:
             continue
-        prefix, rank = file.name[: match.start()], int(match[1])
+        rank = int(match[1])
         try:
-            record = _read_file(file, rank)
-        except _BROKEN as error:
-            why = "a field is missing" if isinstance(error, KeyError) else str(error)[:200]
-            why = _printable(why) or type(error).__name__
-            broken[rank] = prefix, f"{name} cannot be read: {why}"
-            notes.append(broken[rank][1])
+            record = _read_file(file, rank, layout)
+        except Exception as error:  # noqa: BLE001 - whatever a file holds, the others are judged
+            why = _printable(f"{type(error).__name__}: {error}"[:200])
+            unreadable[rank] = f"{name} cannot be read as a dump: {why}"
             continue
         if rank in records:
             raise DumpError(
                 f"rank {rank} has two dumps, {records[rank].file} and {name}; keep one of them"
             )
-        prefixes.add(prefix)
         records[rank] = record
-    unreadable = {  # others, such as "core.1", are no dumps
-        rank: why
-        for rank, (prefix, why) in broken.items()
-        if prefix in prefixes and rank not in records
-    }
-    return dict(sorted(records.items())), unreadable
+    if not records:
+        what = [f"{len(files)} files, none of them a dump" if files else "empty"]
+        raise DumpError(
+            f"the folder {shown(str(folder))} is {': '.join([*what, *unreadable.values()][:2])}; "
+            f"dumps come from grid.watch() or torch's flight recorder, and their names end with "
+            f"the rank: hypercomm_watch_3.json, nccl_trace_rank_3"
+        )
+    records = dict(sorted(records.items()))
+    unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}
+    world_size = _world_size(records, unreadable, layout)
+    layout = layout or next((one.layout for one in records.values() if one.layout), None)
+    return Evidence(records, world_size, unreadable, layout)
 
 
-def _read_file(file: Path, rank: int) -> Record:
+def _world_size(
+    records: Mapping[int, Record], unreadable: Mapping[int, str], layout: RankLayout | None
+) -> int:
+    """Return the number of ranks of WORLD, else that of the layout, else of the dumps."""
+    groups = [(group, one.file) for one in records.values() for group in one.groups]
+    worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
+    if len(worlds) > 1:
+        files = " and ".join(sorted(worlds.values())[:2])
+        raise DumpError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
+    known = max([*records, *unreadable]) + 1
+    size = len(next(iter(worlds), ())) or (known if layout is None else layout.size)
+    if layout is not None and (layout.size != size or known > size):
+        raise WorldSizeError(
+            f"--layout {layout} has {layout.size} ranks, but the job has {size}, with dumps of "
+            f"{format_ranks(list(records))}; give the layout of the job"
+        )
+    return size
+
+
+def _read_file(file: Path, rank: int, layout: RankLayout | None) -> Record:
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
     content = file.read_bytes()
-    if not content:
-        raise ValueError("it is empty")
-    fields = json.loads(content) if content.lstrip()[:1] in {b"{", b"["} else unpickle(content)
-    if not isinstance(fields, dict):
-        raise TypeError(f"it holds a {type(fields).__name__}; a dump is a dict")
+    is_json = content.lstrip()[:1] in {b"{", b"["}
+    fields: Any = json.loads(content) if is_json else unpickle(content)
     record = Record(rank, file=_printable(file.name))
-    _read_dump(record, fields)
+    _read_dump(record, fields, layout)
     return record
 
 
-# ---- values -------------------------------------------------------------------------------------
-
-
-class _Operations(dict[int, Any]):
-    def __missing__(self, code: int) -> Any:
-        raise pickle.UnpicklingError(
-            f"it has the pickle operation {code:#x}; a dump holds only numbers, texts, lists and "
-            f"dicts, and nothing in it was run"
-        )
+# ---- decoding -----------------------------------------------------------------------------------
 
 
 def _load_tuple(size: int) -> Any:
@@ -152,12 +136,10 @@ def _load_tuple(size: int) -> Any:
 class _PlainUnpickler(pickle._Unpickler):
     """Builds plain containers only; tuples become lists, which cannot be keys that are hashed."""
 
-    dispatch = _Operations(
-        {
-            code: pickle._Unpickler.dispatch[code]
-            for code in b"\x80\x95\x94\x88\x89\x8a\x8c\x8d(.])}NJKMGXtaesuhjqr"
-        }
-    )
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code]
+        for code in b"\x80\x95\x94\x88\x89\x8a\x8c\x8d(.])}NJKMGXtaesuhjqr"
+    }
     dispatch[ord("t")] = pickle._Unpickler.dispatch[ord("l")]
     dispatch[ord(")")] = dispatch[ord("]")]
     dispatch.update({code: _load_tuple(size) for size, code in enumerate(b"\x85\x86\x87", 1)})
@@ -167,17 +149,21 @@ def unpickle(content: bytes) -> object:
     """Read a pickle that holds plain values; code in it is not run.
 
     Raises:
-        pickle.UnpicklingError, EOFError, ValueError: It holds more, or is cut off.
+        KeyError: It has an operation that makes something else, such as an object.
+        pickle.UnpicklingError, EOFError, ValueError: It is cut off or broken.
 
     Example:
         >>> import os, pickle
         >>> unpickle(pickle.dumps({"version": "2.10"}))
         {'version': '2.10'}
-        >>> unpickle(pickle.dumps(os.getcwd))  # doctest: +ELLIPSIS
+        >>> unpickle(pickle.dumps(os.getcwd))
         Traceback (most recent call last):
-        _pickle.UnpicklingError: it has the pickle operation 0x93; a dump holds only numbers, ...
+        KeyError: 147
     """
     return _PlainUnpickler(io.BytesIO(content)).load()
+
+
+# ---- checking -----------------------------------------------------------------------------------
 
 
 def _integer(value: object) -> int:
@@ -186,9 +172,9 @@ def _integer(value: object) -> int:
     return value
 
 
-def _text(value: object, most: int = _MOST_CHARACTERS) -> str:
-    if type(value) is not str or len(value) > most:
-        raise ValueError(f"a field that must be a text of up to {most} characters is not one")
+def _text(value: object) -> str:
+    if type(value) is not str or len(value) > _MOST_CHARACTERS:
+        raise ValueError(f"a field must be a text of up to {_MOST_CHARACTERS:,} characters")
     return _printable(value)
 
 
@@ -197,142 +183,24 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else re.sub(r"[^ -~]", "?", text)
 
 
-def _list(value: object, most: int) -> list[Any]:
-    if type(value) is not list or len(value) > most:
-        raise ValueError(f"a field that must be a list of up to {most} items is not one")
-    return value
-
-
-def _ranks(value: object) -> tuple[int, ...]:
-    ranks = tuple(map(_integer, _list(value, _MOST_RANKS)))
+@functools.lru_cache(maxsize=4096)
+def _ranks(text: str) -> tuple[int, ...]:
+    ranks = tuple(map(_integer, json.loads(text)))
     if any(not 0 <= rank < _MOST_RANKS for rank in ranks):
         raise ValueError(f"a rank is not in 0..{_MOST_RANKS - 1}")
     return ranks
 
 
-@functools.lru_cache(maxsize=4096)
-def _ranks_in(text: str) -> tuple[int, ...]:
-    return _ranks(json.loads(text))
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(_integer, shape[:_MOST_DIMS])) for shape in value[:_MOST_TENSORS])
 
 
-def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
-    shapes = _list(value, _MOST_ENTRIES)[:_MOST_TENSORS]
-    return tuple(tuple(map(_integer, _list(shape, _MOST_DIMS))) for shape in shapes)
-
-
-def _dtypes(value: object) -> tuple[str, ...]:
-    return tuple(map(_text, _list(value, _MOST_ENTRIES)[:_MOST_TENSORS]))
-
-
-# ---- the form -----------------------------------------------------------------------------------
-
-_STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
-_OPS = {
-    "_all_gather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "all_reduce_barrier": "barrier",
-    "allreduce_coalesced": "all_reduce_coalesced",
-}
-_MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
-_LIBRARY = re.compile(
-    r"[/\\]torch[/\\](distributed|utils|nn|autograd|_\w+)[/\\]|typing_extensions\.py$|"
-    r"[/\\]hypercomm[/\\](compat|grid|joining|process_groups|tools|training|transfers)[/\\]|"
-    r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages)|^<"
-)
-
-
-def _read_dump(record: Record, fields: Mapping[str, Any]) -> None:
-    """Read the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components."""
-    _text(fields["version"])
-    groups: dict[str, Group] = {}
-    for uid, config in fields["pg_config"].items():
-        name = _text(config.get("name") or uid)
-        if name:  # gloo leaves it empty
-            group = groups[name] = Group(name, _ranks_in(_text(config["ranks"], _MOST_BYTES)))
-            record.titles[group] = _title(name, _text(config["desc"]))
-    entries = _list(fields["entries"], _MOST_ENTRIES)
-    record.is_whole = not entries or entries[0]["record_id"] == 0
-    coalesced = {
-        (_integer(entry["pg_id"]), _integer(entry["p2p_seq_id"])): _STATES[_text(entry["state"])]
-        for entry in entries
-        if _text(entry["profiling_name"]).endswith(":coalesced")
-    }
-    for entry in entries:
-        name, desc = map(_text, _list(entry["process_group"], 2))
-        if name not in groups:
-            groups[name] = Group(name, ())
-            record.titles[groups[name]] = _title(name, desc)
-        _read_entry(record, groups[name], entry, coalesced)
-    if "hypercomm" in fields:
-        _read_process(record, fields["hypercomm"], groups)
-
-
-def _title(name: str, desc: str) -> str:
-    if desc == "default_pg":
-        return WORLD
-    return f"group {name}" if desc in {"", "undefined"} else desc
-
-
-def _read_entry(
-    record: Record, group: Group, entry: Mapping[str, Any], coalesced: Mapping[Any, str]
-) -> None:
-    name = _text(entry["profiling_name"])
-    backend, _, op = name.partition(":")
-    is_message = entry.get("is_p2p", False) is True
-    if op == "coalesced" or (op.startswith(("send", "recv ")) and not is_message):
-        return
-    number, order = _integer(entry["collective_seq_id"]), _integer(entry["record_id"])
-    state = _STATES[_text(entry["state"])]
-    if backend == "gloo" and entry.get("retired") is True:
-        state = "finished"  # gloo leaves it at "scheduled"
-    call = Call(_OPS.get(op, op), group, number, order, state)
-    call.shapes, call.dtypes = _shapes(entry["input_sizes"]), _dtypes(entry["input_dtypes"])
-    call.where = next(iter(_frames(entry.get("frames", []))), "")
-    if entry.get("root") is not None:
-        call.root = _integer(entry["root"])
-    if op == FROM_ANYBODY:
-        call.channel = "recv anybody"
-    elif is_message:
-        match = _MESSAGE.search(name)
-        if match is None or not group.ranks:
-            return
-        own, other, tag = int(match[2]), int(match[3]), match[4] or ""
-        source, to = (own, other) if match[1] == "send" else (other, own)
-        call.op, call.peer = match[1], group.ranks[other]
-        call.channel = f"{call.op} {source}->{to}{tag}"
-        call.state = coalesced.get((entry["pg_id"], entry["p2p_seq_id"]), state)
-        if call.op == "recv":
-            call.shapes = _shapes(entry["output_sizes"]) or call.shapes
-    if call.channel:
-        call.number = record.counts.get((group, call.channel), 0) + 1
-    call.agree_on_tensors()
-    record.add(call)
-
-
-def _read_process(record: Record, fields: Mapping[str, Any], groups: Mapping[str, Group]) -> None:
-    """Read what `grid.watch` adds: the process, and how many calls each lane had."""
-    record.host, record.why = _text(fields["host"]), _text(fields["why"])
-    if fields["rank"] != record.rank:
-        raise ValueError("the rank in its name is not the one in its content")
-    record.place = _frames(fields["stacks"].get("MainThread", []))
-    record.layout = RankLayout.from_json(json.dumps(fields["layouts"][""]))
-    for name, channels in fields["counts"].items():
-        for channel, count in channels.items():
-            lane = groups[name], _text(channel)
-            lost = _integer(count) - record.counts.get(lane, 0)
-            for call in record.lanes.get(lane, ()) if lane[1] else ():
-                call.number += lost
-            record.counts[lane] = count
-    record.is_whole = True
-
-
-def _frames(value: object) -> tuple[str, ...]:
-    """Return the frames outside torch, hypercomm and Python's library, innermost first."""
-    frames = _list(value, _MOST_ENTRIES)[:_MOST_FRAMES]
-    places = [(_text(one["filename"]), _integer(one["line"]), _text(one["name"])) for one in frames]
-    return tuple(f"{file}:{line} in {name}" for file, line, name in places if not _is_library(file))
+def _places(frames: Any) -> Iterator[str]:
+    """Yield the frames outside torch, hypercomm and Python's library, innermost first."""
+    for one in frames[:_MOST_FRAMES]:
+        file, line, name = _text(one["filename"]), _integer(one["line"]), _text(one["name"])
+        if not _is_library(file):
+            yield f"{file}:{line} in {name}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -340,21 +208,94 @@ def _is_library(file: str) -> bool:
     return _LIBRARY.search(file) is not None
 
 
-def _world_size(
-    ranks: Mapping[int, Record], unreadable: Mapping[int, str], layout: RankLayout | None
-) -> int:
-    """Return the number of ranks of WORLD, else that of the layout or of the ranks in groups."""
-    groups = [(g, title, one.file) for one in ranks.values() for g, title in one.titles.items()]
-    worlds = {group.ranks: file for group, title, file in groups if title == WORLD and group.ranks}
-    if len(worlds) > 1:
-        files = " and ".join(sorted(worlds.values())[:2])
-        raise DumpError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
-    size = 1 + max(0, *ranks, *unreadable, *(max(g.ranks, default=0) for g, _, _ in groups))
-    end = 0 if layout is None else layout.size + layout.rank_offset
-    size = len(next(iter(worlds), ())) or max(size, end)
-    if layout is not None and (end > size or any(rank not in layout for rank in ranks)):
-        raise WorldSizeError(
-            f"--layout {layout} has {layout.size} ranks, but the job has {size}, with dumps of "
-            f"{format_ranks(list(ranks))}; give the layout of the job"
-        )
-    return size
+# ---- the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components ---------------
+
+_STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
+OPS = {
+    "_all_gather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "all_reduce_barrier": "barrier",
+}
+_ONE_SHAPE = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "send", "recv"}
+_ONE_SHAPE |= {"reduce_scatter_tensor"}
+"""Ops whose first tensors have the same size on every rank; those of other ops may be uneven."""
+
+_MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
+_LIBRARY = re.compile(
+    r"[/\\]torch[/\\](distributed|utils|nn|autograd|_\w+)[/\\]|typing_extensions\.py$|"
+    r"[/\\]hypercomm[/\\](compat|grid|launch|process_groups|tools|transfers?)[/\\]|"
+    r"[/\\]hypercomm[/\\]training\.py$|"
+    r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages)|^<"
+)
+
+
+def _read_dump(record: Record, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
+    entries, process = fields["entries"][:_MOST_ENTRIES], fields.get("hypercomm")
+    if process is not None:  # what `grid.watch` adds
+        record.host, record.why = _text(process["host"]), _text(process["why"])
+        record.place = tuple(_places(process["stacks"].get("MainThread", [])))
+        record.layout = RankLayout(**process["layouts"][""])
+    groups: dict[str, Group] = {}
+    for config in fields["pg_config"].values():
+        name, desc, ranks = _text(config["name"]), _text(config["desc"]), _ranks(config["ranks"])
+        title = desc if desc not in {"", "undefined"} else _dims_of(ranks, layout or record.layout)
+        title = WORLD if desc == "default_pg" else title or f"group {name}"
+        groups[name] = Group(name, ranks, title)
+    record.groups = groups.values()
+    record.is_whole = process is not None or not entries or entries[0]["record_id"] == 0
+    batches = {
+        (entry["pg_id"], entry["p2p_seq_id"]): entry["state"]
+        for entry in entries
+        if _text(entry["profiling_name"]).endswith(":coalesced")
+    }
+    for entry in entries:
+        call = _read_call(entry, groups[_text(entry["process_group"][0])], batches)
+        if call is not None:
+            if call.channel:
+                last = record.counts.get((call.group, call.channel), 0)
+                call.number = last + 1 if process is None else _integer(entry["p2p_seq_id"])
+            record.add(call)
+    for name, counts in {} if process is None else process["counts"].items():
+        for channel, number in counts.items():
+            record.counts[groups[name], channel] = _integer(number)
+
+
+def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
+    """Return the dims over which the layout has exactly these ranks; "" if there are none."""
+    if layout is None or not all(rank in layout for rank in ranks):
+        return ""
+    coords = [layout.coords(rank) for rank in ranks]
+    dims = [dim for dim in layout.dim_names if len({one[dim] for one in coords}) > 1]
+    return "+".join(dims) if layout.size_of(*dims) == len(ranks) else ""
+
+
+def _read_call(entry: Mapping[str, Any], group: Group, batches: Mapping[Any, str]) -> Call | None:
+    """Return the call of an entry; None for a batch of messages, whose messages are entries too."""
+    op = _text(entry["profiling_name"]).partition(":")[2]
+    message, state = _MESSAGE.search(op), entry["state"]
+    if op == "coalesced" or (message is not None and not entry["is_p2p"]):
+        return None
+    op = OPS.get(op, op)
+    call = Call(op, group, _integer(entry["collective_seq_id"]), _integer(entry["record_id"]), "")
+    call.shapes = _shapes(entry["input_sizes"])
+    call.dtypes = tuple(map(_text, entry["input_dtypes"][:_MOST_TENSORS]))
+    call.where = next(_places(entry.get("frames", [])), "")
+    if message is not None:
+        call.op, own, other, tag = message[1], message[2], message[3], message[4] or ""
+        call.peer = group.ranks[int(other)]
+        route = f"{own}->{other}{tag}" if call.op == "send" else f"{other}->{own}{tag}"
+        call.channel = f"{call.op} {route}"
+        state = batches.get((entry["pg_id"], entry["p2p_seq_id"]), state)
+        if call.op == "recv":
+            call.shapes = _shapes(entry["output_sizes"]) or call.shapes
+    elif op == "recv_anysource":
+        call.op, call.channel = "recv", FROM_ANYBODY
+    call.state = _STATES[state]
+    sizes = tuple(map(math.prod, call.shapes)) if call.op in _ONE_SHAPE else ()
+    dtypes = call.dtypes if call.op in _ONE_SHAPE else tuple(sorted(set(call.dtypes)))
+    if entry.get("root") is not None:
+        call.op += f" from rank {_integer(entry['root'])} of the group"
+    call.terms = ("message" if call.channel else call.op, sizes, dtypes)
+    return call

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from hypercomm.cli.diff import read
 from hypercomm.cli.printing import console
-from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.difference import difference
-from hypercomm.tools.draw.drawing import ENDINGS
+from hypercomm.layout import RankMapping
+from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.place.live import machine
 
@@ -20,19 +17,10 @@ from hypercomm.tools.place.live import machine
 @click.argument("after", required=False)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
 @click.option(
-    "--on",
-    metavar="HOSTS",
-    multiple=True,
-    default=["8"],
-    show_default=True,
-    help="Where ranks are, as for hypercomm place; none: not shown.",
+    "--on", multiple=True, default=["8"], show_default=True, help="Hosts, as for place, or none."
 )
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
-@click.option("--world-size", type=int, help="Infer the one size that is -1 from this.")
-@click.option("--rank-offset", type=click.IntRange(0), default=0, help="The smallest rank.")
-@click.option("--to-offset", type=click.IntRange(0), default=0, help="Smallest rank of --to.")
-@click.option("--along", default="dp", show_default=True, help="With --to: the batch dim.")
-@click.option("-o", "--output", metavar="FILE", help=f"Write a file: {', '.join(ENDINGS)}.")
+@click.option("-o", "--output", metavar="FILE", help="Write a file, .svg or .png.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def draw(
     sizes: str,
@@ -40,10 +28,6 @@ def draw(
     target: str | None,
     on: tuple[str, ...],
     groups: str | None,
-    world_size: int | None,
-    rank_offset: int,
-    to_offset: int,
-    along: str,
     output: str | None,
     force: bool,
 ) -> None:
@@ -57,17 +41,13 @@ def draw(
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
         return  # --on live: the first rank of the job draws
+    what: str | RankMapping | LayoutDifference = sizes
     if target is not None:
-        ends = read(sizes, target, world_size, rank_offset, to_offset)
-        drawing = draw_picture(RankMapping(*ends, along), where, groups)
+        what = RankMapping(*read(sizes, target, None, 0, 0))
     elif after is not None:
-        change = difference(*read(sizes, after, world_size, rank_offset, rank_offset))
-        drawing = draw_picture(change, where, groups)
-    else:
-        layout = RankLayout.parse(sizes, world_size=world_size, rank_offset=rank_offset)
-        drawing = draw_picture(layout, where, groups)
+        what = difference(*read(sizes, after, None, 0, 0))
+    drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)
     else:
         drawing.save(output, force)
-        click.echo(f"{output}: {Path(output).stat().st_size:,} bytes", err=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.markup import escape
-from rich.table import Column, Table
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, print_json, table
+from hypercomm.cli.printing import print_json
+from hypercomm.cli.printing import write as write_text
 from hypercomm.errors import FileKeptError, NotationError
 from hypercomm.tools.place.live import machine
-from hypercomm.tools.place.placing import Placed, place
+from hypercomm.tools.place.placing import place
 
 _WRITTEN = (click.Choice(["rankfile"]), click.Path(dir_okay=False))
 
@@ -67,7 +65,7 @@ def place_command(
         better = found.better and {"advice": found.advice, **found.better.to_dict()}
         print_json({**found.to_dict(), "notes": found.notes, "better": better})
     else:
-        _show(found)
+        write_text(f"{found}\n")
     return 0
 
 
@@ -78,30 +76,3 @@ def _save(text: str, path: str, force: bool) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise NotationError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _show(found: Placed) -> None:
-    out = console()
-    out.print(found.headline, markup=False, soft_wrap=True)
-    rows = []
-    for spread in found.spreads:
-        cells = [escape(cell) for cell in spread.cells]
-        if spread.across < spread.groups:
-            cells[2] = f"[{'yellow' if spread.across else 'green'}]{cells[2]}[/]"
-        rows.append(cells)
-    out.print(_table(found.columns, rows))
-    for note in found.notes:
-        out.print(note, markup=False)
-    for warning in found.warnings:
-        out.print(f"[bold red]warning:[/] {escape(warning)}")
-    if found.better:
-        out.print(f"\n[bold cyan]order:[/] {escape(found.advice.removeprefix('order: '))}")
-        out.print(_table(found.columns, found.changes))
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    names, numbers = titles[:2], [Column(title, justify="right") for title in titles[2:]]
-    found = table(*names, *numbers)
-    for row in rows:
-        found.add_row(*row[: len(titles)])
-    return found

@@ -127,8 +127,8 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
     if len(on) > 1:
         raise NotationError("--on live cannot be combined with other --on values")
     from hypercomm.cli.printing import quiet
-    from hypercomm.joining import join
-    from hypercomm.launch.launchers import find_job, none_found
+    from hypercomm.launch import join
+    from hypercomm.launchers import find_job, none_found
 
     if find_job(os.environ) is None:
         advice = "--on live needs a job: use srun, mpirun or torchrun --no-python"

@@ -140,7 +140,7 @@ class Placed:
 
     def _spread(self, dims: Dims, ranks: NDArray[np.int64], level: Level) -> Spread:
         units = level.of_rank[ranks]
-        counts = _units_of_groups(units)
+        counts = units_of_groups(units)
         leaving = ranks[counts > 1]
         sent = None if self.is_assumed else self.traffic.get(dims)
         return Spread(
@@ -474,7 +474,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     if traffic.pattern == "chain":
         return traffic.bytes * int(np.count_nonzero(np.diff(units, axis=1)))
     if traffic.pattern == "ring":
-        counts = _units_of_groups(units)
+        counts = units_of_groups(units)
         return traffic.bytes * int(counts[counts > 1].sum())
     group = np.arange(groups)[:, None] * (units.max() + 1)
     members = np.unique(group + units, return_counts=True)[1]
@@ -482,9 +482,16 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     return int(traffic.bytes * pairs // (size - 1))
 
 
-def _units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of units of each group, given the units of its members."""
-    steps = np.diff(np.sort(units, axis=1), axis=1)
+def units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of units of each group, given the units of its members.
+
+    Example:
+        >>> units_of_groups(np.array([[0, 0, 1], [2, 3, 2]])).tolist()
+        [2, 2]
+    """
+    steps = np.diff(units, axis=1)
+    if (steps < 0).any():
+        steps = np.diff(np.sort(units, axis=1), axis=1)
     return np.asarray(1 + np.count_nonzero(steps, axis=1))
 
 

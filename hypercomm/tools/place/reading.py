@@ -10,7 +10,6 @@ Sources of the formats:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +74,7 @@ def read_topology(
     Args:
         on: The GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72"; the path
             of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
-            it; a mapping of hosts to leaf switches, or a JSON file of one; or a list of several of
+            it; a mapping of hosts to leaf switches, or a YAML file of one; or a list of several of
             these. The first of several sources that names hosts sets their order, and an earlier
             source wins over a later one. A `Topology` is cut to `world_size`.
         world_size: The number of ranks. Default: one for each GPU of the machine.
@@ -140,9 +139,9 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
         raise TopologyError(unknown)
     for name, size in sizes.items():
         if name not in levels:
-            units = np.arange(world_size) // size
-            names = tuple(f"{name}{unit}" for unit in range(units[-1] + 1))
-            levels[name] = Level(name, units, names)
+            units = np.arange(world_size)
+            units //= size  # in place: there may be 2**24 ranks
+            levels[name] = Level(name, units)
     return Topology([levels[name] for name in sorted(levels, key=place_of)])
 
 
@@ -221,11 +220,9 @@ def _read(on: object) -> _Found:
     text = os.fspath(on)
     if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
         found = _read_file(text)
-    elif text.lstrip().startswith("{"):
-        found = _read_json(text, f"on={shown(text)}")
     elif all("=" in part or part.strip(" -").isdecimal() for part in text.split(",")):
         return _read_sizes(text)
-    elif re.search(r"[\[,]", text) and not re.search(r"[/\\]", text):
+    elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
         found = _Found(f"the node list {shown(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
         raise TopologyError(f"{shown(text)} is not a file; on (--on) must be {_KINDS}")
@@ -257,22 +254,11 @@ def _read_file(path: str) -> _Found:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{path} cannot be read: {error}") from error
-    suffix = Path(path).suffix.lower()
-    if suffix in {".yaml", ".yml"}:
+    if Path(path).suffix.lower() in {".yaml", ".yml"}:
         return _read_yaml(text, path)
-    if suffix == ".json" or text.lstrip().startswith("{"):
-        return _read_json(text, path)
     if re.search(r"(?im)^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text):
         return _read_conf(text, path)
     return _read_hostfile(text, path)
-
-
-def _read_json(text: str, source: str) -> _Found:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also for too many digits
-        raise TopologyError(f"{source} is not valid JSON: {error}") from error
-    return _of_content(content, source)
 
 
 def _of_content(content: Any, source: str) -> _Found:
@@ -399,8 +385,7 @@ def _read_yaml(text: str, source: str) -> _Found:
 def _of_topologies(content: list[Any], source: str) -> _Found:
     """Read the default topology of a topology.yaml, or the only one."""
     with suppress(AttributeError, IndexError, KeyError, TypeError):
-        # The value is a text in YAML, and a bool in JSON.
-        default = [one for one in content if str(one.get("cluster_default")).lower() == "true"]
+        default = [one for one in content if one.get("cluster_default", "").lower() == "true"]
         if len(content) > 1 and len(default) != 1:
             text = f"{source} has {len(content)} topologies, {len(default)} with cluster_default"
             raise TopologyError(f"{text}; write cluster_default: true in one of them")

@@ -14,7 +14,11 @@ from hypercomm.layout.text import aligned, counted, did_you_mean, shown
 
 
 def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
-    return np.array(value, np.int64)
+    return np.asarray(value, np.int64)
+
+
+def _as_names(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(value)
 
 
 @attrs.frozen(repr=False)
@@ -25,7 +29,7 @@ class Level:
         name: The kind of unit: "host", "domain" (NVLink), "leaf", "spine", or another name.
         of_rank: The number of the unit that holds each rank, of shape (world size,). Units are
             numbered in the order of their first rank.
-        names: The name of each unit, in the order of their numbers.
+        names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
 
     Raises:
         TopologyError: A unit has no name, or a name holds characters that cannot be printed.
@@ -34,17 +38,21 @@ class Level:
         >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
         >>> level.units, level.sizes.tolist(), level.name_of(3)
         (2, [2, 2], 'b')
+        >>> Level("host", [0, 0, 1, 1]).names
+        ('host0', 'host1')
     """
 
     name: str
     of_rank: NDArray[np.int64] = attrs.field(converter=_as_units, eq=np.ndarray.tobytes)
-    names: tuple[str, ...]
+    _names: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    units: int = attrs.field(init=False, eq=False)
+    """The number of units."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(self.names))
-        if len(self.names) != self.of_rank.max() + 1:
+        object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
+        if len(self._names) not in {0, self.units}:
             raise TopologyError(f"level {self.name!r} needs a name for each of its units")
-        for name in (self.name, *self.names):
+        for name in (self.name, *self._names):
             if not name or not name.isprintable():
                 raise TopologyError(f"the name {shown(name)} is empty or cannot be printed")
 
@@ -65,9 +73,9 @@ class Level:
         return cls(name, np.array([numbers[unit] for unit in units]), tuple(map(str, numbers)))
 
     @property
-    def units(self) -> int:
-        """The number of units."""
-        return len(self.names)
+    def names(self) -> tuple[str, ...]:
+        """The name of each unit, in the order of their numbers."""
+        return self._names or tuple(f"{self.name}{unit}" for unit in range(self.units))
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -76,7 +84,8 @@ class Level:
 
     def name_of(self, rank: int) -> str:
         """Return the name of the unit that holds a rank."""
-        return self.names[int(self.of_rank[rank])]
+        unit = int(self.of_rank[rank])
+        return self._names[unit] if self._names else f"{self.name}{unit}"
 
     def __repr__(self) -> str:
         ranks = counted(self.of_rank.size, "rank")

@@ -1,6 +1,5 @@
-"""Megatron's hyper_comm_grid: the private names of its callers, and worlds that are only mocked."""
+"""Megatron's hyper_comm_grid: the the names of its groups, and a mocked torch.distributed."""
 
-import copy
 from unittest import mock
 
 import pytest
@@ -36,31 +35,6 @@ def subgroups():
         yield function
 
 
-def test_views(grid):
-    assert list(grid._views) == ["base", "expert"]
-    base, view = grid._views["base"], grid._resolve_view("expert")
-    assert (base.name, base.shape, base.dim_names, base.shared_dims) == ("base", SHAPE, NAMES, [])
-    assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
-    assert grid._resolve_view(None).name == "base"
-
-
-def test_enumerations(grid):
-    view = grid._views["expert"]
-    assert grid._gen_rank_enum_for([2, 4], ["a", "b"], ["b"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert grid._gen_rank_enum_for([2, 4], ["a", "b"], ["a", "b"])[0] == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
-    assert grid._order_dims_for(["a", "b", "c"], "b") == (["b"], "b")
-    assert grid._order_dims_for_view(view, ["expt_tp", "pp"]) == (["pp", "expt_tp"], "pp-expt_tp")
-    for dims, key, name in [
-        (["ep", "expt_tp"], ("expert", ("ep", "expt_tp")), "expert"),
-        (["pp"], "pp", "base"),
-        (["pp", "ep"], ("expert", ("pp", "ep")), "expert"),
-    ]:
-        found, spec, ordered = grid._canonical_pg_key_and_enum_view(view, dims)
-        assert (found, spec.name, ordered) == (key, name, dims)
-        assert grid._is_base_pg_key(found) == isinstance(key, str)
-
-
 # Without a default group the mocked function is all that is asked, with what the caller gave.
 def test_mocked(grid, created):
     options = object()
@@ -92,53 +66,8 @@ def test_mocked_in_a_job(created):
             grid.destroy()
 
 
-# Without a job and without mocks, the error says what to do; a name is for groups of a job.
-def test_neither_job_nor_mock(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    grid = ours.HyperCommGrid(SHAPE, NAMES)
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        grid.create_pg("tp")
-    with (
-        mock.patch("torch.distributed.new_subgroups_by_enumeration"),
-        pytest.raises(ValueError, match="name='second' is for groups of a job"),
-    ):
-        grid.create_pg("tp", name="second")
-    assert grid._pgs == {}
-
-
-# Dims may be any iterable, and what is none is refused as by the core class.
-def test_dims():
-    with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
-        group = grid.create_pg(dim for dim in ("tp", "dp"))
-        assert grid.get_pg(dim for dim in ("dp", "tp")) is group
-        assert grid.ensure_pg({"tp": 0, "dp": 1}.keys()) is group
-        for call in (grid.create_pg, grid.get_pg, grid.ensure_pg):
-            with pytest.raises(ValueError, match="dims must be"):
-                call(3)
-
-
-# Groups that were set are found, outlive no abort(), and stand in the way of a reshape.
-def test_groups_that_are_set_in_a_job():
-    with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
-        other = dist.new_group([3])
-        grid._pgs = {"tp": other}
-        assert grid.ensure_pg("tp") is other
-        with pytest.raises(RuntimeError, match=r"'tp'.* were set from outside"):
-            grid.reshape("tp=4,dp=2")
-        with pytest.raises(ValueError, match="_pgs must map keys to groups, got None"):
-            grid._pgs = None
-        assert grid._pgs == {"tp": other}
-        dist.destroy_process_group(other)  # its owner may end it first
-        grid.destroy()
-    with fake_world(8, rank=3):
-        grid = ours.HyperCommGrid(SHAPE, NAMES)
-        grid._pgs = {"tp": dist.new_group([3])}
-        grid.abort()
-        assert grid._pgs == {}
-
-
-# Groups can be set from outside; destroy() ends those that the rank is in, each once.
-def test_groups_that_are_set(grid):
+# Assigned groups are found, and destroyed with the grid if the rank is a member, each once.
+def test_groups_that_are_assigned(grid):
     member, other = (mock.MagicMock(spec=dist.ProcessGroup) for _ in range(2))
     non_member = dist.GroupMember.NON_GROUP_MEMBER
     grid._pgs = {"tp": member, "dp": non_member, "pp": None, "dp-tp": member, "pp-tp": other}
@@ -251,15 +180,8 @@ def test_in_a_job():
         grid.create_pg("dp", name="second")
         keys = {"dp-tp": group, ("expert", ("ep",)): own, "pp": shared}
         assert dict(grid._pgs) == keys
-        other = dist.new_group([3])
-        grid._pgs = {**keys, "tp": other}
-        assert dict(grid._pgs) == {**keys, "tp": other}
-        assert grid.get_pg("tp") is other
-        with pytest.raises(KeyError, match="has already been created"):
-            grid.create_pg("tp")
-        assert grid.create_pg("tp", name="mine") is grid.get_pg("tp", name="mine")
         grid.destroy()
-        assert not {group, own, shared, other} & set(dist.distributed_c10d._world.pg_map)
+        assert not {group, own, shared} & set(dist.distributed_c10d._world.pg_map)
 
 
 # As in Megatron, what the environment says of the world wins; what is no size is left to others.
@@ -273,11 +195,3 @@ def test_world_size(monkeypatch):
         assert ours.HyperCommGrid([2, 4], ["tp", "dp"]).size == 8
     layout = hypercomm.RankLayout([2, 4], ["tp", "dp"])
     assert ours.HyperCommGrid.from_layout(layout, world_size=8)._pgs == {}
-
-
-# A copy of what says where a view's dims are is the caller's to change.
-def test_views_are_copies():
-    grid = ours.HyperCommGrid(SHAPE, NAMES, world_size=8)
-    before = copy.deepcopy(grid._views)
-    grid._views["base"].shape.append(3)
-    assert grid._views == before

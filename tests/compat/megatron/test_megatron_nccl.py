@@ -174,8 +174,7 @@ def test_no_file(name, error, tmp_path):
     path = str(tmp_path / name)
     found = error_of(ours, nccl_communicator_config_path=path)
     assert type(found) is error
-    assert found.filename.rstrip("/") == path.rstrip("/")
-    assert "nccl_communicator_config_path" in str(found)
+    assert str(found.filename).rstrip("/") == path.rstrip("/")
     assert isinstance(error_of(theirs, nccl_communicator_config_path=path), error)
 
 
@@ -200,17 +199,6 @@ def test_no_file(name, error, tmp_path):
         ("dp: {max_cta: 1}", "'dp' has no option 'max_cta'; use some of .*'max_ctas'"),
         ("dp: {1: 1}", "'dp' has no option 1"),
         ("dp: {max_ctas: 1}\ncp: {max_cta: 1}", "'cp' has no option 'max_cta'"),
-        ("dp: {max_ctas: 0}", "'dp': max_ctas must be at least 1, got 0"),
-        ("dp: {min_ctas: -1}", "'dp': min_ctas must be at least 1, got -1"),
-        ("dp: {cga_cluster_size: many}", "'dp': cga_cluster_size must be an int, got 'many'"),
-        ("dp: {max_ctas: 1.5}", "'dp': max_ctas must be an int, got 1.5"),
-        ("dp: {max_ctas: true}", "'dp': max_ctas must be an int, got True"),
-        ("dp: {max_ctas: }", "'dp': max_ctas must be an int, got None"),
-        ("dp: {net_name: tcp}", "'dp': net_name must be 'IB' or 'socket', got 'tcp'"),
-        ("dp: {net_name: 3}", "'dp': net_name must be 'IB' or 'socket', got 3"),
-        ("dp: {net_name: }", "'dp': net_name must be 'IB' or 'socket', got None"),
-        ("dp: {is_high_priority_stream: 1}", "'dp': is_high_priority_stream must be true or"),
-        ("dp: {is_high_priority_stream: 'true'}", "'dp': is_high_priority_stream must be true"),
     ],
 )
 @pytest.mark.usefixtures("with_nccl")
@@ -225,12 +213,10 @@ def test_wrong_files(content, message, file):
         assert not ours.is_initialized()
 
 
-# Megatron's callers catch a RuntimeError for a wrong network, and where yaml is not installed.
+# Megatron's callers catch a RuntimeError if yaml is not installed.
 @pytest.mark.usefixtures("with_nccl")
 def test_errors_as_callers_catch_them(file, monkeypatch):
-    path = file("dp: {net_name: tcp}")
-    assert type(error_of(theirs, nccl_communicator_config_path=path)) is RuntimeError
-    assert isinstance(error_of(ours, nccl_communicator_config_path=path), RuntimeError)
+    path = file("dp: {max_ctas: 8}")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert type(error_of(theirs, nccl_communicator_config_path=path)) is RuntimeError
     found = error_of(ours, nccl_communicator_config_path=path)
@@ -356,23 +342,21 @@ def test_get_nccl_options(config):
     assert config == before
 
 
-# A value that NCCL does not have is an NcclConfigError, whichever option it is of.
-@pytest.mark.usefixtures("with_nccl")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("net_name", "tcp"),
-        ("net_name", None),
-        ("max_ctas", 0),
-        ("max_ctas", "8"),
-        ("min_ctas", -1),
-        ("cga_cluster_size", 1.5),
-        ("is_high_priority_stream", "yes"),
-    ],
-)
-def test_get_nccl_options_refuses(name, value):
-    with pytest.raises(NcclConfigError, match=name):
-        ours.get_nccl_options("dp", {"dp": {name: value}})
+# The error of NCCL for a value is an NcclConfigError, which names the group.
+def test_get_nccl_options_refuses(monkeypatch):
+    class Strict:
+        def __setattr__(self, name, value):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be an int")
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.config, self.priority = Strict(), is_high_priority_stream
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    assert ours.get_nccl_options("dp", {"dp": {"max_ctas": 8}}) is not None
+    with pytest.raises(NcclConfigError, match=r"'dp'.*max_ctas must be an int"):
+        ours.get_nccl_options("dp", {"dp": {"max_ctas": "8"}})
 
 
 # Overwriting sets one option of one group, in place, as Megatron's does.

@@ -7,7 +7,7 @@ import pytest
 from megatron_facts import state_of, theirs
 from ranks import megatron_ranks
 
-from hypercomm.compat.megatron.state.state import GLOBALS
+from hypercomm.compat.megatron.state import GLOBALS
 from hypercomm.launch import run_ranks
 
 # Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, twins.
@@ -76,20 +76,6 @@ def test_two_states():
         assert not default
 
 
-# With lazy=True a group is created at its first use, and ranks and sizes need none.
-def test_lazy():
-    found = run_ranks(partial(megatron_ranks.lazily, EXPERTS), 8)
-    for rank, (steps, sizes, same, total, sums, left) in enumerate(found):
-        wanted = expected_sums(EXPERTS, rank)
-        assert steps[:3] == [0, 0, 1]
-        assert steps[3] > 20
-        assert sizes == state_of(theirs, 8, rank, EXPERTS)["get_all_ranks({})"]
-        assert same
-        assert total == wanted["_TENSOR_MODEL_PARALLEL_GROUP"]
-        assert sums == wanted
-        assert left == 0
-
-
 # With share="identical" a rank has one group for each distinct set of ranks, and one more for the
 # group that exists to overlap.
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
@@ -102,6 +88,16 @@ def test_share_identical(arguments):
         assert alone == ["_DATA_PARALLEL_GROUP_WITH_CP_AG"]
         assert sums == wanted
         assert left == 0
+
+
+# After a mistake on one rank all ranks raise without waiting, and the next call by all succeeds.
+def test_one_rank_differs():
+    found = run_ranks(megatron_ranks.one_rank_differs, 4)
+    for rank, (kind, took, left, total) in enumerate(found):
+        assert kind in {"GridMismatchError", "PlanMismatchError"}
+        assert took < 10  # the timeout of a group is 30 minutes
+        assert left
+        assert total == 0b11 << rank // 2 * 2
 
 
 # A rank that comes too late is named, nothing is left behind, and a second try works.

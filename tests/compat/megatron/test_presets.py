@@ -173,7 +173,7 @@ def test_what_no_field_has(rank):
 # Hybrid groups that do not come out even are refused, and where none fit there is none.
 def test_hybrid_sizes():
     with fake_world(6, 3), megatron_grids(tp=2) as grids:
-        with pytest.raises(AssertionError, match=r"grid 'training'.*must come out even"):
+        with pytest.raises(AssertionError, match=r"grid 'training'.*must divide them"):
             create_megatron_pgs(grids, hybrid_context_parallel=True)
         assert not grids["training"].pgs
     with fake_world(4, 3), megatron_grids(tp=2) as grids:
@@ -478,7 +478,7 @@ def test_other_sets():
         ({"rank_offset": 16}, WorldSizeError, "no ranks .* left behind rank_offset=16; make it"),
         ({"requires": "all"}, LayoutError, "requires must be one of"),
         ({"beside": 1}, LayoutError, "beside must be True or False, got 1"),
-        ({"dp": 32}, WorldSizeError, "grid 'training' .* needs 32 ranks"),
+        ({"dp": 32}, WorldSizeError, "grid 'training': .* needs 32 ranks"),
         ({"world_size": 0}, LayoutError, "world_size must be at least 1"),
         ({"rank_offset": -1}, LayoutError, "rank_offset must be non-negative"),
     ],

@@ -3,8 +3,15 @@
 import pickle
 
 from hypercomm import RankLayout
+from hypercomm.tools.blame.analysis import Verdict
+from hypercomm.tools.blame.reading import read_folder
 
 STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
+
+
+def blame(folder, layout=None):
+    """The verdict on the dumps of a folder."""
+    return Verdict(read_folder(folder, layout and RankLayout.parse(layout)))
 
 
 class Dumps:

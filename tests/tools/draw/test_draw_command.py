@@ -17,7 +17,8 @@ def test_terminal(in_process, monkeypatch):
     done = in_process("draw", "tp=2,dp=4")
     assert (done.returncode, done.stderr) == (0, "")
     text = draw(LAYOUT, on="8").text(width=120, color=False)
-    assert [line.rstrip() for line in done.stdout.splitlines()] == text.splitlines()
+    lines = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+    assert lines == text.splitlines()
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b[" in in_process("draw", "tp=4,dp=4,pp=2").stdout
@@ -37,18 +38,13 @@ def test_terminal(in_process, monkeypatch):
             ["tp=2,dp=4", "--to", "tp=4,dp=-1"],
             draw(RankMapping("tp=2,dp=4", "tp=4,dp=2")),
         ),
-        (
-            ["tp=2,dp=4", "--to", "tp=2,dp=4", "--to-offset", "4", "--along", "tp"],
-            draw(RankMapping(LAYOUT, RankLayout([2, 4], ["tp", "dp"], 4), "tp"), on="8"),
-        ),
     ],
 )
 def test_files(in_process, tmp_path, arguments, picture):
     file = tmp_path / "picture.svg"
     done = in_process("draw", *arguments, "-o", str(file))
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert file.read_text(encoding="utf-8") == picture.svg()
-    assert done.stderr == f"{file}: {file.stat().st_size:,} bytes\n"
     assert in_process("draw", *arguments, "-o", str(file)).returncode == 2
     assert in_process("draw", *arguments, "-o", str(file), "--force").returncode == 0
 
@@ -56,11 +52,10 @@ def test_files(in_process, tmp_path, arguments, picture):
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
-        (["tp=2,dp=4", "-o", "grid.pdf"], ".svg, .png, .txt"),
+        (["tp=2,dp=4", "-o", "grid.pdf"], ".svg or .png"),
         (["tp=2,dp=4", "--groups", "pp"], "'pp'"),
         (["tp=2,dp=0"], "'dp=0'"),
         (["tp=2,dp=-1"], "'dp' is unspecified"),
-        (["tp=2", "--to", "dp=2", "--to-offset", "-1"], "--to-offset"),
         (["tp=2,dp=4", "--on", "0"], "'0'"),
         (["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"], "--to"),
         (["tp=2", "--to", "tp=2", "--groups", "tp"], "along"),
@@ -76,11 +71,12 @@ def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, value):
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_speed(tmp_path):
+@pytest.mark.parametrize("sizes", ["tp=8,cp=2,dp=256,pp=4", "tp=8,cp=2,dp=262144,pp=4"])
+def test_speed(tmp_path, sizes):
     taken = []
     for index in range(3):  # the first may read cold files
         file = str(tmp_path / f"{index}.svg")
-        command = [sys.executable, "-m", "hypercomm", "draw", "tp=8,cp=2,dp=256,pp=4", "-o", file]
+        command = [sys.executable, "-m", "hypercomm", "draw", sizes, "-o", file]
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         taken.append(time.perf_counter() - start)

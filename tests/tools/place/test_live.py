@@ -10,7 +10,7 @@ from ranks import live_ranks
 
 from hypercomm import live_topology, run_ranks
 from hypercomm.errors import NotInitializedError
-from hypercomm.launch.launchers import VARIABLES
+from hypercomm.launchers import VARIABLES
 from hypercomm.tools.place import Level, Topology
 from hypercomm.tools.place.live import nvml_domain, slurm_units
 

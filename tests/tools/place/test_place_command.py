@@ -2,11 +2,6 @@
 
 import importlib.util
 import json
-import os
-import pty
-import re
-import subprocess
-import sys
 
 import pytest
 
@@ -120,28 +115,3 @@ def test_more_than_8_dims(in_process):
     done = in_process("place", ",".join(f"{dim}=2" for dim in "abcdefghi"), "--on", "2")
     assert "orders are not compared" in done.stdout
     assert "no order" not in done.stdout
-
-
-# In a terminal of 40 columns no line is wider, and without colour nothing is lost.
-@pytest.mark.parametrize("colour", [False, True])
-def test_narrow_terminal(colour):
-    ours, theirs = pty.openpty()
-    setting = {"COLUMNS": "40", "TERM": "xterm"} | ({} if colour else {"NO_COLOR": "1"})
-    with subprocess.Popen(
-        [sys.executable, "-m", "hypercomm", *NVL72], stdout=theirs, env=os.environ | setting
-    ) as process:
-        os.close(theirs)
-        parts = []
-        try:
-            while part := os.read(ours, 65536):
-                parts.append(part)
-        except OSError:  # the end of a terminal, on Linux
-            pass
-    os.close(ours)
-    assert process.returncode == 0
-    text = b"".join(parts).decode()
-    assert ("\x1b[32m" in text) == colour
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = plain.replace("\r", "").split("\n")
-    assert max(map(len, lines[1:])) <= 40  # the headline wraps where the terminal does
-    assert "GB" in plain

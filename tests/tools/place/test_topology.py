@@ -1,6 +1,5 @@
 """Machines, as each kind of source describes them."""
 
-import json
 import sys
 import time
 
@@ -149,14 +148,11 @@ def test_topology_yaml_without_default(file, text):
         read_topology(file("topology.yaml", text), 4)
 
 
-# {host: switch}, as JSON, YAML or a mapping.
+# {host: switch}, as YAML or a mapping.
 def test_switches_of_hosts(file):
     leaves = {"a": "s1", "b": "s2"}
     wanted = {"host": ["a", "b"], "leaf": ["s1", "s2"]}
     assert units(read_topology(leaves, 2)) == wanted
-    text = json.dumps(leaves, indent="\t")
-    for on in (file("x.json", text), file("switches", text), text):
-        assert units(read_topology(on, 2)) == wanted
     assert units(read_topology(file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
 
 
@@ -211,16 +207,13 @@ def test_values():
         ("t.conf", "SwitchName=a \\\n\\\n Knots=x\n", "line 1"),
         ("t.conf", "SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=x", "cycle"),
         ("t.conf", "BlockName=b\n", "names no host"),
-        ("t.json", '{"a": ', "JSON"),
-        ("t.json", f'{{"a": {"9" * 5000}}}', "JSON"),
-        ("t.json", "[" * 100_000, "JSON"),
+        ("t.json", '{"a": "s1"}', "line 1"),
         ("t.yaml", "[" * 20_000, "YAML"),
         ("t.yaml", "- " * 20_000, "YAML"),
         ("t.yaml", "#" * 2**23, "bytes"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=a Nodes=y\n", "defines switch 'a' again"),
         ("t.conf", "BlockName=b Nodes=x\nBlockName=b Nodes=y\n", "defines block 'b' again"),
         ("t.conf", "SwitchName=a Switches=a Nodes=x\n", "line 1"),
-        ("t.json", '{"a": 3, "b": ["s"]}', "must map"),
         ("t.yaml", f"a: {'9' * 5000}\nb: [s]\n", "must map"),
         ("t.yaml", "- topology: x\n", "has no tree or blocks"),
         ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),

@@ -1,0 +1,88 @@
+"""Makes import paths of another package resolve to modules of ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from hypercomm.errors import InstallError
+
+
+def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> bool:
+    """Make import paths resolve to modules of ours, from their next import on.
+
+    Args:
+        homes: Our module for each path.
+        packages: The packages of these paths, outermost first; an empty one is made for each that
+            is not installed.
+        loaded: The package that must not have been imported yet.
+
+    Returns:
+        Whether this call did it, rather than an earlier one.
+
+    Raises:
+        InstallError: `loaded` was imported before; nothing was changed.
+    """
+    if any(isinstance(finder, _Aliases) and finder.homes == homes for finder in sys.meta_path):
+        return False
+    if loaded in sys.modules:
+        raise InstallError(
+            f"{loaded} was imported before install(), and what it imported cannot be replaced; "
+            f"call install() before the first import of {loaded}"
+        )
+    sys.meta_path.insert(0, _Aliases(homes))
+    sys.meta_path.append(_EmptyPackages(packages))
+    return True
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Finds modules of ours under other paths."""
+
+    def __init__(self, homes: Mapping[str, str]) -> None:
+        self.homes = homes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.homes:
+            return None
+        spec = ModuleSpec(fullname, self)
+        for finder in sys.meta_path:
+            theirs = None if finder is self else finder.find_spec(fullname, path, target)
+            if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable
+                spec.submodule_search_locations = theirs.submodule_search_locations
+                break
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.homes[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and spec.name in self.homes:
+            module.__spec__ = spec.loader_state
+            if spec.submodule_search_locations is not None:
+                module.__path__ = spec.submodule_search_locations
+
+
+class _EmptyPackages(MetaPathFinder, Loader):
+    """Makes empty packages of some names, if no other finder finds them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Return None, so that the import system makes an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module empty."""

@@ -1,0 +1,364 @@
+"""DeepSpeed on a grid: an `mpu`, and a `ProcessTopology` made from a layout.
+
+DeepSpeed itself is imported only when a topology is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.compat.module_state import name_functions
+from hypercomm.errors import (
+    GroupMissingError,
+    LayoutError,
+    MissingPackageError,
+    RankOutsideError,
+)
+from hypercomm.grid.arguments import GroupArguments
+from hypercomm.grid.grid import GridView
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.checks import as_tuple
+from hypercomm.layout.mapping import roles_of
+from hypercomm.layout.text import shown
+
+__all__ = ["Mpu", "process_topology", "topology_axes"]
+
+Dims = str | Iterable[str] | None
+"""The dims of a role: one, several, or none."""
+
+Fact = TypeVar("Fact")
+Asked = Callable[["Mpu"], Fact]
+
+_GROUPS = (("tp",), ("pp",), ("dp",), ("sp",), ("sp", "dp"), ("tp", "pp"))
+"""The roles that make a group; the last two are sequence data and model parallel."""
+
+_ALONE = "deepspeed.alone"
+"""The name of the group of one rank, for roles without dims."""
+
+
+def _asks(words: str, fact: Callable[[ProcessGroup], Fact]) -> Callable[..., Asked[Fact]]:
+    """Return a factory of methods, which takes the roles that make a group."""
+
+    def of(*parts: str) -> Asked[Fact]:
+        def ask(self: Mpu) -> Fact:
+            return fact(self._find(*parts))
+
+        ask.__doc__ = f"Return {words} {' x '.join(parts)} group."
+        return ask
+
+    return of
+
+
+_group = _asks("the calling rank's", lambda group: group)
+_rank = _asks("the calling rank's place in its", lambda group: group.rank())
+_world_size = _asks("the size of the", lambda group: group.size())
+_group_ranks = _asks("the ranks of the calling rank's", dist.get_process_group_ranks)
+_src_rank = _asks(
+    "the first rank of the calling rank's", lambda group: dist.get_process_group_ranks(group)[0]
+)
+
+
+def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tuple[str, ...]]:
+    """Return the dims of each role; dims that the layout lacks have size 1 and are left out.
+
+    Args:
+        layout: The layout with the dims.
+        given: The dims of each role, by the name of the argument.
+
+    Returns:
+        For each role its dims, in the order of the layout.
+
+    Raises:
+        LayoutError: An argument is not a dim, a dim has two roles, or one larger than 1 has none.
+
+    Example:
+        >>> layout = RankLayout.parse("tp=2,cp=2,dp=4")
+        >>> _read_roles(layout, {"tp": "tp", "pp": "pp", "dp": ["dp", "cp"]})
+        {'tp': ('tp',), 'pp': (), 'dp': ('cp', 'dp')}
+    """
+    named = {part: _names(part, dims) for part, dims in given.items()}
+    part_of = roles_of((f"{part}=", name) for part, names in named.items() for name in names)
+    for name, size in layout.sizes.items():
+        if size > 1 and name not in part_of:
+            parts = ", ".join(f"{part}={shown(dims)}" for part, dims in given.items())
+            raise LayoutError(
+                f"dim {name!r} of size {size} plays no part in {parts}, so DeepSpeed would not "
+                f"keep its ranks alike; name it in one, as in dp=('dp', {name!r})"
+            )
+    return {
+        part: tuple(name for name in layout.dim_names if name in names)
+        for part, names in named.items()
+    }
+
+
+def _names(part: str, dims: object) -> tuple[str, ...]:
+    """The names that an argument holds, each once."""
+    if dims is None:
+        return ()
+    try:
+        names = (dims,) if isinstance(dims, str) else as_tuple(dims, part)
+    except LayoutError:
+        names = (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise LayoutError(
+            f"{part} must be a dim, several or None, as in {part}='dp' or {part}=('dp', 'cp'), "
+            f"got {shown(dims)}"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+class Mpu:
+    """A grid's process groups under the names that DeepSpeed asks an `mpu` for.
+
+    Every rank of the grid must make one, in the same order as its other groups. Missing groups are
+    created, all or none. The grid owns them, and each method looks them up in it, so it raises
+    after the grid is destroyed, and on ranks outside (RankOutsideError). Model parallel is tp x pp.
+    ZeRO shards and reduces over sp x dp, and divides by dp alone, so that the losses of the sp
+    ranks are parts of one.
+
+    DeepSpeed derives some groups itself. For the groups of its MoE layers tp must be the fastest
+    dim and pp the slowest. ZeRO-3 shards over dp alone, unless
+    `deepspeed.zero.Init(data_parallel_group=...)` is given the sequence data parallel group.
+
+    Args:
+        grid: A grid, or a view of one.
+        tp: The dim, or dims, over which tensors are split. A dim that the grid lacks has size 1.
+        pp: The same of pipeline stages.
+        dp: The same of replicas, which have data of their own.
+        sp: The same of parts of a sequence (Ulysses).
+
+    Attributes:
+        grid: The grid.
+        roles: The dims of each role, by argument.
+
+    Raises:
+        LayoutError: `grid` is not a grid, an argument is not a dim, a dim has two roles, or one
+            larger than 1 has none.
+        CreationError, GroupOptionsError, NotInitializedError, GridDestroyedError: As for
+            `create_pgs`; nothing was created.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(16, rank=5), HyperCommGrid([2, 2, 4], ["tp", "cp", "dp"]) as grid:
+        ...     mpu = Mpu(grid, sp="cp")  # deepspeed.initialize(model=..., mpu=mpu)
+        ...     print(mpu.get_data_parallel_group_ranks(), mpu.get_model_parallel_world_size())
+        ...     print(mpu.get_sequence_data_parallel_group() is grid.get_pg(["cp", "dp"]))
+        [1, 5, 9, 13] 2
+        True
+
+    Source: DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and `utils/bwc.py`, and Megatron-DeepSpeed
+    at 4efb479, `megatron/core/parallel_state.py`. There is no `initialize_sequence_parallel`: it
+    tells DeepSpeed that an mpu has no model parallel.
+    """
+
+    def __init__(
+        self,
+        grid: GridView,
+        *,
+        tp: Dims = "tp",
+        pp: Dims = "pp",
+        dp: Dims = "dp",
+        sp: Dims = None,
+    ) -> None:
+        if not isinstance(grid, GridView):
+            raise LayoutError(f"Mpu() takes a HyperCommGrid or a view of one, got {shown(grid)}")
+        self.grid = grid
+        roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
+        self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
+        wanted = {self._dims(*parts): self._request(*parts) for parts in _GROUPS}
+        missing = [request for request in wanted.values() if not self._has(request)]
+        grid.create_pgs(missing, share="identical")
+
+    def __repr__(self) -> str:
+        roles = ", ".join(f"{part}={'+'.join(dims) or 1}" for part, dims in self.roles.items())
+        return f"Mpu({roles}) of {self.grid.layout}"
+
+    def _find(self, *parts: str) -> ProcessGroup:
+        """Return the calling rank's group over the dims of some roles."""
+        group = self._look_up(self._request(*parts))
+        if group is None:
+            raise RankOutsideError(
+                f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
+                f"of it; ask grid.is_current_rank_in_grid() first"
+            )
+        return group
+
+    def _dims(self, *parts: str) -> tuple[str, ...]:
+        names = {name for part in parts for name in self.roles[part]}
+        return tuple(name for name in self.grid.dim_names if name in names)
+
+    def _request(self, *parts: str) -> GroupArguments:
+        """Return the arguments of a group; without dims each rank is a group."""
+        dims = self._dims(*parts)
+        if dims:
+            return {"dims": dims}
+        return {"dims": self.grid.dim_names[0], "name": _ALONE, "derive": _each_alone}
+
+    def _look_up(self, request: GroupArguments) -> ProcessGroup | None:
+        return self.grid.get_pg(request["dims"], name=request.get("name"))
+
+    def _has(self, request: GroupArguments) -> bool:
+        try:
+            self._look_up(request)
+        except GroupMissingError:
+            return False
+        return True
+
+    get_tensor_model_parallel_group = _group("tp")
+    get_tensor_model_parallel_rank = _rank("tp")
+    get_tensor_model_parallel_world_size = _world_size("tp")
+    get_tensor_model_parallel_src_rank = _src_rank("tp")
+    get_slice_parallel_group = _group("tp")
+    get_slice_parallel_rank = _rank("tp")
+    get_slice_parallel_world_size = _world_size("tp")
+
+    get_pipeline_model_parallel_group = _group("pp")
+    get_pipeline_model_parallel_rank = _rank("pp")
+    get_pipeline_model_parallel_world_size = _world_size("pp")
+    get_pipe_parallel_group = _group("pp")
+    get_pipe_parallel_rank = _rank("pp")
+    get_pipe_parallel_world_size = _world_size("pp")
+
+    get_model_parallel_group = _group("tp", "pp")
+    get_model_parallel_rank = _rank("tp", "pp")
+    get_model_parallel_world_size = _world_size("tp", "pp")
+    get_model_parallel_src_rank = _src_rank("tp", "pp")
+
+    get_data_parallel_group = _group("dp")
+    get_data_parallel_rank = _rank("dp")
+    get_data_parallel_world_size = _world_size("dp")
+    get_data_parallel_src_rank = _src_rank("dp")
+    get_data_parallel_group_ranks = _group_ranks("dp")
+
+    get_sequence_parallel_group = _group("sp")
+    get_sequence_parallel_rank = _rank("sp")
+    get_sequence_parallel_world_size = _world_size("sp")
+    get_sequence_parallel_src_rank = _src_rank("sp")
+
+    get_sequence_data_parallel_group = _group("sp", "dp")
+    get_sequence_data_parallel_rank = _rank("sp", "dp")
+    get_sequence_data_parallel_world_size = _world_size("sp", "dp")
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Return whether the groups exist: until the grid is destroyed."""
+        return not self.grid.is_destroyed
+
+    sequence_parallel_is_initialized = model_parallel_is_initialized
+    sequence_data_parallel_is_initialized = model_parallel_is_initialized
+
+
+def _each_alone(groups: RankGroups) -> RankGroups:
+    return groups.chunks(1)
+
+
+name_functions(vars(Mpu), __name__, "Mpu.")
+
+
+# ---- topology -----------------------------------------------------------------------------------
+
+_AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
+"""DeepSpeed's names of the roles; it needs the first two, also with size 1."""
+
+
+def topology_axes(
+    layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
+) -> dict[str, int]:
+    """Return the axes that DeepSpeed numbers the ranks of a layout by, the LAST one fastest.
+
+    Args:
+        layout: A layout, or a grid, of ranks from 0 on without gaps.
+        pp: The dim, or the neighbouring dims, that DeepSpeed's "pipe" is. A dim that the layout
+            lacks has size 1.
+        dp: The same of "data".
+        tp: The same of "model"; a layout that has none gives no such axis.
+
+    Returns:
+        The size of each axis, in DeepSpeed's order, which is the layout's reversed.
+
+    Raises:
+        LayoutError: The ranks do not begin at 0, have gaps or an order of their own; the dims of an
+            axis are no neighbours; or as for `Mpu`.
+
+    Example:
+        Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.
+
+        >>> topology_axes(RankLayout.parse("tp=2,dp=4,pp=3"))
+        {'pipe': 3, 'data': 4, 'model': 2}
+        >>> topology_axes(RankLayout.parse("pp=2,cp=2,dp=4"), dp=["dp", "cp"])
+        {'data': 8, 'pipe': 2}
+        >>> topology_axes(RankLayout.parse("dp=4"))
+        {'pipe': 1, 'data': 4}
+    """
+    layout = layout.layout if isinstance(layout, GridView) else layout
+    if not isinstance(layout, RankLayout):
+        raise LayoutError(f"layout must be a RankLayout or a grid, got {shown(layout)}")
+    if layout.ranks != range(layout.size):
+        raise LayoutError(
+            f"DeepSpeed numbers ranks 0..{layout.size - 1} without gaps, in the order of the "
+            f"coordinates, but this layout has others: {layout!r}; give it a layout of the whole "
+            f"world"
+        )
+    roles = _read_roles(layout, {"pp": pp, "dp": dp, "tp": tp})
+    axes = {_AXES[part]: dims for part, dims in roles.items() if dims or part != "tp"}
+    steps = [dim for dim in layout.dim_names if layout.size_of(dim) > 1]
+    speed = {}
+    for axis, dims in axes.items():
+        larger = [dim for dim in dims if dim in steps]
+        places = [steps.index(dim) for dim in larger]
+        if places and places[-1] - places[0] >= len(places):
+            raise LayoutError(
+                f"dims {dims} cannot be DeepSpeed's axis {axis!r}: they are not neighbours in "
+                f"{layout}; take a layout in which they are"
+            )
+        first = (larger or list(dims))[:1]
+        speed[axis] = layout.dim_names.index(first[0]) if first else len(layout.dim_names)
+    slowest_first = sorted(axes, key=lambda axis: -speed[axis])
+    return {axis: math.prod(map(layout.size_of, axes[axis])) for axis in slowest_first}
+
+
+def process_topology(
+    layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
+) -> Any:
+    """Make DeepSpeed's ProcessTopology of a layout, for `PipelineModule(topology=)`.
+
+    DeepSpeed creates the process groups of the pipeline itself, so there are two groups over the
+    same ranks if a grid of the same layout has created its own.
+
+    Args:
+        layout: A layout, or a grid, of the whole world.
+        pp: The dim, or the neighbouring dims, that DeepSpeed's "pipe" is.
+        dp: The same of "data".
+        tp: The same of "model".
+
+    Returns:
+        A `deepspeed.runtime.pipe.topology.ProcessTopology`.
+
+    Raises:
+        LayoutError: As for `topology_axes`.
+        MissingPackageError: DeepSpeed cannot be imported (an ImportError).
+
+    Example:
+        >>> layout = RankLayout.parse("tp=2,dp=4,pp=3")
+        >>> topology = process_topology(layout)  # doctest: +SKIP
+        >>> topology.get_coord(21), layout.coords(21)  # doctest: +SKIP
+        (ProcessCoord(pipe=2, data=2, model=1), {'tp': 1, 'dp': 2, 'pp': 2})
+
+    Source: DeepSpeed 0.19.8, `deepspeed/runtime/pipe/topology.py`.
+    """
+    axes = topology_axes(layout, pp=pp, dp=dp, tp=tp)
+    try:
+        module = importlib.import_module("deepspeed.runtime.pipe.topology")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"process_topology() needs DeepSpeed, which cannot be imported ({error}): "
+            f"pip install deepspeed"
+        ) from error
+    return module.ProcessTopology(axes=list(axes), dims=list(axes.values()))

@@ -1,0 +1,256 @@
+"""Configuration: the checked arguments of `initialize_model_parallel`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import attrs
+
+from hypercomm.compat.megatron import version
+from hypercomm.compat.megatron.layouts import GTP, Layouts, model_layouts, pipeline_problem
+from hypercomm.errors import ConfigurationError, GroupOptionsError, WorldSizeError
+from hypercomm.grid.arguments import SHARES, Share
+from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.parsing import misfit, nearest_divisors
+from hypercomm.layout.text import shown
+
+RanksFunction = Callable[[list[int]], Sequence[int]]
+
+_LONGEST_MINUTES = timedelta.max / timedelta(minutes=1)
+
+_DENSE = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    GTP: "gtp_remat_size",
+}
+_EXPERT = {
+    "tp": "expert_tensor_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    GTP: "expert_gtp_remat_size",
+}
+"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
+
+
+def _as_levels(value: object) -> tuple[int, ...]:
+    name = "hierarchical_context_parallel_sizes"
+    return tuple(positive(size, name) for size in as_ordered(() if value is None else value, name))
+
+
+def _check_size(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    positive(value, attribute.name)
+
+
+def _check_function(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not callable(value):
+        raise GroupOptionsError(
+            f"{attribute.name} must be a function of the ranks of a pipeline, got {shown(value)}"
+        )
+
+
+def _check_minutes(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise GroupOptionsError(f"{attribute.name} must be a number above 0, got {shown(value)}")
+    if value >= _LONGEST_MINUTES:
+        raise GroupOptionsError(
+            f"{attribute.name} must be below {_LONGEST_MINUTES:.3g}, got {shown(value)}"
+        )
+
+
+def _check_share(_: object, __: attrs.Attribute[Any], value: object) -> None:
+    check_choice("share", value, SHARES)
+
+
+def _as_keys(value: object) -> tuple[str, ...]:
+    return as_ordered(() if value is None else value, "high_priority_stream_groups")
+
+
+@attrs.frozen(kw_only=True)
+class Configuration:
+    """One Megatron configuration; `initialize_model_parallel` documents the arguments.
+
+    Example:
+        >>> layouts = Configuration(
+        ...     tensor_model_parallel_size=2, expert_model_parallel_size=4
+        ... ).layouts(16)
+        >>> str(layouts.dense), str(layouts.expert)
+        ('tp=2,cp=1,ep=1,dp=8,pp=1', 'tp=2,cp=1,ep=4,dp=2,pp=1')
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_comm_backend: str | None = None
+    use_sharp: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: tuple[int, ...] = attrs.field(
+        default=None, converter=_as_levels
+    )
+    expert_model_parallel_size: int = 1
+    gtp_remat_size: int = attrs.field(default=1, validator=_check_size)
+    expert_gtp_remat_size: int = attrs.field(default=1, validator=_check_size)
+    num_distributed_optimizer_instances: int = attrs.field(default=1, validator=_check_size)
+    expert_tensor_parallel_size: int | None = None
+    nccl_communicator_config_path: str | None = None
+    distributed_timeout_minutes: float = attrs.field(default=30, validator=_check_minutes)
+    order: str = "tp-cp-ep-dp-pp"
+    get_embedding_ranks: RanksFunction | None = attrs.field(default=None, validator=_check_function)
+    get_position_embedding_ranks: RanksFunction | None = attrs.field(
+        default=None, validator=_check_function
+    )
+    create_gloo_process_groups: bool = True
+    high_priority_stream_groups: tuple[str, ...] = attrs.field(default=None, converter=_as_keys)
+    sharp_enabled_group: str | None = None
+    hybrid_context_parallel: bool = False
+    create_all_gather_group: bool = False
+    rank_offset: int = 0
+    local_world_size: int | None = None
+    share: Share = attrs.field(default="never", validator=_check_share)
+    strict: bool = False
+    version: version.Version = attrs.field(factory=version.current, init=False)
+
+    @property
+    def has_gtp(self) -> bool:
+        """Whether dense layers or experts have GTP peers."""
+        return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
+
+    @property
+    def answers_gtp(self) -> bool:
+        """Whether data parallel getters return groups with GTP peers by default."""
+        return self.has_gtp or version.has("gtp_remat", self.version)
+
+    def creates_gloo(self, grid: str) -> bool:
+        """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
+        sizes = {"dense": self.gtp_remat_size, "expert": self.expert_gtp_remat_size}
+        with_gtp = self.gtp_remat_size > 1 or sizes[grid] > 1
+        return bool(self.create_gloo_process_groups) and not with_gtp
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of every group."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
+    @property
+    def sharp_group(self) -> str | None:
+        """The group whose communicator uses SHARP: "dp", "dp_replica" or None."""
+        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
+
+    def layouts(self, world_size: int) -> Layouts:
+        """Check all arguments, and return the dense and the expert layout.
+
+        Raises:
+            LayoutError: A size is not a positive int, or the order cannot be read.
+            WorldSizeError: The sizes do not divide the world; names sizes that would.
+            OrderError, UnknownDimError: The order omits a dim, or names an unknown one.
+            ConfigurationError: Two choices contradict each other.
+        """
+        self._check_sharp()
+        if self.local_world_size is not None:
+            world_size = as_world_size(self.local_world_size, "local_world_size")
+        self.check_gtp()
+        dense = self._sizes(_DENSE, world_size)
+        self._check_virtual_pipeline()
+        expert = self._sizes(_EXPERT, world_size)
+        layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
+        factors = {dim: name for dim, name in _EXPERT.items() if dim != GTP or self.has_gtp}
+        problem = pipeline_problem(layouts, self.order, factors)
+        if problem is not None:
+            raise ConfigurationError(problem)
+        self._check_derived(dense["dp"] * dense["cp"], expert["dp"])
+        if (backend := self.pipeline_model_parallel_comm_backend) is not None:
+            name = "pipeline_model_parallel_comm_backend"
+            check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
+        return layouts
+
+    def _sizes(self, arguments: Mapping[str, str], world_size: int) -> dict[str, int]:
+        """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
+        given = {dim: getattr(self, name) for dim, name in arguments.items()}
+        if self.expert_tensor_parallel_size is None:
+            given["tp"] = self.tensor_model_parallel_size
+        sizes = {
+            dim: size
+            for dim, name in arguments.items()
+            if (size := positive(given[dim], name)) > 1 or dim != GTP
+        }
+        problem = misfit({arguments[dim]: size for dim, size in sizes.items()}, world_size)
+        if problem is not None:
+            raise WorldSizeError(problem)
+        return {**sizes, "dp": world_size // math.prod(sizes.values())}
+
+    def _check_sharp(self) -> None:
+        group = self.sharp_enabled_group
+        if not self.use_sharp and group is not None:
+            raise ConfigurationError(
+                f"sharp_enabled_group={group!r} needs use_sharp=True; leave it out, or use SHARP"
+            )
+        if group is not None:
+            check_choice("sharp_enabled_group", group, ("dp", "dp_replica"), ConfigurationError)
+        name = "num_distributed_optimizer_instances"
+        if group == "dp_replica" and self.num_distributed_optimizer_instances < 2:
+            raise ConfigurationError(
+                f"sharp_enabled_group='dp_replica' needs {name} of at least 2, "
+                f"got {self.num_distributed_optimizer_instances}"
+            )
+
+    def check_gtp(self) -> None:
+        """Raise if there are several optimizer instances with GTP."""
+        name = "num_distributed_optimizer_instances"
+        instances = self.num_distributed_optimizer_instances
+        if self.has_gtp and instances > 1:
+            given = "gtp_remat_size" if self.gtp_remat_size > 1 else "expert_gtp_remat_size"
+            raise ConfigurationError(
+                f"{given}={getattr(self, given)} works with one optimizer instance only, got "
+                f"{name}={instances}; set one of them to 1"
+            )
+
+    def _check_virtual_pipeline(self) -> None:
+        if self.virtual_pipeline_model_parallel_size is None:
+            return
+        positive(self.virtual_pipeline_model_parallel_size, "virtual_pipeline_model_parallel_size")
+        if self.pipeline_model_parallel_size == 1:
+            raise ConfigurationError(
+                f"virtual_pipeline_model_parallel_size="
+                f"{self.virtual_pipeline_model_parallel_size} interleaves pipeline stages, but "
+                f"pipeline_model_parallel_size is 1; make it at least 2"
+            )
+
+    def _check_derived(self, replicas: int, expert_replicas: int) -> None:
+        """Check optimizer instances, levels of cp, and hybrid groups."""
+        instances = self.num_distributed_optimizer_instances
+        for what, size in [("dp * cp", replicas), ("expert dp", expert_replicas)]:
+            if size % instances:
+                raise ConfigurationError(
+                    f"num_distributed_optimizer_instances={instances} does not divide the {what} "
+                    f"size {size}; use {nearest_divisors(size, instances)}"
+                )
+        levels = self.hierarchical_context_parallel_sizes
+        if levels and math.prod(levels) != self.context_parallel_size:
+            raise ConfigurationError(
+                f"hierarchical_context_parallel_sizes {list(levels)} multiply to "
+                f"{math.prod(levels)}, but context_parallel_size is {self.context_parallel_size}"
+            )
+        self.check_hybrid(replicas)
+
+    def check_hybrid(self, replicas: int) -> None:
+        """Raise if hybrid groups do not divide the `replicas` ranks of dp and cp."""
+        uneven = [size for size in hybrid_sizes(replicas) if replicas % size]
+        if self.hybrid_context_parallel and (replicas % 2 or uneven):
+            raise ConfigurationError(
+                f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
+                f"groups of {hybrid_sizes(replicas) or 2}, which must divide them; "
+                f"choose sizes for which dp * cp is a power of 2"
+            )
+
+
+def hybrid_sizes(replicas: int) -> list[int]:
+    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
+
+    >>> hybrid_sizes(16)
+    [2, 4, 8]
+    """
+    return [2**power for power in range(1, int(math.log2(replicas)))]

@@ -1,1 +1,0 @@
-"""Which groups Megatron has, as a table, and how they are made of grids."""

@@ -1,0 +1,277 @@
+"""Megatron's numbering of ranks: layouts of the dense and expert dims, and `RankGenerator`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hypercomm.compat.megatron import version
+from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_int, as_ordered, positive
+from hypercomm.layout.parsing import parse_order
+from hypercomm.layout.text import shown
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
+
+def model_layouts(
+    order: str,
+    dense: Mapping[str, int],
+    expert: Mapping[str, int],
+    rank_offset: int,
+    release: version.Version | None = None,
+) -> Layouts:
+    """Return the layouts of a model's dense and expert layers, in an order of Megatron's dims.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        dense: Sizes of tp, cp, dp and pp, and of gtp_remat if there are peers.
+        expert: Sizes of tp, ep, dp and pp, and of gtp_remat.
+        rank_offset: The smallest rank.
+        release: The megatron-core whose order is used; default: the one that is followed.
+
+    Raises:
+        UnknownDimError, OrderError: As for `order_layout`.
+
+    Example:
+        >>> dense, expert = dict(tp=2, cp=1, dp=4, pp=1), dict(tp=2, ep=4, dp=1, pp=1)
+        >>> [str(layout) for layout in model_layouts("tp-cp-ep-dp-pp", dense, expert, 0)]
+        ['tp=2,cp=1,ep=1,dp=4,pp=1', 'tp=2,cp=1,ep=4,dp=1,pp=1']
+    """
+    anchor = "cp" if version.has("cp_before_gtp_remat", release) else "tp"
+    return Layouts(
+        order_layout(order, {**dense, "ep": 1}, rank_offset, anchor),
+        order_layout(order, {**expert, "cp": 1}, rank_offset, "ep"),
+    )
+
+
+def pipeline_problem(layouts: Layouts, order: str, names: Mapping[str, str]) -> str | None:
+    """Return how the pipelines of dense and expert layers differ; None if they are the same.
+
+    Megatron requires equal pipelines. If pp is not last in the order, the data parallel sizes must
+    be equal too.
+
+    Args:
+        layouts: The two layouts.
+        order: The order as given.
+        names: The caller's names for the experts' tp, ep and gtp_remat.
+
+    Example:
+        >>> dense, expert = dict(tp=2, cp=1, pp=2, dp=2), dict(tp=4, ep=1, pp=2, dp=1)
+        >>> pipeline_problem(model_layouts("tp-cp-dp-pp", dense, expert, 0), "tp-cp-dp-pp", {})
+        >>> layouts = model_layouts("tp-pp-dp", dense, expert, 0)
+        >>> pipeline_problem(layouts, "tp-pp-dp", {"tp": "etp", "ep": "ep"}).rpartition("; ")[2]
+        'put pp last in the order, or choose expert sizes with etp * ep = 2'
+    """
+    dense, expert = layouts
+    is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
+    have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+    if dense.groups("pp") == expert.groups("pp") and have_same_dp:
+        return None
+    factors = " * ".join(names[dim] for dim in names if dim not in {"pp", "dp"})
+    inner = dense.size_of("tp") * dense.size_of("cp") * dense.size_of(GTP, default=1)
+    return (
+        f"with order {order!r} the dense layers ({dense}) and the expert layers ({expert})"
+        f" must have the same pipelines and data parallel size, but their pipelines are "
+        f"{dense.groups('pp')!r} and {expert.groups('pp')!r}; put pp last in the order, or "
+        f"choose expert sizes with {factors} = {inner}"
+    )
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; without a size of gtp_remat there is no such dim.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        OrderError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    given = order
+    order = order.lower() if isinstance(order, str) else order
+    names = parse_order(order)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    if GTP not in sizes and GTP in names:
+        order = "-".join(name for name in names if name != GTP) or "tp"
+    elif GTP in sizes and anchor is not None:
+        order = inject_gtp(given, anchor).lower()
+    ordered = {name: sizes[name] for name in DIMS if name in sizes}
+    return RankLayout.from_order(order, rank_offset=rank_offset, **ordered)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])
+
+
+# ---- Megatron's enumerations --------------------------------------------------------------------
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
+
+    Args:
+        world_size: The number of ranks to fill; a part of the product of the sizes is allowed.
+        parallel_size: The size of each dim.
+        mask: For each dim, whether the groups span it.
+
+    Returns:
+        A list of the ranks of each group, ascending.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the lengths differ.
+        ConfigurationError: The sizes do not multiply to as many as `world_size` ranks.
+
+    Example:
+        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    mask, sizes = as_ordered(mask, "mask"), as_ordered(parallel_size, "parallel_size")
+    for marked in mask:
+        if not isinstance(marked, (int, np.integer, np.bool_)):
+            raise LayoutError(f"mask must hold True and False, got {shown(mask)}")
+    names = [f"d{axis}" for axis in range(len(mask))]
+    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
+    layout = RankLayout([*sizes, 1], [*names, "one"])
+    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
+    groups = layout.groups(*spanned, "one")
+    count = as_int(world_size, "world_size") // groups.group_size
+    if count > len(groups):
+        raise ConfigurationError(
+            f"parallel_size {list(sizes)} multiplies to {layout.size} ranks, which do not "
+            f"fill world_size {world_size}"
+        )
+    return groups.to_array()[: max(count, 0)].tolist()  # type: ignore[no-any-return]
+
+
+class RankGenerator:
+    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
+
+    Args:
+        tp: Tensor parallel size.
+        ep: Expert parallel size.
+        dp: Data parallel size.
+        pp: Pipeline parallel size.
+        cp: Context parallel size; this or `ep` is 1.
+        order: The dims, the first one varying fastest; those of size 1 may be left out.
+        rank_offset: The smallest rank.
+        gtp_remat: Number of GTP peers; as a dim it is there from megatron-core 0.19 on, or if it
+            is larger than 1.
+
+    Raises:
+        ConfigurationError: Both `ep` and `cp` are larger than 1.
+        OrderError, UnknownDimError: The order leaves out a size, or names an unknown dim.
+
+    Example:
+        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
+    """
+
+    def __init__(
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
+    ) -> None:
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        if positive(gtp_remat, f"the size of dim {GTP!r}") != 1 or version.has("gtp_remat"):
+            self.name_to_size[GTP] = gtp_remat
+        for name, size in self.name_to_size.items():
+            positive(size, f"the size of dim {name!r}")
+        if ep > 1 and cp > 1:
+            raise ConfigurationError(
+                f"ep={ep} and cp={cp} cannot both be larger than 1 in one RankGenerator; make one "
+                f"for the dense layers, with cp, and one for the experts, with ep"
+            )
+        self.tp, self.ep, self.dp, self.pp, self.cp, self.gtp_remat = tp, ep, dp, pp, cp, gtp_remat
+        self.rank_offset = rank_offset
+        self._layout = order_layout(order, self.name_to_size, rank_offset)
+        self.world_size = math.prod(self.name_to_size.values())
+        self.order = "-".join(self._layout.dim_names)
+        self.ordered_size = list(self._layout.shape)
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each dim of `order` whether `token` names it.
+
+        Raises:
+            NotationError: `order` or `token` is no text.
+            UnknownDimError: `token` names a dim that `order` does not.
+        """
+        dims, wanted = _split(order, "order"), _split(token, "token")
+        unknown = [dim for dim in wanted if dim not in dims]
+        if unknown:
+            raise UnknownDimError(f"unknown dim {unknown[0]!r} in {token!r}; the order has {dims}")
+        return [dim in wanted for dim in dims]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
+        self.get_mask(self.order, token)
+        groups = self._layout.groups(*dict.fromkeys(token.split("-")))
+        return groups.to_array().tolist()  # type: ignore[no-any-return]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Enumerate the groups of GTP peers; each rank alone where their size is 1.
+
+        Raises:
+            ConfigurationError: `gtp_remat_size` is not that of the generator.
+            LayoutError: It is no positive int.
+        """
+        if positive(gtp_remat_size, "gtp_remat_size") != self.gtp_remat:
+            raise ConfigurationError(
+                f"gtp_remat_size must be that of the generator, {self.gtp_remat}, "
+                f"got {shown(gtp_remat_size)}"
+            )
+        if GTP in self.name_to_size:
+            return self.get_ranks(GTP)
+        return [[rank] for rank in self._layout.ranks]
+
+
+def _split(text: str, what: str) -> list[str]:
+    if not isinstance(text, str):
+        raise NotationError(f"{what} must be a text like 'tp-dp', got {shown(text)}")
+    return text.split("-")

@@ -1,0 +1,205 @@
+"""NCCL options of Megatron's groups: configuration files, SHARP, and the environment of UCC."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hypercomm.compat.megatron.table import NCCL_KEYS
+from hypercomm.errors import ConfigurationError, NcclConfigError
+from hypercomm.layout.checks import as_ordered
+from hypercomm.layout.text import shown
+from hypercomm.process_groups import torch_internals as c10d
+
+logger = logging.getLogger(__name__)
+
+NcclConfig = dict[str, dict[str, Any]]
+
+_HIGH_PRIORITY = "high_priority_stream_groups"
+_COLLNET = "NCCL_COLLNET_ENABLE"
+
+_UCC_ENVIRONMENT = {
+    "NSYS_UCP_COMM_PARAMS": "1",
+    "UCC_CL_BASIC_TLS": "^sharp,nccl",
+    "UCX_NET_DEVICES": "all",
+    "UCX_RNDV_THRESH": "0",
+}
+_UCC_DEFAULTS = {
+    "TORCH_UCC_BLOCKING_WAIT": "none",
+    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
+    "UCX_TLS": "ib,cuda_copy",
+}
+_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", "is_high_priority_stream")
+
+
+def load(path: str | os.PathLike[str] | None, high_priority: Sequence[str] | None) -> NcclConfig:
+    """Read an NCCL configuration file, and add the groups whose stream has a high priority.
+
+    Args:
+        path: A yaml file that maps group keys to options; None for no file.
+        high_priority: Keys of groups.
+
+    Raises:
+        OSError: The file cannot be read.
+        NcclConfigError: It has other content than group keys and NCCL options; or pyyaml, which
+            the extra `nccl-config` installs, is missing.
+    """
+    config = {} if path is None else _read(path)
+    for key in as_ordered(() if high_priority is None else high_priority, _HIGH_PRIORITY):
+        if not isinstance(key, str) or key not in NCCL_KEYS:
+            raise NcclConfigError(
+                f"high_priority_stream_groups names no group {shown(key)}; use some of {NCCL_KEYS}"
+            )
+        overwrite_nccl_comm_cfgs(config, key, ("is_high_priority_stream", True))
+    return config
+
+
+def _read(path: str | os.PathLike[str]) -> NcclConfig:
+    try:
+        import yaml
+    except ImportError as error:
+        raise NcclConfigError(
+            f"nccl_communicator_config_path={str(path)!r} needs pyyaml; "
+            f"pip install 'hypercomm[nccl-config]'"
+        ) from error
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise NcclConfigError(f"{path} is not yaml: {error}") from error
+    for key, options in _mapping(content, f"{path}").items():
+        if key not in NCCL_KEYS:
+            raise NcclConfigError(f"{path} names no group {key!r}; use some of {NCCL_KEYS}")
+        for name in _mapping(options, f"{path}: group {key!r}"):
+            if name not in _OPTIONS:
+                raise NcclConfigError(
+                    f"{path}: group {key!r} has no option {name!r}; use some of {_OPTIONS}"
+                )
+    return content  # type: ignore[no-any-return]
+
+
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise NcclConfigError(f"{what} must map names to values, got {shown(value)}")
+    return value
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
+
+    Raises:
+        NcclConfigError: NCCL does not take a value, or this torch was built without NCCL.
+    """
+    own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
+    if own is None:
+        return None
+    config = {name: value for name, value in own.items() if name in _OPTIONS}
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise NcclConfigError(
+            f"NCCL options {config} for group {pg_name!r} need a torch that is built with NCCL"
+        )
+    priority = config.pop("is_high_priority_stream", False)
+    try:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
+        for name, value in config.items():
+            setattr(options.config, name, value)
+    except (TypeError, ValueError) as error:
+        raise NcclConfigError(
+            f"NCCL does not take the options {dict(own)} of group {pg_name!r}: {error}"
+        ) from error
+    return options
+
+
+def options_by_key(nccl_config: NcclConfig) -> Callable[[str], Any]:
+    """Return a function that returns the options of a group by its key, or None.
+
+    Equal options are one object, so that groups with them can be shared. Options that the backend
+    of WORLD does not take are left out with a warning in the log.
+
+    Args:
+        nccl_config: As `load` returns it.
+    """
+    made: dict[str, Any] = {}
+
+    def of(key: str) -> Any:
+        wanted = repr(nccl_config.get(key))
+        if wanted not in made:
+            options = get_nccl_options(key, nccl_config)
+            backend = None if options is None else c10d.default_backend()
+            takes = backend and any(map(c10d.takes_options, c10d.single_backends(backend)))
+            if options is not None and not takes:
+                logger.warning("NCCL options of group %r have no effect on %r", key, backend)
+            made[wanted] = options if takes else None
+        return made[wanted]
+
+    return of
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: NcclConfig, pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one option of one group in an NCCL configuration.
+
+    Example:
+        >>> config = {}
+        >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
+        >>> config
+        {'dp': {'max_ctas': 8}}
+    """
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+@contextlib.contextmanager
+def environment(pipeline_backend: str | None) -> Iterator[None]:
+    """Set the environment variables of the backends; restore them if the block fails.
+
+    Raises:
+        ConfigurationError: UCC would have only one hardware queue.
+    """
+    ucc = pipeline_backend == "ucc"
+    if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "pipeline_model_parallel_comm_backend='ucc' needs the environment's "
+            "CUDA_DEVICE_MAX_CONNECTIONS to be more than 1, or not set"
+        )
+    before = dict(os.environ)
+    try:
+        os.environ.pop(_COLLNET, None)
+        if ucc:
+            os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
+        yield
+    except BaseException:
+        os.environ.clear()
+        os.environ.update(before)
+        raise
+
+
+@contextlib.contextmanager
+def sharp() -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
+    """Enable SHARP for the one group that is created within the block.
+
+    NCCL uses it for the first communicator, which exists only after its first collective. The
+    block must call the yielded function with the group.
+    """
+
+    def connect(group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        cuda = torch.cuda.is_available()
+        dist.barrier(group=group, device_ids=[torch.cuda.current_device()] if cuda else None)
+        if cuda:
+            torch.cuda.synchronize()
+
+    logger.info("SHARP is for one group; without SHARP switches NCCL falls back by itself")
+    os.environ[_COLLNET] = "1"
+    try:
+        yield connect
+    finally:
+        os.environ.pop(_COLLNET, None)

@@ -1,1 +1,0 @@
-"""Which release of Megatron is meant, and what its source holds."""

@@ -1,1 +1,0 @@
-"""What parallel_state holds, and its getters."""

@@ -1,0 +1,202 @@
+"""torchtitan's meshes, as views of one grid.
+
+Source: `torchtitan.distributed.parallel_dims` of torchtitan 0.3.0, `ParallelDims.build_mesh`: the
+names of its meshes and of their dims, and which sizes multiply to which. The one dim of its loss
+mesh is called "loss_mesh" there, and "loss" here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.grid.arguments import GroupArguments, check_keywords
+from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_world_size, check_choice
+from hypercomm.layout.parsing import OPEN, as_size, close_sizes
+from hypercomm.layout.text import shown
+from hypercomm.process_groups import world
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
+    from hypercomm.grid import HyperCommGrid
+
+__all__ = ["torchtitan_grids", "torchtitan_meshes"]
+
+SpmdBackend = Literal["partial_dtensor", "spmd_types"]
+
+_GRID = "training"
+_VIEWS = {
+    "dataloading": ("pp", "batch", "cp", "tp"),
+    "dense": ("pp", "dp_replicate", "fsdp", "tp"),
+    "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
+    "spmd": ("pp", "dp", "cp", "tp"),
+}
+"""The views of the grid, the last dim varying fastest."""
+
+_MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
+    "partial_dtensor": {name: (name, _VIEWS[name]) for name in ("dataloading", "dense", "sparse")},
+    "spmd_types": {
+        "dataloading": ("dataloading", _VIEWS["dataloading"]),
+        "dense": (None, ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
+        "sparse": ("sparse", _VIEWS["sparse"]),
+        "spmd_dense_for_fwdbwd": ("spmd", ("dp", "cp", "tp")),
+        "spmd_sparse_for_fwdbwd": ("sparse", ("dp_replicate", "efsdp", "ep")),
+    },
+}
+"""torchtitan's meshes by backend: their view, or None for the grid itself, and their dims."""
+
+_LOSS = "loss"
+
+
+def torchtitan_grids(
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int = OPEN,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    world_size: int | None = None,
+    **arguments: Unpack[SetArguments],
+) -> GridSet:
+    """Return the grid of one of torchtitan's models, "training", whose views are its meshes.
+
+    The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first varying fastest. In its
+    view "dataloading" batch is dp_replicate with dp_shard, in "dense" fsdp is dp_shard with cp, in
+    "sparse" ep and efsdp divide tp, cp and dp_shard, and in "spmd" dp is dp_replicate with
+    dp_shard. Dims of one name have one process group in all views. No group is created;
+    `torchtitan_meshes` creates them.
+
+    Args:
+        dp_replicate: Ranks that hold the same weights (HSDP's replicas).
+        dp_shard: Ranks that share the weights; default: the remaining ranks of the world.
+        cp: Context parallel size.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        ep: Expert parallel size, a divisor of dp_shard * cp * tp.
+        world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
+            as for `GridSet`.
+
+    Raises:
+        LayoutError: A size is not a positive int.
+        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
+
+    Example:
+        >>> grids = torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4, world_size=16)
+        >>> grid = grids["training"]
+        >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
+        tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
+    """
+    check_keywords("torchtitan_grids", arguments, [*_NAMES, *SetArguments.__annotations__])
+    total = as_world_size(world.world_size(world_size))
+    given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
+    sizes = {dim: as_size(dim, size) for dim, size in given.items()}
+    for dim, size in sizes.items():
+        if size == OPEN and dim != "dp_shard":
+            raise LayoutError(f"only dp_shard may be unspecified (-1), not {dim}; give its size")
+    sizes = close_sizes(sizes, total, f"torchtitan's sizes must fit on {total}")
+    experts = as_size("ep", ep)
+    inner = sizes["tp"] * sizes["cp"] * sizes["dp_shard"]
+    if experts == OPEN or inner % experts:
+        raise WorldSizeError(
+            f"ep={shown(ep)} must divide dp_shard * cp * tp = {sizes['dp_shard']} * "
+            f"{sizes['cp']} * {sizes['tp']} = {inner}"
+        )
+    known = sizes | {
+        "batch": sizes["dp_shard"] * sizes["dp_replicate"],
+        "dp": sizes["dp_shard"] * sizes["dp_replicate"],
+        "fsdp": sizes["dp_shard"] * sizes["cp"],
+        "ep": experts,
+        "efsdp": inner // experts,
+    }
+    layout = RankLayout(list(sizes.values()), list(sizes))
+    grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
+    for name, dims in _VIEWS.items():
+        order = list(reversed(dims))
+        shared = [dim for dim in order if dim in sizes]
+        grids[_GRID].register_view(name, [known[dim] for dim in order], order, shared)
+    return grids
+
+
+_NAMES = tuple(torchtitan_grids.__kwdefaults__ or {})
+
+
+def torchtitan_meshes(
+    grids: GridSet, spmd_backend: SpmdBackend = "partial_dtensor"
+) -> dict[str, DeviceMesh]:
+    """Create the process groups of torchtitan's meshes, each once, and return the meshes.
+
+    Every rank of the job must call this. torchtitan creates the group of a dim again for each mesh
+    that has it; here meshes share them.
+
+    Args:
+        grids: The result of `torchtitan_grids`.
+        spmd_backend: torchtitan's setting of that name, whose default there is "spmd_types".
+
+    Returns:
+        "dataloading", "dense" and "sparse", with torchtitan's dims, and "loss", of the one dim
+        "loss": batch with cp. For "spmd_types" also "spmd_dense_for_fwdbwd", and
+        "spmd_sparse_for_fwdbwd" if ep is larger than 1.
+
+    Raises:
+        LayoutError: `grids` has no such grid, or it has no such views.
+        GroupOptionsError: `spmd_backend` is unknown.
+        CreationError, GroupExistsError: As for `HyperCommGrid.create_pgs`.
+
+    Example:
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(16), torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4) as grids:
+        ...     meshes = torchtitan_meshes(grids, spmd_backend="spmd_types")
+        ...     print(meshes["spmd_dense_for_fwdbwd"].mesh_dim_names)
+        ...     meshes["dense"]["tp"].get_group() is meshes["dataloading"]["tp"].get_group()
+        ('dp', 'cp', 'tp')
+        True
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(grids, GridSet) or _GRID not in grids:
+        raise LayoutError(f"grids must be what torchtitan_grids() makes, got {shown(grids)}")
+    grid: HyperCommGrid = grids[_GRID]
+    check_choice("spmd_backend", spmd_backend, tuple(_MESHES))
+    if not set(_VIEWS) <= set(grid.views):
+        raise LayoutError(
+            f"grid {_GRID!r} must have the views {tuple(_VIEWS)}, as torchtitan_grids() makes it"
+        )
+    wanted = _MESHES[spmd_backend].copy()
+    if grid.views["sparse"].size_of("ep") == 1:
+        wanted.pop("spmd_sparse_for_fwdbwd", None)
+    grid.create_pgs(_requests(grid, list(wanted.values())))
+    meshes = {
+        name: (grid if view is None else grid.view(view)).device_mesh(*dims)
+        for name, (view, dims) in wanted.items()
+    }
+    together = grid.view("dataloading").device_mesh(("batch", "cp"))
+    meshes[_LOSS] = DeviceMesh.from_group(
+        together.get_group(),
+        together.device_type,
+        mesh=together.mesh,
+        mesh_dim_names=(_LOSS,),
+    )
+    return meshes
+
+
+def _requests(
+    grid: HyperCommGrid, meshes: list[tuple[str | None, tuple[str, ...]]]
+) -> list[GroupArguments]:
+    """List the groups of meshes, each once: the grid's own dims first, then those of its views."""
+    own = [dim for dim in grid.dim_names if any(dim in dims for _, dims in meshes)]
+    requests: list[GroupArguments] = [{"dims": dim} for dim in own]
+    for view, dims in meshes:
+        for dim in dims:
+            if dim not in own and view is not None:
+                own.append(dim)
+                same = dim in {"batch", "dp"}  # one group under two names
+                request: GroupArguments = {"dims": dim, "view": view}
+                requests.append(request | {"share": "identical"} if same else request)
+    requests.append({"dims": ["batch", "cp"], "view": "dataloading"})
+    return requests

@@ -1,0 +1,340 @@
+"""The variables that launchers set for the ranks that they start, and the job that they describe.
+
+`hypercomm.join` and `hypercomm check` find their job with `find_job`; `find_number` is for a
+process that has not joined its job yet.
+
+Sources: torchrun of torch 2.13, mpirun of Open MPI 4.1 and mpiexec of MPICH 4.0 as they print
+them; https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from hypercomm.errors import LaunchError
+from hypercomm.layout.text import shown
+
+_FIRST_PORT, _PORTS = 20_000, 10_000
+"""Derived ports are below those that Linux assigns."""
+
+_LAST_STEP = 2**32 - 16
+"""SLURM uses step ids from here on for itself: interactive, batch, extern and pending."""
+
+
+@attrs.frozen
+class Launcher:
+    """The variables that one launcher sets.
+
+    Attributes:
+        name: Its name in messages.
+        rank: The variable that holds the rank.
+        size: The variables that may hold the number of ranks; the first one that is set counts.
+        local_rank: The variable that holds the index of the rank on its host.
+        local_size: The variable that holds the number of ranks on the host.
+        mark: A variable that distinguishes it from launchers that set the same ones.
+        nests: Whether it may run inside another launcher, whose variables then describe its
+            agents or daemons and not the ranks.
+    """
+
+    name: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: str = ""
+    mark: str = ""
+    nests: bool = False
+
+
+_SRUN = Launcher(
+    "srun",
+    *("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    mark="SLURM_STEP_ID",
+)
+
+LAUNCHERS = (
+    Launcher(
+        "torchrun",
+        *("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        nests=True,
+    ),
+    Launcher("the environment", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        "Open MPI",
+        *("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        nests=True,
+    ),
+    Launcher(
+        "MPICH",  # and other launchers that speak PMI: Intel MPI, srun --mpi=pmi2
+        *("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        nests=True,
+    ),
+    _SRUN,  # last: on several hosts mpirun starts its daemons with srun
+)
+"""The launchers in order of precedence: the first one whose rank and size are set counts."""
+
+VARIABLES = frozenset(
+    (
+        *("MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
+        *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_DISTRIBUTION"),
+        *(name for row in LAUNCHERS for name in (row.rank, *row.size, row.local_rank)),
+        *(name for row in LAUNCHERS for name in (row.local_size, row.mark) if name),
+    )
+)
+"""Every variable that is read."""
+
+
+@attrs.frozen
+class FoundJob:
+    """The job that an environment describes; None stands for an unknown value.
+
+    Attributes:
+        launcher: The name of the launcher.
+        rank: The rank of this process.
+        size: The number of ranks.
+        local_rank: The index of the rank on its host.
+        local_size: The number of ranks on the host.
+        address: The host of rank 0.
+        port: A port there.
+        source: Where rank and size come from, for messages.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    address: str | None = None
+    port: int | None = None
+    source: str = ""
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Return the address and port of rank 0.
+
+        Raises:
+            LaunchError: One of them is unknown; the message explains how to set it.
+
+        Example:
+            >>> job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"}
+            >>> find_job(job | {"MASTER_PORT": "29500"}).rendezvous()
+            ('node7', 29500)
+        """
+        if self.address is not None and self.port is not None:
+            return self.address, self.port
+        given = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        missing = [name for name, value in given.items() if value is None]
+        raise LaunchError(
+            f"unknown {' and '.join(missing)}: this is rank {self.rank} of {self.size} "
+            f"({self.source}); set them to the host of rank 0 and a free port there, for mpirun "
+            f"with -x, for mpiexec with -genv"
+        )
+
+
+def find_job(environment: Mapping[str, str]) -> FoundJob | None:
+    """Return the job that a launcher's variables describe; None if there are none.
+
+    A launcher that runs inside another one has precedence, such as mpirun in a SLURM job. A job of
+    one rank is a job.
+
+    Args:
+        environment: Variables and their values, such as `os.environ`.
+
+    Raises:
+        LaunchError: A value is not a number, only the rank or only the size is set, two launchers
+            contradict each other, or this is a SLURM allocation in which srun started nothing.
+
+    Example:
+        >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0",
+        ...         "SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[03-04]"}
+        >>> job = find_job(step)
+        >>> job.launcher, job.rank, job.size, job.rendezvous()
+        ('srun', 5, 8, ('gpu03', 24711))
+    """
+    held = _read(environment)
+    jobs = _agreeing(held)
+    if not jobs:
+        _check_not_forgotten(held)
+        return None
+
+    def first(field: str) -> Any:
+        return next((getattr(job, field) for job in jobs if getattr(job, field) is not None), None)
+
+    local_size = first("local_size")
+    here = "127.0.0.1" if local_size == jobs[0].size else None
+    return attrs.evolve(
+        jobs[0],
+        local_rank=first("local_rank"),
+        local_size=local_size,
+        address=held.get("MASTER_ADDR") or first("address") or here,
+        port=_number("MASTER_PORT", held, 1, 65_535) if "MASTER_PORT" in held else first("port"),
+    )
+
+
+def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the world size or the rank that an environment describes; None if there is none.
+
+    WORLD_SIZE without RANK counts, and RANK without WORLD_SIZE: they may be set by hand.
+
+    Args:
+        variable: "WORLD_SIZE" or "RANK".
+        environment: Variables and their values, such as `os.environ`.
+
+    Returns:
+        The number, and where it comes from.
+
+    Raises:
+        LaunchError: As `find_job`.
+
+    Example:
+        >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
+        >>> find_number("RANK", step)
+        (5, 'SLURM_PROCID=5 and SLURM_NTASKS=8 of srun')
+        >>> find_number("WORLD_SIZE", {"WORLD_SIZE": "4096"})
+        (4096, 'WORLD_SIZE=4096')
+    """
+    held = _read(environment)
+    by_hand = {"WORLD_SIZE", "RANK"} & held.keys()
+    if by_hand == {variable}:
+        return _number(
+            variable, held, int(variable == "WORLD_SIZE")
+        ), f"{variable}={held[variable]}"
+    if len(by_hand) == 1:
+        del held[by_hand.pop()]
+    job = find_job(held)
+    if job is None:
+        return None
+    return job.size if variable == "WORLD_SIZE" else job.rank, job.source
+
+
+def none_found(advice: str) -> str:
+    """Return a message for a job without a launcher.
+
+    >>> none_found("use srun")  # doctest: +ELLIPSIS
+    'no launcher was found: none of RANK, OMPI_COMM_WORLD_RANK, ..., SLURM_PROCID is set; use srun'
+    """
+    names = dict.fromkeys(row.rank for row in LAUNCHERS)
+    return f"no launcher was found: none of {', '.join(names)} is set; {advice}"
+
+
+def _read(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read, without spaces around the values and empty ones."""
+    held = {name: environment[name] for name in VARIABLES.intersection(environment)}
+    for name, text in held.items():
+        if not isinstance(text, str):
+            raise LaunchError(f"{name} must be a string, as in os.environ, got {shown(text)}")
+    return {name: text.strip() for name, text in held.items() if text.strip()}
+
+
+def _agreeing(held: Mapping[str, str]) -> list[FoundJob]:
+    """Return the first launcher's job, and those of others that describe the same one.
+
+    Raises:
+        LaunchError: Another one contradicts it, and cannot have started it.
+    """
+    jobs: list[FoundJob] = []
+    nests = False
+    for launcher in LAUNCHERS:
+        job = _job_of(launcher, held)
+        if job is None:
+            continue
+        nests = nests if jobs else launcher.nests
+        if not jobs or (job.rank, job.size) == (jobs[0].rank, jobs[0].size):
+            jobs.append(job)
+        elif job.size > 1 and not nests:
+            raise LaunchError(
+                f"{jobs[0].source}, but {job.source}; unset those that are left from another job"
+            )
+    return jobs
+
+
+def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
+    """Return the job that the variables of one launcher describe; None if they are not set."""
+    size_name = next((name for name in launcher.size if name in held), None)
+    if size_name is None or launcher.rank not in held or not _is_marked(launcher, held):
+        return None
+    rank, size = _number(launcher.rank, held), _number(size_name, held, 1)
+    source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
+    if rank >= size:
+        raise LaunchError(f"{source}: the last rank would be {size - 1}")
+    local_rank, local_size = (
+        _number(name, held) if name in held else None
+        for name in (launcher.local_rank, launcher.local_size)
+    )
+    address = port = None
+    if launcher is _SRUN:
+        address, port = _first_host(held), _port_of_step(held)
+    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # the name of this mpirun
+        port = _port_of(zlib.crc32(held["PMIX_NAMESPACE"].encode(errors="replace")))
+    return FoundJob(launcher.name, rank, size, local_rank, local_size, address, port, source)
+
+
+def _is_marked(launcher: Launcher, held: Mapping[str, str]) -> bool:
+    """Return whether the launcher's mark is set; SLURM's must be a step that srun started."""
+    if launcher is _SRUN and held.get("SLURM_STEP_ID", "").isdecimal():
+        return _number("SLURM_STEP_ID", held, largest=2**32 - 1) < _LAST_STEP
+    return launcher is not _SRUN and (not launcher.mark or launcher.mark in held)
+
+
+def _check_not_forgotten(held: Mapping[str, str]) -> None:
+    """Raise an error if variables of a launcher are set, but no rank.
+
+    Raises:
+        LaunchError: Names the variable, and the command to start the program with.
+    """
+    for launcher in LAUNCHERS:
+        names = (launcher.rank, *launcher.size)
+        there = next((name for name in names if name in held), None)
+        if there is not None and _is_marked(launcher, held):
+            missing = launcher.size[0] if there == launcher.rank else launcher.rank
+            raise LaunchError(
+                f"{missing} is missing, but {there}={shown(held[there])} of {launcher.name} is "
+                f"set; set both, or unset {there}"
+            )
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+        if name in held and _number(name, held) > 1:
+            raise LaunchError(
+                f"{name}={held[name]}, and SLURM_STEP_ID names no step: this is inside an "
+                f"allocation, not in a step of it; start with srun, or unset {name}"
+            )
+    if "MASTER_ADDR" in held:  # else each process would create a world alone
+        address = shown(held["MASTER_ADDR"])
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={address} is set; set all, or none"
+        )
+
+
+def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int = 2**31) -> int:
+    text = held[name]
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
+        span = f"at least {smallest}" if largest == 2**31 else f"{smallest} to {largest}"
+        raise LaunchError(f"{name} must be an integer of {span}, got {shown(text)}")
+    return int(text)
+
+
+def _port_of(number: int) -> int:
+    return _FIRST_PORT + number % _PORTS
+
+
+# ---- SLURM --------------------------------------------------------------------------------------
+
+
+def _first_host(held: Mapping[str, str]) -> str | None:
+    """Return the host of rank 0: the first one of a list such as "gpu[03-04,9],login"."""
+    if held.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any
+        return None
+    nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST") or ""
+    first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group()) or None if first else None
+
+
+def _port_of_step(held: Mapping[str, str]) -> int | None:
+    """Return a port for a step; steps of one job get different ones, as they may share hosts."""
+    if "SLURM_JOB_ID" not in held:
+        return None
+    step = _number("SLURM_STEP_ID", held, largest=2**32)
+    return _port_of(_number("SLURM_JOB_ID", held) + 7919 * step)

@@ -1,0 +1,231 @@
+"""The pytest plugin: the marker `ranks`, its options, and fixtures.
+
+    @pytest.mark.ranks(2, 4)
+    def test_sum(ranks):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == ranks
+
+runs on 2 real ranks, and on 4. Every pytest of an environment with hypercomm loads this file, so it
+imports nothing but pytest; `on_ranks` does the work when a test asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+bound = SimpleNamespace(most=None, left_out=0)
+"""--ranks-max, and the ranks of an example of `given_ranks` that was left out because of it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the bounds of ranks."""
+    group = parser.getgroup("hypercomm", "tests on real ranks")
+    group.addoption(
+        "--ranks-max",
+        type=int,
+        metavar="N",
+        help="skip tests marked ranks(...) at sizes above N, and leave out such examples of "
+        "given_ranks; default: 4 for each processor, and at least 8",
+    )
+    group.addoption(
+        "--ranks-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=60.0,
+        help="end ranks that have not returned after so long, and show where they hang; default: "
+        "%(default)s",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker, and check the options."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, timeout=60, backend='gloo'): run the test's body on so many real ranks, "
+        "once for each size. Its fixtures are made in pytest's process, and travel by pickle.",
+    )
+    for name in ("--ranks-max", "--ranks-timeout"):
+        value = config.getoption(name)
+        if value is not None and not value > 0:
+            raise pytest.UsageError(f"{name} must be larger than 0, got {value:g}")
+
+
+# ---- the marker ---------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each size; those that are too large are skipped, with the reason."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    sizes: tuple[Any, ...] = marker.args
+    are_right = sizes and all(type(size) is int and size > 0 for size in sizes)
+    if (
+        not are_right
+        or len(set(sizes)) < len(sizes)
+        or marker.kwargs.keys() - {"timeout", "backend"}
+    ):
+        pytest.fail(
+            f"the marker ranks of {metafunc.function.__name__} takes distinct sizes of 1 or more, "
+            f"timeout= and backend=, as in @pytest.mark.ranks(2, 4, timeout=30); got {sizes} and "
+            f"{dict(marker.kwargs)}",
+            pytrace=False,
+        )
+    if "ranks" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("ranks")
+    limit = _most(metafunc.config)
+    metafunc.parametrize(
+        "ranks",
+        [
+            pytest.param(
+                size, marks=[pytest.mark.skip(_too_many(size, limit))] if size > limit else []
+            )
+            for size in sizes
+        ],
+        ids=[f"ranks={size}" for size in sizes],
+        indirect=True,
+        scope="function",  # else tests would be sorted by size
+    )
+
+
+def _most(config: pytest.Config) -> int:
+    asked: int | None = config.getoption("--ranks-max")
+    if asked is not None:
+        return asked
+    from hypercomm.testing.on_ranks import most_ranks
+
+    return most_ranks()
+
+
+def _too_many(size: int, limit: int) -> str:
+    return f"{size} ranks are more than {limit}; --ranks-max={size} starts them"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a marked test on ranks."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    __tracebackhide__ = True
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        pytest.fail(
+            f"{pyfuncitem.name} is async, and ranks have no event loop: call asyncio.run() in a "
+            f"body that is not",
+            pytrace=False,
+        )
+    from hypercomm.errors import LaunchError
+    from hypercomm.testing.on_ranks import run_test
+
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    options = {"timeout": pyfuncitem.config.getoption("--ranks-timeout"), **marker.kwargs}
+    try:
+        with _output_shown(pyfuncitem) as output:
+            size: Any = pyfuncitem.callspec.params["ranks"]
+            run_test(pyfuncitem.obj, fixtures, size, output=output, **options)
+    except LaunchError as error:
+        wrong = str(error)
+    else:
+        return True
+    pytest.fail(wrong, pytrace=False)
+
+
+@contextlib.contextmanager
+def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
+    """Add the output of each rank to the report of a test; with `-s` it goes to the terminal."""
+    output: dict[int, str] = {}
+    try:
+        yield None if item.config.getoption("capture") == "no" else output
+    finally:
+        for rank, text in sorted(output.items()):
+            item.add_report_section("call", f"output of rank {rank}", text)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Bound the examples of `given_ranks`; skip a test of which all are left out."""
+    bound.most, bound.left_out = item.config.getoption("--ranks-max"), 0
+    if item.get_closest_marker("ranks") is not None and not hasattr(item, "callspec"):
+        pytest.fail(
+            f"{item.name} is marked ranks, and is a method of unittest.TestCase, which cannot be "
+            f"run for each size: make it one of another class",
+            pytrace=False,
+        )
+    try:
+        return (yield)
+    except Exception as error:
+        if bound.left_out and type(error).__name__ == "Unsatisfiable":
+            pytest.skip(f"{_too_many(bound.left_out, bound.most)}; no example had fewer")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Show the traceback of a rank without that of the process which waited for it."""
+    report = yield
+    error = None if call.excinfo is None else call.excinfo.value
+    if report.failed and type(error).__name__ == "BodyFailedError":  # imported only if needed
+        report.longrepr = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return report
+
+
+# ---- fixtures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")  # hypothesis wants no other in its tests
+def ranks(request: pytest.FixtureRequest) -> int:
+    """The number of ranks of a test marked `@pytest.mark.ranks(2, 4)`."""
+    size: int | None = getattr(request, "param", None)
+    if size is None:
+        pytest.fail(
+            "the fixture 'ranks' is the number of ranks of a test that is marked, as in "
+            "@pytest.mark.ranks(2, 4), and this one is not: mark it, or take the fixture "
+            "'run_ranks' to start ranks in the test",
+            pytrace=False,
+        )
+    return size
+
+
+@pytest.fixture
+def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`hypercomm.run_ranks` within `--ranks-max`, with each rank's output in the report."""
+
+    def run(function: Callable[..., Any], nprocs: int, **options: Any) -> list[Any]:
+        __tracebackhide__ = True
+        from hypercomm.testing.on_ranks import run_function
+
+        limit = _most(request.config)
+        if nprocs > limit:
+            pytest.skip(_too_many(nprocs, limit))
+        options = {"timeout": request.config.getoption("--ranks-timeout"), **options}
+        with _output_shown(request.node) as output:
+            module = request.module.__name__
+            return run_function(function, nprocs, module=module, output=output, **options)
+
+    return run
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Callable[..., contextlib.ExitStack]]:
+    """`hypercomm.testing.fake_world`, left at the end of the test, or of a `with` block.
+
+    `fake_world(4096, rank=7)` makes this process one rank of a large job; another call makes it
+    one of another job.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def enter(world_size: int, rank: int = 0, **options: Any) -> contextlib.ExitStack:
+            from hypercomm.testing import fake_world as world
+
+            stack.close()
+            stack.enter_context(world(world_size, rank, **options))
+            return stack
+
+        yield enter

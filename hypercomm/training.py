@@ -1,0 +1,175 @@
+"""Gradients of a model on many ranks: their norm, with each element counted once, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hypercomm.errors import GroupOptionsError
+from hypercomm.grid.dims import GridDims
+from hypercomm.layout.text import shown
+from hypercomm.process_groups import torch_internals as c10d
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+Cut = GridDims | None
+"""The dims along which ranks hold different elements of a parameter; None: none of them."""
+
+Parameters = Mapping[Cut, Tensor | Iterable[Tensor]]
+
+
+def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients of a model, as one process with the whole model would.
+
+    Gradients must have been averaged over data parallel ranks before: ranks that differ only in
+    dims that are not named for a parameter hold the same gradient, which counts once.
+
+    Args:
+        parameters: The calling rank's parameters, by the dims that cut them: `grid["tp", "pp"]`
+            for layers that tensor parallelism splits, `grid["pp"]` for those that it replicates,
+            `grid.view("expert")["ep", "pp"]` for experts, and None for parameters that no dim cuts,
+            which every rank of the grid has. Every rank must give the same dims in the same order,
+            with an empty list if it has no such parameters. Of a DTensor, such as FSDP2's, the
+            local part counts: name the dims of its mesh that shard it, too.
+        norm_type: The p of the p-norm, larger than 0; `math.inf` for the largest element.
+
+    Returns:
+        A tensor without dims, the same on all ranks.
+
+    Raises:
+        GroupOptionsError: `parameters` or `norm_type` is wrong, or the dims of a DTensor are not
+            those that shard it.
+        RankOutsideError: The calling rank is in none of the groups.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> split, whole = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        >>> split.grad, whole.grad = torch.tensor([3.0]), torch.tensor([4.0])
+        >>> with fake_world(1), HyperCommGrid("tp=1") as grid:
+        ...     grad_norm({grid["tp"]: [split], None: [whole]}).item()
+        5.0
+    """
+    return _norm(_gradients(parameters), norm_type)
+
+
+def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients of a model so that their norm is at most `max_norm`.
+
+    Does over all ranks what `torch.nn.utils.clip_grad_norm_` does in one process.
+
+    Args:
+        parameters: As for `grad_norm`; those that no dim cuts have the key None.
+        max_norm: The largest norm, at least 0.
+        norm_type: As for `grad_norm`.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        GroupOptionsError, RankOutsideError: As for `grad_norm`; or `max_norm` is negative.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> bias = torch.nn.Parameter(torch.zeros(2))
+        >>> bias.grad = torch.tensor([3.0, 4.0])
+        >>> with fake_world(1), HyperCommGrid("tp=1") as grid:
+        ...     norm = clip_grad_norm_({None: [bias]}, 1.0)
+        >>> norm.item(), [round(each, 3) for each in bias.grad.tolist()]
+        (5.0, [0.6, 0.8])
+
+    Source: the factor is that of torch 2.13's `torch.nn.utils.clip_grads_with_norm_`.
+    """
+    if not max_norm >= 0:
+        raise GroupOptionsError(f"max_norm must be a number of at least 0, got {shown(max_norm)}")
+    cuts = _gradients(parameters)  # once: they may be iterators
+    norm = _norm(cuts, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, gradients in cuts:
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Tensor:
+    if not norm_type > 0:
+        raise GroupOptionsError(f"norm_type must be a number larger than 0, got {shown(norm_type)}")
+    devices = [one.device for _, gradients in cuts for one in gradients]
+    total = torch.zeros((), device=devices[0] if devices else None)
+    for cut, gradients in cuts:
+        # an empty gradient, of an uneven shard, has no largest element
+        norms = [_norm_of(one, norm_type).to(total) for one in gradients if one.numel()]
+        part = _norm_of(torch.stack([torch.zeros_like(total), *norms]), norm_type)
+        if cut is not None and cut.size > 1:
+            part = _over(cut, part, norm_type).to(total)
+        total = _norm_of(torch.stack([total, part]), norm_type)
+    return total
+
+
+def _norm_of(values: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+    return norm
+
+
+def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
+    """Join the norms of a group's members, in one dtype on one device."""
+    device = torch.device(c10d.device_type(cut.group))
+    part = part.to(device, torch.float32)
+    if math.isinf(norm_type):  # the largest of some numbers may hide a NaN
+        found = torch.stack([part.nan_to_num(0.0, math.inf), part.isnan().to(part.dtype)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=cut.group)
+        return torch.where(found[1] > 0, torch.full_like(part, math.nan), found[0])
+    power = part.double().pow(norm_type)
+    dist.all_reduce(power, group=cut.group)
+    return power.pow(1.0 / norm_type)
+
+
+def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
+    """Return the gradients that this rank has, by the dims that cut them."""
+    if not isinstance(parameters, Mapping):
+        raise GroupOptionsError(
+            f"parameters must map dims to parameters, as in {{grid['tp']: layer.parameters()}}, "
+            f"got {shown(parameters)}"
+        )
+    cuts = []
+    for cut, given in parameters.items():
+        if cut is not None and not isinstance(cut, GridDims):
+            raise GroupOptionsError(
+                f"the keys of parameters must be dims of a grid, such as grid['tp', 'pp'], or "
+                f"None, got {shown(cut)}"
+            )
+        own = [given] if isinstance(given, Tensor) else given
+        cuts.append((cut, [_local(cut, one.grad) for one in own if one.grad is not None]))
+    return cuts
+
+
+def _local(cut: Cut, gradient: Tensor) -> Tensor:
+    """Return the part of a gradient on this rank; a DTensor knows along which dims it is cut."""
+    if not hasattr(gradient, "to_local"):
+        return gradient.detach()
+    dtensor: Any = gradient
+    mesh, rank = dtensor.device_mesh, dist.get_rank()
+    named = {rank} if cut is None else {*cut.ranks}
+    for at, placement in enumerate(dtensor.placements):
+        dim = (mesh.mesh_dim_names or range(mesh.ndim))[at]
+        others = {*dist.get_process_group_ranks(mesh.get_group(at))} - {rank}
+        if others and placement.is_partial():
+            raise GroupOptionsError(
+                f"a gradient is not summed over {dim!r} yet (its placement is {placement}); "
+                f"redistribute it first"
+            )
+        is_whole = placement.is_replicate()
+        if (others & named) if is_whole else (others - named):
+            raise GroupOptionsError(
+                f"a gradient is {'whole' if is_whole else 'cut'} along {dim!r}, but its parameter "
+                f"is given under dims {() if cut is None else cut.dims}; name the dims that cut it"
+            )
+    local: Tensor = dtensor.to_local()
+    return local.detach()
