@@ -446,11 +446,11 @@ class Batch:
         """Return the longest timeout of the groups, in seconds."""
         return max((limit_of(spec.options.timeout) for spec in self.specs), default=0.0)
 
-    def create(self, call: Call[Any]) -> None:
-        """Create the groups in order; registers none."""
-        wait = None if call.scope.is_alone else call
+    def create(self, call: Call[Any], grid: str) -> None:
+        """Create the groups in order, named by the call and the name of the grid in it."""
+        wait, prefix = None if call.scope.is_alone else call, f"{call.name}/{grid and grid + ': '}"
         for group in self._new:
-            self._made.append(create(group.spec, f"{call.name}/{group.key}", wait))
+            self._made.append(create(group.spec, f"{prefix}{group.key}", wait))
 
     def undo(self) -> None:
         """Destroy what was created."""
@@ -496,8 +496,8 @@ def create_batches(
         return [f"{name}: {entry}" if name else entry for name, entry in every]
 
     def work(call: Call[None]) -> None:
-        for batch in batches.values():
-            batch.create(call)
+        for name, batch in batches.items():
+            batch.create(call, name)
 
     def undo() -> None:
         for batch in reversed(batches.values()):
