@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 CREATE = "create_pgs()"
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Group:
     """One process group of the calling rank, and the keys that have it.
 
@@ -63,6 +63,9 @@ class Group:
     def create(self) -> ProcessGroup | None:
         """Create the group at the first call, and return it."""
         return self.owner.fulfil(self.spec.key, self)
+
+    def __repr__(self) -> str:
+        return f"<{'created' if self.is_created else 'planned'} group of {self.groups!r}>"
 
     @property
     def key(self) -> GroupKey:
