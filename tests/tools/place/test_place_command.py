@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.torch_free
 
-NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "this needs torch"
+NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs torch: pip install"
 NVL72 = ["place", "tp=4,dp=16,pp=4", "--on", "4,72", "--traffic", "tp=40G,dp=6G,pp=100M"]
 SWAPPED = ["place", "dp=4,tp=2", "--on", "2"]
 
