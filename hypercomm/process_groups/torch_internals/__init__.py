@@ -34,10 +34,7 @@ from hypercomm.process_groups.torch_internals.extras import (
     forget_meshes,
     keep_mesh_order,
     keeps_mesh_order,
-    stop_telling_backward,
     symmetric_memory,
-    tell_backward,
-    was_told_backward,
 )
 from hypercomm.process_groups.torch_internals.gloo import making
 from hypercomm.process_groups.torch_internals.groups import (

@@ -144,12 +144,6 @@ SET_TIMEOUT = hasattr(dist, "set_timeout") or _has(
     "the timeout of a group cannot be changed",
     takes="timeout group",
 )
-_BACKWARD_KEYS = [
-    _has(f"_C.{name}", "a `use` block does not reach the threads of its backward passes")
-    for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_remove_obj_from_tls")
-    if since("2.13")  # an older torch never removes a key
-]
-BACKWARD_KEYS = bool(_BACKWARD_KEYS) and all(_BACKWARD_KEYS)
 
 if _LOST:
     logger.warning(

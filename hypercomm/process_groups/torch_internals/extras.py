@@ -1,4 +1,4 @@
-"""Other private parts of torch: meshes, backward threads, symmetric memory, names of calls."""
+"""Other private parts of torch: meshes, symmetric memory, names of calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError
 from hypercomm.process_groups.torch_internals import capabilities
-
-_C: Any = torch._C
 
 
 def forget_meshes() -> None:
@@ -95,23 +93,6 @@ def _as_one_dim(layout: Any) -> Any:
         return type(layout)([layout.collapse()])
     joint = layout.coalesce()  # torch 2.10
     return joint.nest() if len(joint) > 1 else joint
-
-
-def tell_backward(key: str) -> None:
-    """Make a key known to the threads of the backward passes that this thread starts later."""
-    if capabilities.BACKWARD_KEYS:
-        _C._stash_obj_in_tls(key, None)
-
-
-def stop_telling_backward(key: str) -> None:
-    """Remove a key that `tell_backward` added in this thread."""
-    if was_told_backward(key):
-        _C._remove_obj_from_tls(key)
-
-
-def was_told_backward(key: str) -> bool:
-    """Return whether this thread, or the one that started its backward pass, knows a key."""
-    return capabilities.BACKWARD_KEYS and bool(_C._is_key_in_tls(key))
 
 
 def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | None, Any]:
