@@ -125,18 +125,26 @@ class GridMismatchError(CreationError):
 
 
 class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torch's own
-    """Ranks did not come to a creation in time: see what they do, and try again on all.
+    """Ranks did not join a call in time: see what they do, and call again on all ranks.
 
     Attributes:
-        missing: The ranks that did not come.
-        waited: How long they were waited for.
+        missing: The ranks that caused the timeout.
+        absent: All ranks that did not join: the missing ones, and ranks that wait for them in
+            another call.
+        waited: How long this rank waited.
     """
 
     def __init__(
-        self, message: str, *, missing: tuple[int, ...] = (), waited: timedelta = timedelta(0)
+        self,
+        message: str,
+        *,
+        missing: tuple[int, ...] = (),
+        absent: tuple[int, ...] | None = None,
+        waited: timedelta = timedelta(0),
     ) -> None:
         super().__init__(message)
         self.missing = missing
+        self.absent = missing if absent is None else absent
         self.waited = waited
 
 

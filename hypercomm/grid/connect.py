@@ -1,17 +1,14 @@
 """Connecting the process groups of grids before the first step of a training needs them.
 
-All ranks wait for each other and compare their groups. Then each rank communicates once over all
-groups that it is in. A rank that waits for long in a group publishes a key, so that the other
-members can name the ranks without one.
+All ranks agree that they have the same groups. Then each rank communicates once over all groups
+that it is in, as one call of all ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -24,29 +21,24 @@ from hypercomm.errors import (
     CreationError,
     GroupCreationTimeout,
     HyperCommError,
-    OutcomeUnknownError,
-    PlanMismatchError,
     UnknownDimError,
 )
 from hypercomm.layout.checks import as_names
 from hypercomm.layout.text import aligned, counted, did_you_mean, format_ranks, shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.arrival import absent
-from hypercomm.process_groups.agreement.driver import hold
-from hypercomm.process_groups.agreement.steps import (
-    NOTHING,
-    Step,
-    Steps,
-    all_or_none,
+from hypercomm.process_groups.agreement.calls import (
+    Call,
+    ConnectionFailedError,
+    Scope,
+    agree,
     limit_of,
     refusing,
+    together,
 )
-from hypercomm.process_groups.agreement.whereabouts import name_late
-from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.owner import only_call
-from hypercomm.process_groups.planned import PlannedGroup
-from hypercomm.process_groups.torch_internals.store import LateError, in_time
+from hypercomm.process_groups.owner import Group
+from hypercomm.process_groups.spec import GroupSpec
+from hypercomm.process_groups.torch_internals.store import Task
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -54,14 +46,6 @@ if TYPE_CHECKING:
 CALL = "connect()"
 PIPELINES = ("pp",)
 """The default dims whose neighbours are connected, if a grid has them."""
-
-_GRACE_S = 2.0
-"""Seconds to wait for the keys of the other members after a collective has failed."""
-
-_NAMING_S = 1.0
-"""Seconds that the store may take to name the missing ranks."""
-
-_POLL_S = 0.1
 
 
 # ---- results ------------------------------------------------------------------------------------
@@ -140,7 +124,7 @@ class Connections:
 
 def connect(
     grids: Mapping[str, GridView],
-    steps: Steps,
+    scope: Scope,
     pipelines: str | Iterable[str] = PIPELINES,
     timeout: timedelta | None = None,
 ) -> Connections:
@@ -148,50 +132,67 @@ def connect(
 
     Args:
         grids: By the prefix of the titles of their groups; "" for a grid alone.
-        steps: The agreement of all ranks of the grids.
+        scope: All ranks of the grids.
         pipelines: The dims whose neighbours are connected.
         timeout: For the whole call; default: the timeout of WORLD.
     """
     for grid in grids.values():
         grid._owner.check_alive()
-    along = _read_pipelines(pipelines, grids.values())
     check_timeout(timeout)
-    with contextlib.ExitStack() as stack:
-        for grid in grids.values():
-            stack.enter_context(only_call(grid._owner))
-        return _connect(grids, steps, along, limit_of(timeout))
+    along, limit_s = _read_pipelines(pipelines, grids.values()), limit_of(timeout)
+    job, begin = scope.job, time.monotonic()
+    with refusing(scope):
+        groups = _in_order(grids)
+        items = _items_of(groups, [(dim,) for dim in along], job.rank)
 
+    def entries() -> list[str]:
+        described = [f"{CALL} with edges along {', '.join(along) or 'no dim'}"]
+        for title, (spec, _) in groups.items():
+            described.append(title.removesuffix(str(spec.key)) + spec.describe())
+        return described
 
-def _connect(
-    grids: Mapping[str, GridView], steps: Steps, along: tuple[str, ...], limit_s: float
-) -> Connections:
-    job, begin = current(), time.monotonic()
-    with refusing(steps, CALL):
-        plans = _in_order(grids)
-        items = _items_of(plans, [(dim,) for dim in along], job.rank)
-        entries = [f"{CALL} with edges along {', '.join(along) or 'no dim'}"]
-        for title, planned in plans.items():
-            entries.append(title.removesuffix(str(planned.key)) + planned.describe())
     try:
-        all_or_none(steps, entries, limit_s, CALL, *NOTHING).get()
+        agree(scope, CALL, entries, limit_s).get()
         met_s = time.monotonic() - begin
-        if job.rank not in steps.agreement.layout:
+        if job.rank not in scope.ranks:
             return Connections()
         if not _is_live():
             return Connections(tuple(item.row for item in items), met_s)
-        run = _Run(steps, job, items, begin)
-        left_s, work = max(0.0, limit_s - met_s), (run.connect_all, run.stop)
-        done = all_or_none(steps, [f"{CALL} of each group"], left_s, CALL, *work, follows=True)
+        left_s = max(0.1, limit_s - met_s)
+        second = attrs.evolve(scope, key=f"{scope.key} connect")
+        title = f"{CALL} of each group"
+        done = together(
+            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)
+        )
         return Connections(done.get(), met_s)
-    except ConnectTimeout:
-        raise
-    except PlanMismatchError as error:
-        if f" failed in {CALL}: " not in str(error):
-            raise
-        is_late = f" {ConnectTimeout.__name__}: " in str(error)  # the groups are the same
-        raise (ConnectTimeout if is_late else CreationError)(str(error)) from error
     except GroupCreationTimeout as error:
-        raise _as_connect_timeout(error, plans, job.rank) from error
+        specs = {title: spec for title, (spec, _) in groups.items()}
+        raise _as_connect_timeout(error, specs, job.rank) from error
+
+
+def _connect_all(call: Call[Any], items: list[_Item]) -> tuple[Connection, ...]:
+    """Connect items one after the other, in a thread that may hang in a collective.
+
+    Raises:
+        CreationError: A collective failed.
+    """
+    rows: list[Connection] = []
+
+    def connect_each() -> tuple[Connection, ...]:
+        rows.extend(item.connect(call.scope.job.rank) for item in items)
+        return tuple(rows)
+
+    if call.scope.is_alone:
+        return connect_each()
+    task = Task(connect_each)
+    try:
+        return call.wait(task.poll)
+    except HyperCommError:
+        raise
+    except RuntimeError as error:
+        item, reason = items[len(rows)], str(error).partition(". This is typically")[0]
+        message = f"{CALL} failed in {item.title}: {reason}"
+        raise ConnectionFailedError(message, item.row.ranks) from error
 
 
 def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -> tuple[str, ...]:
@@ -209,14 +210,14 @@ def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -
 
 
 def _as_connect_timeout(
-    error: GroupCreationTimeout, plans: Mapping[str, PlannedGroup], rank: int
+    error: GroupCreationTimeout, specs: Mapping[str, GroupSpec], rank: int
 ) -> ConnectTimeout:
     """Add the groups of the first missing rank to an error of the agreement."""
     missing = error.missing[0] if error.missing else -1
     groups = {
-        title: planned.groups.of(missing)
-        for title, planned in plans.items()
-        if planned.groups.group_size > 1 and planned.groups.has_member(missing)
+        title: spec.groups.of(missing)
+        for title, spec in specs.items()
+        if spec.groups.group_size > 1 and spec.groups.has_member(missing)
     }
     listed = ", ".join(f"{title} of ranks {ranks}" for title, ranks in groups.items())
     common = [title for title, ranks in groups.items() if rank in ranks]
@@ -233,7 +234,6 @@ def _as_connect_timeout(
 class _Item:
     """One communicator, or one edge, that the calling rank connects; `row` has no seconds yet."""
 
-    planned: PlannedGroup
     group: ProcessGroup
     device: str
     row: Connection
@@ -269,46 +269,46 @@ class _Item:
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
 
-def _in_order(grids: Mapping[str, GridView]) -> dict[str, PlannedGroup]:
+def _in_order(grids: Mapping[str, GridView]) -> dict[str, tuple[GroupSpec, Group]]:
     """Return the groups of grids by title, in an order that all ranks have: small ones first."""
 
-    def place(planned: PlannedGroup) -> tuple[int, str, tuple[int, ...], str]:
-        key, names = planned.key, planned.spec.layout.dim_names
+    def place(spec: GroupSpec) -> tuple[int, str, tuple[int, ...], str]:
+        key, names = spec.key, spec.layout.dim_names
         at = tuple(names.index(dim) for dim in key.dims)
-        return planned.groups.group_size, key.view or "", at, key.name or ""
+        return spec.groups.group_size, key.view or "", at, key.name or ""
 
-    ordered: dict[str, PlannedGroup] = {}
+    ordered: dict[str, tuple[GroupSpec, Group]] = {}
     for name, grid in grids.items():
-        prefix = f"{name}: " if name else ""
-        with grid._owner.pool.lock:
-            grid._owner.check_steady()
-            plans = sorted(grid._plans.values(), key=place)
-        ordered |= {f"{prefix}{planned.key}": planned for planned in plans}
+        prefix, owner = f"{name}: " if name else "", grid._owner
+        with owner.pool.lock:
+            owner.check_steady()
+            specs = sorted((owner.specs[key] for key in grid._created), key=place)
+            ordered |= {f"{prefix}{spec.key}": (spec, owner.created[spec.key]) for spec in specs}
     return ordered
 
 
 def _items_of(
-    plans: Mapping[str, PlannedGroup], along: Collection[tuple[str, ...]], rank: int
+    groups: Mapping[str, tuple[GroupSpec, Group]], along: Collection[tuple[str, ...]], rank: int
 ) -> list[_Item]:
-    """Return what the calling rank connects, in the order of the plans.
+    """Return what the calling rank connects, in order.
 
     Keys that share a group make one item, at the position of the first of them.
     """
-    titles: dict[ProcessGroup, dict[str, PlannedGroup]] = {}
-    for title, planned in plans.items():
-        if planned.group is not None:
-            titles.setdefault(planned.group, {})[title] = planned
+    titles: dict[ProcessGroup, dict[str, GroupSpec]] = {}
+    for title, (spec, group) in groups.items():
+        if group.pg is not None:
+            titles.setdefault(group.pg, {})[title] = spec
     items: list[_Item] = []
-    for group, users in titles.items():
-        planned = next(iter(users.values()))
-        ranks, devices = planned.groups.of(rank), _devices_of(group)
+    for pg, users in titles.items():
+        spec = next(iter(users.values()))
+        ranks, devices = spec.groups.of(rank), _devices_of(pg)
         rows = {backend: [Connection((*users,), ranks, backend)] for backend in devices}
-        if any(one.spec.derive is None and one.key.dims in along for one in users.values()):
+        if any(one.derive is None and one.key.dims in along for one in users.values()):
             backend = [*devices][-1]  # that of the accelerator
             edges = [Connection((*users,), ends, backend, is_edge=True) for ends in _edges(ranks)]
             rows[backend] += [row for row in edges if rank in row.ranks]
         for backend, device in devices.items():
-            items += [_Item(planned, group, device, row) for row in rows[backend]]
+            items += [_Item(pg, device, row) for row in rows[backend]]
     return items
 
 
@@ -342,103 +342,3 @@ def _devices_of(group: ProcessGroup) -> dict[str, str]:
 def _is_live() -> bool:
     """Return whether there are ranks to communicate with: not in fake and simulated worlds."""
     return c10d.has_ranks() and not c10d.is_other_world()
-
-
-# ---- one run ------------------------------------------------------------------------------------
-
-
-@attrs.define
-class _Run:
-    """The part of the calling rank, in a thread that may hang."""
-
-    steps: Steps
-    job: Job
-    items: list[_Item]
-    begin: float
-    at: int = 0
-    is_stopped: bool = False
-
-    def connect_all(self, step: Step) -> tuple[Connection, ...]:
-        """Connect all items, if there are any, at a step that all ranks are at.
-
-        Raises:
-            ConnectTimeout: It did not end in time, or a member is missing.
-            CreationError: A collective failed.
-        """
-        if not self.items:
-            return ()
-        check_others = self.steps.lookout(self.job, CALL, is_met=True)  # raises if one has failed
-
-        def while_waiting() -> None:
-            self._publish(step)
-            check_others((), time.monotonic() - self.begin)
-
-        try:
-            left_s = max(0.0, step.deadline - time.monotonic())
-            return in_time(self._connect, left_s, while_waiting)
-        except dist.DistNetworkError as error:
-            raise OutcomeUnknownError(
-                f"{CALL} failed: the job's store is gone ({str(error).splitlines()[0]}); restart "
-                f"the job"
-            ) from error
-        except HyperCommError:
-            raise
-        except RuntimeError as error:
-            raise self._error(step, error) from error
-
-    def stop(self) -> None:
-        """Start no further item."""
-        self.is_stopped = True
-
-    def _connect(self) -> tuple[Connection, ...]:
-        rows: list[Connection] = []
-        while self.at < len(self.items) and not self.is_stopped:
-            rows.append(self.items[self.at].connect(self.job.rank))
-            self.at += 1
-        return tuple(rows)
-
-    @property
-    def _item(self) -> _Item:
-        """The current item, or the last one if all are connected."""
-        return self.items[min(self.at, len(self.items) - 1)]
-
-    def _publish(self, step: Step) -> None:
-        """Publish that this rank is in its current item."""
-        key = f"{_place(step, self._item)}/here/{self.job.rank}"
-        if step.register and key not in self.steps.agreement.registers:
-            c10d.answer(partial(c10d.set_all, {key: "1"}))
-            self.steps.agreement.registers.add(key)  # it is deleted with them
-
-    def _error(self, step: Step, error: Exception) -> CreationError:
-        """Return an error that names the members that have not entered the current item."""
-        item, is_late = self._item, isinstance(error, LateError)
-        others = [rank for rank in item.row.ranks if rank != self.job.rank]
-        missing, named = tuple[int, ...](), ""
-        with contextlib.suppress(dist.DistNetworkError):
-            self._publish(step)
-            until = time.monotonic() + (0.0 if is_late else _GRACE_S)
-            while step.register and (missing := hold(absent(_place(step, item), others))):
-                if time.monotonic() >= until:
-                    break
-                time.sleep(_POLL_S)
-            late = name_late(self.job, missing, item.row.ranks, item.planned.spec.layout)
-            missing, named = hold(late, _NAMING_S)
-        cause = str(error).partition(". This is typically")[0]
-        if not missing and not is_late:
-            return CreationError(f"{CALL} failed in {item.title}: {cause}")
-        waited = timedelta(seconds=time.monotonic() - self.begin)
-        text = (
-            f"{CALL} of the grid {self.steps.agreement.layout} waited "
-            f"{waited.total_seconds():.1f} s in {item.title}"
-        )
-        if missing:
-            text += f" for {named}; check whether they are alive{'' if is_late else f': {cause}'}"
-        else:
-            text += ", which all members have entered; check whether they can reach each other"
-        return ConnectTimeout(text, missing=missing, waited=waited, group=item.row.keys[0])
-
-
-def _place(step: Step, item: _Item) -> str:
-    """Return the prefix of the keys of the members that have entered an item."""
-    row = item.row
-    return f"{step.register}/{row.title} {row.backend} of {','.join(map(str, row.ranks))}"

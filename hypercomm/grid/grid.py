@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -54,17 +55,17 @@ from hypercomm.layout.checks import as_int, as_rank, as_ranks, check_choice, che
 from hypercomm.layout.parsing import Dims, parse_sizes
 from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
-from hypercomm.process_groups import reshaping, world
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.steps import Steps, limit_of, refusing
-from hypercomm.process_groups.agreement.survivors import call_the_roll
-from hypercomm.process_groups.creation import abort, destroy
-from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups import world
+from hypercomm.process_groups.agreement.calls import limit_of, refusing
+from hypercomm.process_groups.agreement.grid import GridAgreement
+from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
+from hypercomm.process_groups.create import abort, destroy
+from hypercomm.process_groups.explain import Explanation
+from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_timeout
-from hypercomm.process_groups.owner import GroupOwner, create_all
-from hypercomm.process_groups.planned import Explanation, PlannedGroup, Pool
-from hypercomm.process_groups.reshaping import Reshaped, alone, check_settled, steps_of
+from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
+from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
 from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class GridView:
 
         A view has its own groups and those over the dims that it shares with the grid.
         """
-        return MappingProxyType({key: planned.group for key, planned in self._plans.items()})
+        return MappingProxyType({key: group.pg for key, group in self._created.items()})
 
     # ---- ranks ----------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ class GridView:
         keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
         return self._owner.create(self._spec(_flatten(dims, more), keywords))
 
-    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> PlannedGroup:
+    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Group:
         """Check some process groups now, and create them later with `create()` of the result.
 
         Every rank of the grid must call this, in the same order. It takes the arguments of
@@ -464,7 +465,7 @@ class GridView:
             4 2 0 4
         """
         check_keywords("plan_pg", keywords, GroupKeywords.__annotations__)
-        return self._owner.plan(self._spec(_flatten(dims, more), keywords))
+        return self._owner.reserve(self._spec(_flatten(dims, more), keywords))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -592,8 +593,7 @@ class GridView:
         """
         check_keywords("explain", keywords, GroupKeywords.__annotations__)
         spec = self._spec(_flatten(dims, more), keywords)
-        planned = self._owner.planned.get(spec.key)
-        return self._owner.explain(planned or self._owner.draft(spec, current_or_none()))
+        return self._owner.explain(spec)
 
     def find(self, group: ProcessGroup | None) -> GroupKey | None:
         """Return the key of a process group of the grid; None for other groups.
@@ -676,15 +676,15 @@ class GridView:
         return self._state.owner
 
     @property
-    def _plans(self) -> Mapping[GroupKey, PlannedGroup]:
+    def _created(self) -> Mapping[GroupKey, Group]:
         """The groups that exist, of this view and of the dims that it shares."""
         created = self._owner.created
         if self._view is None:
             return dict(created)
         shared = set(self._state.views[self._view].shared_dims)
         return {
-            key: planned
-            for key, planned in created.items()
+            key: group
+            for key, group in created.items()
             if key.view == self._view or (key.view is None and set(key.dims) <= shared)
         }
 
@@ -728,7 +728,10 @@ class GridView:
             self._owner.check_numbers(job)
             check_world(base, job.size)
             state.job = job
-        return specify(key, view, base, given.get("derive"), wanted, share or options.share)
+        return specify(
+            *(key, view, base, given.get("derive"), wanted, share or options.share),
+            *(options.creation, job),
+        )
 
     def _specs(
         self, requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
@@ -787,7 +790,8 @@ class GridView:
         """
         from hypercomm.grid.connect import connect
 
-        return connect({"": self}, self._owner.steps, pipelines, timeout)
+        self._owner.check_alive()
+        return connect({"": self}, self._owner.grid_scope(current()), pipelines, timeout)
 
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
         """Write a report for `hypercomm blame` when no collective has moved for a while.
@@ -830,11 +834,11 @@ class GridView:
         """
         views, owner = self._state.views, self._owner
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
-        groups = lambda: {key: one.group for key, one in owner.created.items()}  # noqa: E731
+        groups = lambda: {key: one.pg for key, one in owner.created.items()}  # noqa: E731
         watch: Watch = importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
         return watch
 
-    def survivors(self, timeout: timedelta) -> tuple[int, ...]:
+    def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.
 
         Every rank of the grid that is left calls this after a collective has failed, and then
@@ -843,8 +847,9 @@ class GridView:
         Args:
             timeout: How long to wait for ranks that do not arrive. Choose more than the timeout of
                 the collectives, which other ranks may still wait in. The ranks that arrived then
-                confirm the result with each other; each 16 missing ranks, and a rank that dies
-                during the call, extend the wait by `timeout`.
+                confirm the result with each other; a rank that dies during the call extends the
+                wait by `timeout`.
+            min_ranks: The fewest ranks that may continue.
 
         Returns:
             The ranks that arrived, in the order of the layout. A rank that is alive and waits
@@ -852,7 +857,8 @@ class GridView:
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
-            CreationError: The others continue without this rank, which arrived too late.
+            CreationError: The others continue without this rank, which arrived too late, or fewer
+                than `min_ranks` are left.
             OutcomeUnknownError: The job's store is gone; restart the job.
             GroupOptionsError: `timeout` is not a positive timedelta.
 
@@ -868,8 +874,8 @@ class GridView:
         owner.check_alive()
         check_duration("timeout", timeout, GroupOptionsError)
         self.coords()  # raises on a rank outside
-        of, limit_s = owner.successions.of, timeout.total_seconds()
-        return call_the_roll(owner.steps, lambda ranks: of(ranks)[1], limit_s)
+        limit_s = timeout.total_seconds()
+        return find_survivors(owner.agreement, self.layout, limit_s, as_int(min_ranks, "min_ranks"))
 
     # ---- helpers for training code --------------------------------------------------------------
 
@@ -992,9 +998,9 @@ class GridView:
         if self.is_destroyed:
             return ["destroyed"]
         groups = [
-            f"group {key}: {len(planned.groups)} of {planned.groups.group_size} ranks"
-            + (f", {planned.options.backend}" if planned.options.backend else "")
-            for key, planned in self._plans.items()
+            f"group {spec.key}: {len(spec.groups)} of {spec.groups.group_size} ranks"
+            + (f", {spec.options.backend}" if spec.options.backend else "")
+            for spec in (self._owner.specs[key] for key in self._created)
         ]
         views = [f"view {name}: {view}" for name, view in self.views.items()]
         return [self._position(), *views, *(groups or ["no process groups yet"])]
@@ -1282,24 +1288,27 @@ class HyperCommGrid(GridView):
         is_live = ranks is not None and current_or_none() is not None
         total = world.world_size(None if is_live else state.world_size)
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
-        with alone(owner), steps_of(owner, left) as steps:
-            with refusing(steps, reshaping.CALL):
+        job = current_or_none()
+        with reshaping(owner):
+            scope = None
+            if job is not None:
+                scope = owner.grid_scope(job)
+                if left is not None:
+                    scope = continuing_scope(owner.agreement, job, sorted(left))
+            with contextlib.nullcontext() if scope is None else refusing(scope):
                 layout = read_target(target, self.layout, left)
                 if not isinstance(views, Mapping | None):
                     raise LayoutError(f"views must map names to texts, got {shown(views)}")
                 refactored = state.views.refactored(layout, views or {})
                 check_settled(owner)
-
-            def make(shape: str) -> GroupOwner:
                 pool = owner.pool if left is None else Pool()
-                return _owner_of(layout, state.options, pool, steps, shape)
-
-            limit_s = limit_of(timeout)
-            fresh, result, pending = reshaping.reshape(owner, make, refactored, steps, limit_s)
+                fresh = _owner_of(layout, state.options, pool)
+            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout))
             self._forget_meshes()
             state.views, state.owner, state.world_size = refactored, fresh, total
             self._dims = {}
         owner.end(destroy if left is None else abort)
+        owner.leave()
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)
@@ -1370,19 +1379,10 @@ def _flatten(dims: Dims, more: tuple[Dims, ...]) -> Dims:
     return (dims, *more) if more else dims
 
 
-def _owner_of(
-    layout: RankLayout,
-    options: GridOptions,
-    pool: Pool,
-    steps: Steps | None = None,
-    shape: str = "",
-) -> GroupOwner:
+def _owner_of(layout: RankLayout, options: GridOptions, pool: Pool) -> GroupOwner:
     """Return a new owner of groups: of a new grid, or of the new shape of a reshaped one."""
-    if steps is None:
-        steps = Steps(Agreement(layout, options.name, options.backend), are_all=options.verify)
-    return GroupOwner(
-        layout, options.creation, pool, steps, is_verified=options.verify, shape=shape
-    )
+    agreement = GridAgreement(layout, options.name, options.backend)
+    return GroupOwner(layout, options.creation, pool, agreement, is_verified=bool(options.verify))
 
 
 class _Coords(logging.Filter):

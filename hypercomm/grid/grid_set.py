@@ -9,7 +9,6 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict, cast
 
-import attrs
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,10 +44,11 @@ from hypercomm.layout.placement import (
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_coords, format_ranks, shown
 from hypercomm.process_groups import world
-from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.steps import Step, Steps, all_or_none, limit_of
+from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
+from hypercomm.process_groups.agreement.grid import GridAgreement
+from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.owner import Batch, only_call
+from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.spec import GroupSpec, check_once
 from hypercomm.transfers.transfer import transfer
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CREATE = "GridSet.create_pgs()"
+CREATE = "GridSet.create_pgs()"
 
 
 class SetArguments(GridArguments, total=False):
@@ -144,7 +144,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Placement(layouts, self._world_size).require(requires)
         _check_overrides(overrides, placed)
         self._label = f"set {name}" if name else f"set of {', '.join(placed)}"
-        self._steps: dict[tuple[int, ...], Steps] = {}
+        self._agreements: dict[tuple[int, ...], GridAgreement] = {}
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
         for label, given in placed.items():
@@ -404,47 +404,18 @@ class GridSet(Mapping[str, HyperCommGrid]):
         if not names:
             return {}
         defaults: SharedKeywords = {"backend": backend, "timeout": timeout, "share": share}
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(only_call(self[name]._owner))
-            return self._create_jointly({n: requests[n] for n in names}, defaults)
-
-    def _create_jointly(
-        self,
-        requests: Mapping[str, Iterable[Dims | GroupArguments]],
-        defaults: SharedKeywords,
-    ) -> dict[str, list[ProcessGroup | None]]:
-        """Create groups of several grids on all of their ranks, or on none."""
-        steps = self._steps_of(requests)
-        batches: dict[str, Batch] = {}
+        scope, batches = self._scope(names), dict[str, Batch]()
         try:
-            for name, wanted in requests.items():
-                batches[name] = Batch(self[name]._owner, self._specs(name, wanted, defaults))
-            for batch in batches.values():
-                batch.plan()
-            entries = [f"{name}: {entry}" for name in batches for entry in batches[name].words()]
-        except BaseException as error:
-            _forget(batches)
-            steps.refuse(error, _CREATE)
-            raise
-
-        def create(step: Step) -> dict[str, list[ProcessGroup | None]]:
-            step = attrs.evolve(step, name=f"{steps.title} {step.name}")  # unlike those of a grid
-            return {name: batch.create(step) for name, batch in batches.items()}
-
-        def roll_back() -> None:
-            for name, batch in reversed(batches.items()):
-                try:
-                    batch.take_back()
-                except BaseException as error:  # noqa: BLE001 - the others must go too
-                    logger.warning("rolling back the groups of grid %r: %s", name, error)
-
-        try:
-            limit_s = limit_of(defaults["timeout"])
-            return all_or_none(steps, entries, limit_s, _CREATE, create, roll_back).get()
+            with refusing(scope):
+                for name in names:
+                    batch = Batch(self[name]._owner, self._specs(name, requests[name], defaults))
+                    batch.reserve()
+                    batches[name] = batch
         except BaseException:
-            _forget(batches)
+            for batch in batches.values():
+                batch.release()
             raise
+        return create_batches(scope, CREATE, batches, limit_of(timeout))
 
     def _specs(
         self, name: str, wanted: Iterable[Dims | GroupArguments], defaults: SharedKeywords
@@ -456,13 +427,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
             raise type(error)(f"requests of grid {name!r}: {error}") from error
         return specs
 
-    def _steps_of(self, names: Iterable[str]) -> Steps:
-        """Return the agreement of the ranks of some grids, one for each set of ranks."""
+    def _scope(self, names: Iterable[str]) -> Scope:
+        """Return the scope of the calls that the ranks of some grids make together."""
         ranks = tuple(sorted({rank for name in names for rank in self[name].layout.ranks}))
-        if ranks not in self._steps:
+        if ranks not in self._agreements:
             layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-            self._steps[ranks] = Steps(Agreement(layout, self._label, None))
-        return self._steps[ranks]
+            self._agreements[ranks] = GridAgreement(layout, self._label, None)
+        agreement = self._agreements[ranks]
+        return agreement.scope(current(), "calls of a set")
 
     def connect(
         self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
@@ -485,7 +457,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """
         from hypercomm.grid.connect import connect
 
-        return connect(self._grids, self._steps_of(self), pipelines, timeout)
+        return connect(self._grids, self._scope(self), pipelines, timeout)
 
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check, grid by grid, that all its ranks have planned the same process groups.
@@ -512,9 +484,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
             Exception: The error of the first grid that failed, after all have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
-        for steps in self._steps.values():
+        for agreement in self._agreements.values():
             with contextlib.suppress(RuntimeError):  # the store is gone
-                steps.agreement.leave()
+                agreement.leave()
 
     def abort(self) -> None:
         """Abort the groups of all grids without waiting, as `HyperCommGrid.abort`."""
@@ -619,8 +591,3 @@ def _unknown(name: object, grids: Iterable[str]) -> UnknownGridError:
         f"there is no grid {shown(name)} in this set; it has {list(grids)}"
         f"{did_you_mean(name, grids)}"
     )
-
-
-def _forget(batches: Mapping[str, Batch]) -> None:
-    for batch in batches.values():
-        batch.forget()

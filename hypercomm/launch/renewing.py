@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -12,17 +11,12 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from hypercomm.errors import GroupCreationTimeout, JoinError, RankOutsideError
+from hypercomm.errors import JoinError, RankOutsideError
 from hypercomm.launch.joining import Joined, join
-from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.arrival import arrive
-from hypercomm.process_groups.agreement.driver import hold_for_all
-from hypercomm.process_groups.agreement.meeting import End, Meeting
-from hypercomm.process_groups.agreement.steps import limit_of
-from hypercomm.process_groups.agreement.whereabouts import name_late
+from hypercomm.process_groups.agreement.calls import Scope, limit_of, together
 from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.torch_internals.split import bound_device
@@ -95,39 +89,23 @@ def renew_world(
             f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
             f"new WORLD call renew_world(): end this process"
         )
-    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
-    key = f"{old.namespace if store is None else 'hypercomm'}/new world {digest}"
-    if store is None:
-        key = f"{key}/{_meet(old, given, key, timeout)}"
+    if store is None:  # one record for all lists of ranks, so that other lists are an error
+        key = _meet(old, given, f"{old.namespace}/new world", timeout)
         store = store_of_world()
+    else:
+        digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+        key = f"hypercomm/new world {digest}"
     return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
 
 
-def _meet(job: Job, ranks: tuple[int, ...], key: str, timeout: timedelta | None) -> int:
-    """Wait in the old WORLD until all ranks have arrived; return the number of the attempt."""
-    begin, limit_s = time.monotonic(), limit_of(timeout)
-    alone = RankLayout([1], ["rank"], ranks=[job.rank])  # the others are named without coordinates
-
-    def explain(missing: tuple[int, ...]) -> Meeting[End]:
-        late, words = yield from name_late(job, missing, ranks, alone)
-        return End("missing", missing, words, late=late)
-
-    attempt = job.renewals[key]
-    job.renewals[key] += 1
-    meeting = arrive(f"{key}/{attempt}", job.rank, ranks, begin + limit_s, explain=explain)
-    end, pending = hold_for_all(meeting, limit_s, CALL)
-    if pending is not None:
-        raise pending
-    if end.kind == "agreed":
-        return attempt
-    waited = time.monotonic() - begin
-    raise GroupCreationTimeout(
-        f"{CALL} of ranks {format_ranks(sorted(ranks))} waited {waited:.1f} s for "
-        f"{end.words or 'others'}; all of them must call it, with the same ranks in one order, "
-        f"or go on without the missing ones",
-        missing=end.ranks,
-        waited=timedelta(seconds=waited),
-    )
+def _meet(job: Job, ranks: tuple[int, ...], key: str, timeout: timedelta | None) -> str:
+    """Wait in the old WORLD until all ranks have joined; return a key that is new for each call."""
+    names: list[str] = []
+    entries = [f"{CALL} with ranks {list(ranks)}"]
+    title = f"{CALL} of ranks {format_ranks(sorted(ranks))}"
+    scope, limit_s = Scope(job, key, ranks), limit_of(timeout)
+    together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
+    return names[0]
 
 
 def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:

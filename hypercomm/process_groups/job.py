@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,30 +18,6 @@ from hypercomm.process_groups.torch_internals.gloo import world_address_key
 from hypercomm.process_groups.torch_internals.store import answer
 
 
-class KnownGrids:
-    """What this process knows of the grids of one job.
-
-    Attributes:
-        numbers: How many grids of a kind there are, where there is no store.
-        passed: The slots that this rank has taken, or whose end it has obeyed.
-        heard: What it was told that ranks differ in, by the place that it is about.
-        latest: The slot of the grid that this rank came to last.
-        waits: Whether the store says that this rank waits for others.
-        transfers: By the places at which ranks agree on transfers: those that have ended, and may
-            be in the store yet.
-        lock: Held while a grid is named.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = defaultdict(int)
-        self.passed: set[str] = set()
-        self.heard: set[str] = set()
-        self.latest = ""
-        self.waits = False
-        self.transfers: dict[str, range] = defaultdict(lambda: range(0))
-        self.lock = threading.RLock()
-
-
 @attrs.define(eq=False)
 class Job:
     """One job, as the calling rank sees it.
@@ -51,11 +26,13 @@ class Job:
         rank: The calling rank.
         size: The number of ranks.
         backend: The backend of WORLD.
-        has_store: Whether the ranks can meet in a store; those of a fake world are not there.
-        choices: How groups are created in it, by what was asked for.
-        renewals: How often its ranks have met to make a new one, by place.
-        before: The job that it came of, if some ranks of that one made it.
-        numbers: The number there of each of its ranks.
+        has_store: Whether ranks share a store; a fake world has none.
+        choices: The strategies that were chosen so far, by options.
+        before: The job that `renew_world` made this one from; None without one.
+        numbers: The number in that job of each of its ranks.
+        grids: How many live grids of this process have records, by name.
+        reported: The tokens of the mismatches that this rank has raised.
+        is_reporting: Whether the store holds a report that this rank waits or has failed.
     """
 
     rank: int
@@ -63,45 +40,40 @@ class Job:
     backend: str
     has_store: bool
     choices: dict[Hashable, Any] = attrs.field(factory=dict)
-    renewals: Counter[str] = attrs.field(factory=Counter)
     before: Job | None = None
     numbers: tuple[int, ...] = ()
-    _grids: KnownGrids | None = None
+    grids: Counter[str] = attrs.field(factory=Counter)
+    reported: set[str] = attrs.field(factory=set)
+    is_reporting: bool = False
     _namespace: str | None = None
-
-    @property
-    def grids(self) -> KnownGrids:
-        """What is known of its grids; shared with earlier jobs that had the same keys."""
-        if self._grids is None:
-            identity = None
-            if self.has_store and self.namespace == self._plain:
-                mine = uuid.uuid4().hex
-                identity = answer(lambda: c10d.exchange("hypercomm/store", "", mine))
-            with _lock:  # all threads are to have the same
-                if self._grids is None:
-                    new = KnownGrids()
-                    self._grids = new if identity is None else _grids.setdefault(identity, new)
-        return self._grids
+    _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
+    _counts: Counter[str] = attrs.field(factory=Counter)
 
     @property
     def namespace(self) -> str:
-        """What all keys of the job begin with; another one for a job that finds them in its store.
+        """The prefix of all keys of the job; another job in the same store has another one.
 
-        A job has the number of its ranks, and the address that rank 0 of a gloo WORLD has left,
-        which is new in each: it is asked for once.
+        It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
+        published, which is new in each job.
         """
         if self._namespace is None:
             address = None
             if self.has_store:
                 address = answer(lambda: c10d.read_bytes(world_address_key(0)))
             token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
-            self._namespace = self._plain + token
+            self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace
 
-    @property
-    def _plain(self) -> str:
-        """The namespace of a job that no address tells from others."""
-        return f"hypercomm/{self.size}"
+    def lock_of(self, key: str) -> threading.Lock:
+        """Return the lock that a thread holds while it makes a call at a record."""
+        with _lock:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def next_number(self, key: str) -> int:
+        """Return how often this was called before with a key: names what one rank creates alone."""
+        with _lock:
+            self._counts[key] += 1
+            return self._counts[key] - 1
 
     def comes_of(self, before: Job, numbers: tuple[int, ...]) -> None:
         """Note which job this one came of, and the number there of each of its ranks."""
@@ -123,8 +95,6 @@ class Job:
 
 _lock = threading.Lock()
 _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
-_grids: dict[str, KnownGrids] = {}
-"""What is known of the grids in each store, where jobs do not differ in their keys."""
 
 
 def _new_job(world: ProcessGroup) -> Job:

@@ -1,7 +1,8 @@
-"""GroupKey and GroupSpec: what a group is filed under, and what a call asks for, checked."""
+"""GroupKey and GroupSpec: the key of a group, and what a call asks for, checked and resolved."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -11,7 +12,10 @@ from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
 from hypercomm.process_groups import world
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.agreement.protocol import as_entry
+from hypercomm.process_groups.job import Job
+from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
 
 Derive = Callable[[RankGroups], RankGroups]
 
@@ -66,16 +70,18 @@ class GroupKey:
 
 @attrs.frozen
 class GroupSpec:
-    """What one call asks for; nobody was asked for it, and nothing is created.
+    """A group as a call asks for it, checked and with its options resolved; nothing is created.
 
     Attributes:
-        key: What the group is filed under.
+        key: The key that the group is registered under.
         view: The view that the call names, also for dims that it shares with the grid.
-        layout: The layout whose dims the key has.
-        groups: All groups over them, or what `derive` made of those.
-        derive: What made other groups of them, if anything did.
+        layout: The layout that has the dims of the key.
+        groups: All groups over the dims, or what `derive` returned for them.
+        derive: The function that derived other groups from them; None without one.
         given: The options as given.
-        share: Whether the group may serve other keys.
+        share: Whether the group may serve other keys: "never" or "identical".
+        options: The options with the defaults of the job.
+        choice: The strategy, and why it was chosen.
     """
 
     key: GroupKey
@@ -85,10 +91,78 @@ class GroupSpec:
     derive: Derive | None
     given: GroupOptions
     share: str
+    options: GroupOptions
+    choice: Choice
+
+    @property
+    def title(self) -> str:
+        """The key, as logs and torch's descriptions show it."""
+        return str(self.key)
+
+    def describe(self) -> str:
+        """Return what all ranks must ask for alike, as one entry of a proposal."""
+        members = ""
+        if self.derive is not None:  # else the dims say all
+            digest = hashlib.sha256(self.groups.to_array().tobytes()).hexdigest()[:12]
+            members = f" (members {digest})"
+        options, view = self.options, "" if self.view is None else f" in view {self.view}"
+        return as_entry(
+            f"{self.key} over {self.groups!r}{members}{view}",
+            {
+                "backend": options.backend,
+                "timeout": options.timeout,
+                "pg_options": type(options.pg_options).__name__,
+                "group_desc": repr(options.group_desc),
+                "share": self.share,
+                "creation": self.choice.strategy,
+                "lazy_init": options.lazy_init,
+            },
+        )
+
+    def check_same(self, other: GroupSpec) -> None:
+        """Raise unless another call asks for the same group under this key.
+
+        Raises:
+            GroupOptionsError: Options or groups differ.
+        """
+        key = self.key.as_call()
+        if self.choice.strategy == "adopted" and other.given != self.given:
+            raise GroupOptionsError(
+                f"the process group over {key} is that of a DeviceMesh, and cannot be had with "
+                f"{other.given}; leave the options out, or use another name=..."
+            )
+        if other.given != self.given:
+            raise GroupOptionsError(
+                f"the process group over {key} was created with {self.given}, and cannot be had "
+                f"with {other.given}; use the same options, or another name=..."
+            )
+        if not same_for_caller(other.groups, self.groups):
+            raise GroupOptionsError(
+                f"the process group over {key} was created for {self.groups!r}, and cannot be had "
+                f"for {other.groups!r}; derive the same groups, or use another name=..."
+            )
+
+    def can_serve(self, other: GroupSpec) -> bool:
+        """Return whether the group of this key has the ranks and options that another needs.
+
+        Only the default description may differ. With "local" the calling rank's group must match,
+        as it does on all members. The other strategies involve every rank, so all groups must.
+        """
+        one, two, given, others = self.options, other.options, self.given, other.given
+        if (
+            (one.backend, one.timeout, one.lazy_init) != (two.backend, two.timeout, two.lazy_init)
+            or given.pg_options is not others.pg_options
+            or (given.group_desc, given.creation) != (others.group_desc, others.creation)
+        ):
+            return False
+        if other.choice.strategy != "local":
+            return self.groups == other.groups
+        is_member = self.groups.has_member(world.rank())
+        return is_member and same_for_caller(self.groups, other.groups)
 
 
 def check_once(specs: Iterable[GroupSpec]) -> None:
-    """Refuse a key that one call asks for twice."""
+    """Raise if one call asks for a key twice."""
     positions: dict[GroupKey, int] = {}
     for position, spec in enumerate(specs):
         if (first := positions.setdefault(spec.key, position)) < position:
@@ -105,26 +179,40 @@ def specify(
     derive: Derive | None,
     given: GroupOptions,
     share: str,
+    creation: str,
+    job: Job | None,
 ) -> GroupSpec:
-    """Check what a call asks for, and find its groups.
+    """Check what a call asks for, and resolve its groups, options and strategy.
 
     Args:
-        key: What the group is to be filed under.
+        key: The key that the group is to be registered under.
         view: The view that the call names.
         base: The grid's own layout.
-        derive: Makes other groups of those over the key's dims.
+        derive: Derives other groups from those over the key's dims.
         given: The options as given.
-        share: Whether the group may serve other keys.
+        share: "never" or "identical".
+        creation: The strategy of the grid, if the options name none.
+        job: The job; None before there is one: options stay as they are.
 
     Raises:
         GroupOptionsError: An option is wrong, or `derive` is.
+        CreationError: The strategy cannot work here.
     """
     given.check()
     layout = base if key.view is None or view is None else view.layout
     groups = groups_over(layout, key.dims)
     if derive is not None:
         groups = _derived(key, groups, derive)
-    return GroupSpec(key, view, layout, groups, derive, given, share)
+    options, choice = given, NOT_YET
+    if job is not None:
+        by_all = base.size == job.size
+        choice = choose(
+            given.creation or creation, given.backend, groups, lazily=given.lazy_init, by_all=by_all
+        )
+        options = given.resolve(str(key), job)
+        if options.backend != job.backend:
+            check_backend(options.backend)
+    return GroupSpec(key, view, layout, groups, derive, given, share, options, choice)
 
 
 def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:

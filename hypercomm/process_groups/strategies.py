@@ -10,52 +10,52 @@ Members are in the order of the groups, which a layout that lists its ranks may 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import cached_property
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, RankOutsideError
-from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world
-from hypercomm.process_groups.job import Job, current, current_or_none
-from hypercomm.process_groups.options import GroupOptions
-from hypercomm.process_groups.torch_internals.gloo import Patience
+from hypercomm.process_groups.job import current, current_or_none
+from hypercomm.process_groups.torch_internals.gloo import Wait, lazy_init
+
+if TYPE_CHECKING:
+    from hypercomm.process_groups.spec import GroupSpec
+
+
+class OwnGroup(NamedTuple):
+    """The group of the calling rank; its name is the same on all members."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
 
 
 @attrs.frozen(slots=False)
 class Attempt:
-    """One attempt to create the groups of some dims: their name, members and options.
+    """One attempt to create the groups of a spec.
 
     Attributes:
-        name: What all ranks know the groups by.
-        layout: The grid's.
-        groups: All of them.
-        options: With defaults filled in.
-        title: What a user knows the groups by.
-        patience: For how long ranks are waited for.
-        job: The job in which it is made; None before there is one.
-        is_met: Whether all ranks of the grid meet afterwards, and hear there who has failed.
+        name: The name of the groups, the same on all ranks.
+        spec: The spec.
+        wait: Waits for other members; None where the rank has nobody to wait for.
     """
 
     name: str
-    layout: RankLayout
-    groups: RankGroups
-    options: GroupOptions
-    title: str
-    patience: Patience
-    job: Job | None
-    is_met: bool = False
+    spec: GroupSpec
+    wait: Wait | None
 
     @cached_property
     def own(self) -> OwnGroup | None:
-        """The group of the calling rank; None where it is no member."""
-        rank, groups = world.rank() if self.job is None else self.job.rank, self.groups
+        """The group of the calling rank; None where it is not a member."""
+        rank, groups = world.rank(), self.spec.groups
         try:
             index, _ = groups.locate(rank)
         except RankOutsideError:
@@ -64,53 +64,10 @@ class Attempt:
         return OwnGroup(f"{self.name}/{index}", rank, ranks)
 
     @property
-    def own_patience(self) -> Patience | None:
-        """The wait policy for members of the caller's group, by their positions.
-
-        None on a rank that is not a member, and where there is no store. It refers to the attempt,
-        which therefore does not keep it: a cycle would wait for the garbage collector.
-        """
-        if self.job is None or not self.job.has_store:
-            return None
-        own = self.own
-        if own is None:
-            return None
-
-        def look(positions: Sequence[int], waited_s: float) -> None:
-            self.patience.look([own.ranks[position] for position in positions], waited_s)
-
-        return Patience(look, self.patience.deadline)
-
-    @cached_property
-    def connecting(self) -> OwnGroup | None:
-        """The group of the calling rank, if its members meet while it is created: gloo's do."""
-        job, backend = self.job, self.options.backend
-        if job is None or not job.has_store or backend is None or self.options.lazy_init:
-            return None
-        if "gloo" not in c10d.single_backends(backend):
-            return None
-        return self.own if self.own is not None and len(self.own.ranks) > 1 else None
-
-
-class OwnGroup(NamedTuple):
-    """One group as its members know it: the name is the same on all of them."""
-
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-
-    @property
-    def position(self) -> int:
-        """Where `rank` stands among the members."""
-        return self.ranks.index(self.rank)
-
-    def keys(self, word: str) -> list[str]:
-        """Return the keys under which all members say a word."""
-        return [self.key(word, rank) for rank in self.ranks]
-
-    def key(self, word: str, rank: int) -> str:
-        """Return the key under which `rank` says a word about this group in the store."""
-        return f"{self.name}/{word}/{rank}"
+    def is_gloo(self) -> bool:
+        """Whether members connect by gloo while the group is created."""
+        backend = self.spec.options.backend or ""
+        return "gloo" in c10d.single_backends(backend) and not self.spec.options.lazy_init
 
 
 class Choice(NamedTuple):
@@ -121,6 +78,7 @@ class Choice(NamedTuple):
 
 
 NOT_YET = Choice("enumerate", "torch.distributed is not initialised")
+ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
 
 @attrs.frozen
@@ -224,7 +182,7 @@ def _auto(wanted: Wanted) -> Choice:
 _SORT_THEM = "use a layout whose ranks ascend along each dim"
 
 
-# ---- local ----------------------------------------------------------------------------------
+# ---- local -------------------------------------------------------------------------------------
 
 
 def _why_not_local(wanted: Wanted) -> str | None:
@@ -242,16 +200,16 @@ def _create_local(attempt: Attempt) -> ProcessGroup | None:
     return c10d.new_group(
         attempt.own.name,
         attempt.own.ranks,
-        backend=attempt.options.backend or current().backend,
-        timeout=attempt.options.timeout,
-        pg_options=attempt.options.pg_options,
-        group_desc=attempt.options.group_desc or attempt.name,
-        lazily=attempt.options.lazy_init,
-        patience=attempt.own_patience,
+        backend=attempt.spec.options.backend or current().backend,
+        timeout=attempt.spec.options.timeout,
+        pg_options=attempt.spec.options.pg_options,
+        group_desc=attempt.spec.options.group_desc or attempt.name,
+        lazily=attempt.spec.options.lazy_init,
+        wait=attempt.wait,
     )
 
 
-# ---- split ----------------------------------------------------------------------------------
+# ---- split -------------------------------------------------------------------------------------
 
 
 def _why_not_split(wanted: Wanted) -> str | None:
@@ -269,17 +227,17 @@ def _why_not_split(wanted: Wanted) -> str | None:
 def _create_split(attempt: Attempt) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
     # A rank that is a member of none passes one that it is not in, and is told that it is in none.
-    own = -1 if attempt.own is None else attempt.groups.index_of(attempt.own.rank)
+    own = -1 if attempt.own is None else attempt.spec.groups.index_of(attempt.own.rank)
     group = None
-    for turn in split_turns(attempt.groups):
+    for turn in split_turns(attempt.spec.groups):
         index = own if own in turn else int(own == 0)
         part = c10d.split_group(
             attempt.own.name if attempt.own is not None and own in turn else None,
-            attempt.groups[index],
-            backend=attempt.options.backend or current().backend,
-            timeout=attempt.options.timeout,
-            pg_options=attempt.options.pg_options,
-            group_desc=attempt.options.group_desc,
+            attempt.spec.groups[index],
+            backend=attempt.spec.options.backend or current().backend,
+            timeout=attempt.spec.options.timeout,
+            pg_options=attempt.spec.options.pg_options,
+            group_desc=attempt.spec.options.group_desc,
         )
         group = part or group
     return group
@@ -305,7 +263,7 @@ def split_turns(groups: RankGroups) -> list[Container[int]]:
     return [frozenset(turn) for turn in turns]
 
 
-# ---- enumerate ------------------------------------------------------------------------------
+# ---- enumerate ---------------------------------------------------------------------------------
 
 
 def _why_not_enumerate(wanted: Wanted) -> str | None:
@@ -318,8 +276,8 @@ def _why_not_enumerate(wanted: Wanted) -> str | None:
 
 
 def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
-    options = attempt.options
-    with c10d.making.connecting(options.backend or "", options.lazy_init, attempt.own_patience):
+    options = attempt.spec.options
+    with lazy_init.set_to(options.lazy_init):
         group = _enumerate(attempt)
     if dist.is_initialized():
         c10d.forget_non_members()
@@ -328,17 +286,17 @@ def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
 
 def _enumerate(attempt: Attempt) -> ProcessGroup | None:
     """Create all groups in order, and return the caller's."""
-    ranks = attempt.groups.to_array().tolist()
-    options = {"backend": attempt.options.backend, **attempt.options.given()}
-    if attempt.options.lazy_init:
-        backend, timeout = attempt.options.backend or "", attempt.options.timeout
-        lazy = c10d.lazy_options(backend, attempt.options.pg_options, timeout)
+    ranks = attempt.spec.groups.to_array().tolist()
+    options = {"backend": attempt.spec.options.backend, **attempt.spec.options.given()}
+    if attempt.spec.options.lazy_init:
+        backend, timeout = attempt.spec.options.backend or "", attempt.spec.options.timeout
+        lazy = c10d.lazy_options(backend, attempt.spec.options.pg_options, timeout)
         options |= {} if lazy is None else {"pg_options": lazy}
-    if attempt.groups.is_sorted:
+    if attempt.spec.groups.is_sorted:
         enumerate_groups: Any = dist.new_subgroups_by_enumeration  # has no types before torch 2.14
         return c10d.as_member(enumerate_groups(ranks, **options)[0])
     groups = [dist.new_group(members, sort_ranks=False, **options) for members in ranks]
-    own = None if attempt.own is None else groups[attempt.groups.index_of(attempt.own.rank)]
+    own = None if attempt.own is None else groups[attempt.spec.groups.index_of(attempt.own.rank)]
     return c10d.as_member(own)
 
 

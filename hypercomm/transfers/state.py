@@ -376,6 +376,9 @@ def _checksum(room: Tensor) -> Tensor:
     return room[:-ALIGNMENT].view(torch.int64).sum()
 
 
+_DAMAGED = "what was sent may not be whole"
+
+
 def _report(mapping: RankMapping, damage: _Damage | None) -> None:
     """Let all ranks hear of damage at one of them.
 
@@ -383,10 +386,10 @@ def _report(mapping: RankMapping, damage: _Damage | None) -> None:
         StateTransferError: There was some.
     """
     if damage is not None:
-        consent(mapping, "the end of a state", damage=damage.words, follows=True)
+        consent(mapping, "the end of a state", damage.words, effect=_DAMAGED)
         raise StateTransferError(damage.words, bucket=damage.bucket)
     try:
-        consent(mapping, "the end of a state", follows=True)
+        consent(mapping, "the end of a state", effect=_DAMAGED)
     except LayoutError as error:
         said = re.search(r"start=(\d+), or with", str(error))
         bucket = int(said[1]) if said else 0

@@ -2,10 +2,7 @@
 
 import json
 import signal
-import threading
-import time
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +22,6 @@ from hypercomm.errors import (
 )
 from hypercomm.grid import connect
 from hypercomm.grid.connect import Connection, Connections
-from hypercomm.process_groups.agreement.steps import Step
-from hypercomm.process_groups.torch_internals.store import LateError
 from hypercomm.testing import fake_world, simulate
 
 # ---- real ranks -------------------------------------------------------------------------------
@@ -267,30 +262,6 @@ def test_tables():
     assert str(Connections()) == (
         "0 communicators in 0.000 s, after 0.000 s of waiting for all ranks"
     )
-
-
-# A run may time out after its last item, and a rank without groups has none.
-@pytest.mark.parametrize("dims", [[], ["tp"]])
-def test_timeouts_after_the_last_item(dims, monkeypatch):
-    def late(action, limit_s, look):
-        action()
-        look()
-        raise LateError(f"not done within {limit_s:.1f} s", threading.Event())
-
-    monkeypatch.setattr(connect, "in_time", late)
-    monkeypatch.setattr(connect._Item, "connect", lambda item, _: item.row)
-    with fake_world(4), HyperCommGrid("tp=4") as grid:
-        grid.create_pgs(dims)
-        steps, job = mock.Mock(agreement=grid._owner.steps.agreement), connect.current()
-        items = connect._items_of(connect._in_order({"": grid}), (), job.rank)
-        run = connect._Run(steps, job, items, time.monotonic())
-        step = Step(steps, 0, 0, "connect", deadline=0.0)
-        if not dims:
-            assert run.connect_all(step) == ()
-            return
-        with pytest.raises(ConnectTimeout, match=r"in tp of ranks .*all members") as caught:
-            run.connect_all(step)
-        assert (caught.value.group, caught.value.missing) == ("tp", ())
 
 
 @pytest.mark.parametrize("timeout", [5, 2.5, "5", timedelta(0), timedelta(seconds=-1)])

@@ -111,12 +111,6 @@ def test_sharing():
     )
 
 
-# What many creations tell the store they tell at once, also when one of them fails.
-def test_told_together():
-    wanted = [[False, False], [True, True]]
-    assert run_ranks(rank_functions.told_at_the_end, 2) == [wanted, wanted]
-
-
 # Whichever way a user lets gloo read the store, and whatever timeout a rank has, ranks meet.
 def test_how_gloo_reads():
     got = run_ranks(rank_functions.gloo_readers, 4)

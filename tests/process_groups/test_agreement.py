@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 from busy import late_s
+from hypercomm.process_groups.agreement.meeting import seen_elsewhere
 from ranks import agreement_ranks
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.agreement.meeting import seen_elsewhere
 from hypercomm.testing import fake_world, run_ranks
 
 HOST = socket.gethostname()

@@ -6,9 +6,6 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from simulated_job import attempt, simulate_job
-
-from hypercomm import HyperCommGrid
 from hypercomm.process_groups.agreement.meeting import (
     Said,
     as_entry,
@@ -16,6 +13,9 @@ from hypercomm.process_groups.agreement.meeting import (
     seen_elsewhere,
     seen_here,
 )
+from simulated_job import attempt, simulate_job
+
+from hypercomm import HyperCommGrid
 
 TP = as_entry("tp over g", {"backend": "gloo", "timeout": "0:00:20", "share": "never"})
 LATER = TP.replace("20", "21")

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import attrs
 import pytest
-
-from hypercomm.process_groups.agreement import arrival, meeting
 from hypercomm.process_groups.agreement.arrival import arrive
 from hypercomm.process_groups.agreement.meeting import (
     Check,
@@ -31,6 +29,8 @@ from hypercomm.process_groups.agreement.meeting import (
     decide,
     end_of,
 )
+
+from hypercomm.process_groups.agreement import arrival, meeting
 
 pytestmark = pytest.mark.any_torch
 

@@ -5,12 +5,12 @@ import re
 
 import attrs
 import pytest
+from hypercomm.process_groups.agreement.cards import Card, compare_with, digest_of, take_slot
+from hypercomm.process_groups.agreement.whereabouts import Whereabouts
 from store_of_dict import Asked, Store
 
 from hypercomm import RankLayout
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.agreement.cards import Card, compare_with, digest_of, take_slot
-from hypercomm.process_groups.agreement.whereabouts import Whereabouts
 
 SIZE = 16_384
 SWAPPED = [1, 0, *range(2, SIZE)]

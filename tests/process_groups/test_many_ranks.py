@@ -6,11 +6,11 @@ from functools import partial
 
 import attrs
 import pytest
+from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of, name_late
 from store_of_dict import Asked, Store
 
 from hypercomm import RankLayout
 from hypercomm.process_groups.agreement import arrival, meeting
-from hypercomm.process_groups.agreement.whereabouts import Whereabouts, key_of, name_late
 from hypercomm.process_groups.job import Job
 
 pytestmark = pytest.mark.any_torch

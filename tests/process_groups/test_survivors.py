@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from busy import late_s
+from hypercomm.process_groups.agreement.agreement import Agreement
+from hypercomm.process_groups.agreement.meeting import End, decide, end_of
 from ranks import survivor_ranks
 from ranks.mortal_ranks import exit_codes
 from store_of_dict import Store
 
 from hypercomm import RankLayout
-from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.meeting import End, decide, end_of
 from hypercomm.process_groups.agreement.survivors import Choice, Heirs
 
 

@@ -1,6 +1,5 @@
 """What real ranks run in the tests: functions of a module, so that processes can import them."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GroupCreationTimeout
 from hypercomm.launch import report
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.creation import together
 from hypercomm.process_groups.torch_internals.gloo import GlooStore
 from ranks.common import all_reduce_of, given_back, threads_and_files
 from ranks.common import tables as registered
@@ -154,27 +152,6 @@ def gloo_readers():
             group = grid.create_pg("dp", name=f"{len(sums)}", timeout=own)
             sums.append((all_reduce_of(10**rank, group), os.environ[name]))
     return sums
-
-
-def told_at_the_end():
-    """Which of two creations the store knows to be connected, within the block and after it."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, names, known = dist.get_rank(), ("one", "two"), []
-    with HyperCommGrid([2], ["dp"]) as grid:
-
-        def look():
-            groups = [grid.get_pg("dp", name=name) for name in names]
-            known.append(
-                [store.check([f"{group.group_name}/connected/{rank}"]) for group in groups]
-            )
-
-        with contextlib.suppress(ZeroDivisionError), together():
-            for name in names:
-                grid.create_pg("dp", name=name)
-            look()
-            _ = 1 / 0
-        look()
-    return known
 
 
 def late_rank_times_out():

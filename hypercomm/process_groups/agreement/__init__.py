@@ -1,1 +1,1 @@
-"""What the ranks of a job tell each other."""
+"""How the ranks of a job agree: one primitive, its driver, and what waiting ranks report."""

@@ -1,89 +1,50 @@
-"""The driver: holds a meeting on the job's store.
-
-Each question is asked in a thread that changes nothing, and is given up in time: what comes of a
-meeting moves on when the answer is taken.
-"""
+"""The driver: performs the operations of the protocol on the job's store."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from hypercomm.errors import CreationError, OutcomeUnknownError
-from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.meeting import (
-    Check,
+from hypercomm.process_groups.agreement.protocol import (
+    Add,
+    Append,
     Delete,
     Exchange,
-    Meeting,
-    Now,
     Operation,
-    Publish,
     Read,
-    Sleep,
+    Steps,
     T,
+    Write,
 )
-from hypercomm.process_groups.torch_internals.store import USUAL_S, answer
+from hypercomm.process_groups.torch_internals import store
 
 
-def hold(meeting: Meeting[T], limit_s: float = USUAL_S) -> T:
-    """Hold a meeting, and return what comes of it; what interrupts it is raised within it.
-
-    Args:
-        meeting: What is asked.
-        limit_s: How long each answer may take.
+def run(steps: Steps[T]) -> T:
+    """Run steps of the protocol in this thread, and return their result.
 
     Raises:
-        DistNetworkError: The store is gone, or does not answer.
+        DistNetworkError: The store is gone.
     """
-    result: Any = None
-    error: BaseException | None = None
+    reply: Any = None
     while True:
         try:
-            operation = meeting.send(result) if error is None else meeting.throw(error)
+            operation = steps.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
-        result, error = None, None
-        try:
-            result = _perform(operation, limit_s)
-        except BaseException as raised:  # noqa: BLE001 - the meeting decides, or obeys, first
-            error = raised
+        reply = perform(operation)
 
 
-def hold_for_all(meeting: Meeting[T], limit_s: float, call: str) -> T:
-    """Do as `hold`, where ranks decide together what becomes of a call.
-
-    Raises:
-        OutcomeUnknownError: The store is gone, and with it what was decided.
-    """
-    try:
-        return hold(meeting, max(1.0, min(limit_s, USUAL_S)))
-    except CreationError:
-        raise
-    except RuntimeError as error:
-        raise OutcomeUnknownError(
-            f"the outcome of {call} is unknown: the job's store is gone, and with it whether the "
-            f"other ranks have gone on ({str(error).splitlines()[0]}); restart the job"
-        ) from error
-
-
-def _perform(operation: Operation, limit_s: float) -> Any:
-    if isinstance(operation, Now):
-        return time.monotonic()
-    if isinstance(operation, Sleep):
-        return time.sleep(operation.seconds)
-    return answer(lambda: _ask(operation), limit_s)
-
-
-def _ask(operation: Operation) -> Any:
+def perform(operation: Operation) -> Any:
+    """Perform one operation on the job's store, and return the reply."""
     match operation:
         case Exchange(key, expected, text):
-            return c10d.exchange(key, expected, text)
+            return store.exchange(key, expected, text)
         case Read(key):
-            return c10d.read(key)
-        case Check(keys):
-            return c10d.is_set(keys)
-        case Publish(texts):
-            return c10d.set_all(texts)
+            return store.read(key)
+        case Add(key):
+            return store.count_up(key)
+        case Append(key, text):
+            return store.append(key, text)
+        case Write(key, text):
+            return store.set_all({key: text})
         case Delete(keys):
-            return c10d.forget(keys)
+            return store.forget(keys)

@@ -36,10 +36,10 @@ from hypercomm.process_groups.torch_internals.extras import (
     keeps_mesh_order,
     symmetric_memory,
 )
-from hypercomm.process_groups.torch_internals.gloo import making
 from hypercomm.process_groups.torch_internals.groups import (
     abort,
     as_member,
+    current_device,
     destroy,
     destroy_world,
     end_world,
@@ -48,6 +48,7 @@ from hypercomm.process_groups.torch_internals.groups import (
     kept,
     missing,
     new_group,
+    on_device,
     registered,
     registered_as,
     replaces_new_group,
@@ -65,6 +66,7 @@ from hypercomm.process_groups.torch_internals.split import (
 )
 from hypercomm.process_groups.torch_internals.store import (
     answer,
+    append,
     count_up,
     exchange,
     forget,

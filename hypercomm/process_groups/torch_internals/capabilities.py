@@ -28,7 +28,7 @@ OLDEST = "2.10"
 """The oldest torch that hypercomm works with."""
 
 
-# ---- the release ------------------------------------------------------------------------------
+# ---- the release -------------------------------------------------------------------------------
 
 
 def release_of(version: str) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def check_release(installed: str) -> None:
 check_release(torch.__version__)
 
 
-# ---- one flag for each private name -------------------------------------------------------------
+# ---- one flag for each private name ------------------------------------------------------------
 
 FLAGS: dict[str, bool] = {}
 """Whether torch has each private name, by its path below `torch`."""
@@ -176,7 +176,7 @@ def has_other_ranks() -> bool:
     return getattr(getattr(dist.distributed_c10d, "_world", None), "has_other_ranks", True)
 
 
-# ---- replacing an attribute for a while ---------------------------------------------------------
+# ---- replacing an attribute for a while --------------------------------------------------------
 
 
 class Patch:

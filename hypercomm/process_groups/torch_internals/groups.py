@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -19,8 +20,9 @@ from hypercomm.process_groups.torch_internals.backends import (
     part_on,
     parts_of,
     parts_of_world,
+    single_backends,
 )
-from hypercomm.process_groups.torch_internals.gloo import Patience, making
+from hypercomm.process_groups.torch_internals.gloo import GlooStore, Wait, lazy_init
 from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
 from hypercomm.process_groups.torch_internals.store import store
 
@@ -60,35 +62,55 @@ def new_group(
     pg_options: Any,
     group_desc: str,
     lazily: bool | None,
-    patience: Patience | None,
+    wait: Wait | None,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
     torch's public functions name a group after a count that each rank keeps for itself; this
-    one is the same on every member whatever else a rank has created. `patience` is as for
-    `GlooMaking.connecting`.
+    one is the same on every member whatever else a rank has created.
+
+    Args:
+        name: The name of the group.
+        ranks: Its members.
+        backend: Its backend.
+        timeout: Its timeout; None is torch's default.
+        pg_options: Options of the backend.
+        group_desc: A description.
+        lazily: Whether members connect at their first message; None leaves it to the environment.
+        wait: Waits for the addresses of gloo's members; None lets gloo wait.
     """
     backend = dist.Backend(backend)
     if timeout is None:
         timeout = default_timeout(backend)
     members = list(ranks)
+    place: Any = store()
     with (
-        making.connecting(backend, lazily, patience) as kept,
+        lazy_init.set_to(lazily) as is_lazy,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
-        group, _ = _torch._new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            backend,
-            store(),
-            group_name=name,
-            backend_options=options,
-            timeout=timeout,
-            device_id=device,
-            group_desc=group_desc,
-        )
-    _kept[group] = kept
+        if wait is not None and not is_lazy and set(single_backends(backend)) == {"gloo"}:
+            place = GlooStore(place, len(members), wait)
+        try:
+            group, _ = _torch._new_process_group_helper(
+                len(members),
+                members.index(dist.get_rank()),
+                members,
+                backend,
+                place,
+                group_name=name,
+                backend_options=options,
+                timeout=timeout,
+                device_id=device,
+                group_desc=group_desc,
+            )
+        except Exception as error:
+            if isinstance(place, GlooStore) and place.error is not None:
+                raise place.error from error
+            raise
+        finally:
+            if isinstance(place, GlooStore):
+                place.close()
+    _kept[group] = place
     _table("pg_group_ranks")[group] = Positions(members)
     return group  # type: ignore[no-any-return]
 
@@ -147,7 +169,22 @@ def split_group(
     return as_member(part)
 
 
-# ---- what torch has registered ----------------------------------------------------------------
+def current_device() -> torch.device | None:
+    """Return the CUDA device of this thread; None where CUDA is not in use."""
+    cuda: Any = torch.cuda
+    if not cuda.is_available() or not cuda.is_initialized():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device | None) -> Iterator[None]:
+    """Use a CUDA device in this thread within a `with` block; None changes nothing."""
+    with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+        yield
+
+
+# ---- what torch has registered -----------------------------------------------------------------
 
 
 def kept() -> set[ProcessGroup]:
@@ -190,7 +227,7 @@ def forget_non_members() -> None:
     _table("pg_group_ranks").pop(dist.GroupMember.NON_GROUP_MEMBER, None)
 
 
-# ---- the end of groups ------------------------------------------------------------------------
+# ---- the end of groups -------------------------------------------------------------------------
 
 
 def destroy(group: ProcessGroup) -> None:

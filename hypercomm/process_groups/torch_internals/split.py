@@ -141,7 +141,7 @@ def made_alone(
         yield pg_options, None
 
 
-# ---- what a split makes -----------------------------------------------------------------------
+# ---- what a split makes ------------------------------------------------------------------------
 
 
 def why_not_split(backend: str) -> str | None:
@@ -191,7 +191,7 @@ def split_colors(groups: NDArray[np.int64]) -> list[int]:
     return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
 
 
-# ---- the names of what a split makes ----------------------------------------------------------
+# ---- the names of what a split makes -----------------------------------------------------------
 
 _name: ContextVar[str | None] = ContextVar("name", default=None)
 _naming = Patch("_process_group_name")

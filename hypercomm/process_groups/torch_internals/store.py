@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -87,6 +87,16 @@ def set_all(texts: Mapping[str, str | bytes]) -> None:
         store().set(key, text)
 
 
+def append(key: str, text: str) -> None:
+    """Append to the text in a key of the store; does not wait for a reply where the store can."""
+    if store().has_extended_api():
+        store().append(key, text)
+        return
+    old = read(key) or ""
+    while (found := exchange(key, old, old + text)) != old + text:
+        old = found
+
+
 def forget(keys: Iterable[str]) -> None:
     """Delete keys of the store."""
     for key in keys:
@@ -98,7 +108,7 @@ def count_up(key: str) -> int:
     return int(store().add(key, 1))
 
 
-# ---- in time ----------------------------------------------------------------------------------
+# ---- in time -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -211,6 +221,33 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
         finally:
             errors.clear()  # the error holds this frame
     return results[0]
+
+
+class Task(Generic[T]):
+    """A function that runs in a worker thread, which may hang.
+
+    Args:
+        action: The function; returns something else than None.
+    """
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+        def run() -> None:
+            try:
+                self._result = action()
+            except BaseException as error:  # noqa: BLE001 - raised by `poll`
+                self._error = error
+
+        workers.start(run, self._done.set)
+
+    def poll(self) -> T | None:
+        """Return the result, or raise the error; None while the function runs."""
+        if self._done.is_set() and self._error is not None:
+            raise self._error
+        return self._result if self._done.is_set() else None
 
 
 unanswered: list[threading.Event] = []

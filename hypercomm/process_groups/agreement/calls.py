@@ -1,0 +1,601 @@
+"""Calls that ranks make together: all of them succeed, or all fail and keep what they had.
+
+`together` runs one. The operations of a call run in a worker thread, because an operation on the
+store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in torch
+2.13). The calling thread waits for the worker, and changes state only when it has the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import attrs
+import torch.distributed as dist
+
+from hypercomm.errors import (
+    CreationError,
+    GridMismatchError,
+    GroupCreationTimeout,
+    HyperCommError,
+    OutcomeUnknownError,
+    PlanMismatchError,
+)
+from hypercomm.layout import RankLayout
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement import protocol
+from hypercomm.process_groups.agreement.driver import run
+from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Ticket
+from hypercomm.process_groups.agreement.status import (
+    SAME_CALLS,
+    Status,
+    explain_deadlock,
+    find_deadlock,
+    name_missing,
+    read_status,
+    status_key,
+    this_host,
+)
+from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+V = TypeVar("V")
+Entries = Callable[[], Sequence[str]]
+
+_SHORTEST_S = 0.0002
+_LONGEST_S = 0.25
+_SLOW_S = 0.2
+"""How long a rank waits before it reports so, and looks where missing ranks are."""
+
+_FINISHED_S = 0.6
+"""How much longer ranks wait that have finished: those that have not can name who is missing."""
+
+_STUCK_S = 1.0
+"""How long after the deadline the calling thread waits for its worker."""
+
+_LAST_WORD_S = 0.5
+"""How long a rank whose worker is stuck tries to end the round."""
+
+_SILENT_S = 1.0
+"""How long a rank that could not connect waits for members to connect or fail."""
+
+_MOST_POLLS = 2000
+"""How many ranks of a job may poll in a second, once they have waited for long."""
+
+
+# ---- who takes part ----------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Scope:
+    """Ranks that make calls together, one after the other, and the record that they use.
+
+    Attributes:
+        job: The job.
+        key: The key of the record.
+        ranks: The ranks.
+        layout: The layout in whose coordinates errors name ranks.
+        grid: The grid, as text that is compared where ranks wait for each other; "" without one.
+        registry: The key that lists the records of the grid, to be deleted with it; "" without one.
+    """
+
+    job: Job
+    key: str
+    ranks: Sequence[int]
+    layout: RankLayout | None = None
+    grid: str = ""
+    registry: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the calling rank has nobody to agree with."""
+        return not self.job.has_store or len(self.ranks) < 2 or self.job.rank not in self.ranks
+
+
+def limit_of(timeout: timedelta | None) -> float:
+    """Return for how many seconds ranks wait for each other; None is the timeout of WORLD."""
+    job = current_or_none()
+    timeout = timeout or (None if job is None else c10d.world_timeout(job.backend))
+    return timeout.total_seconds() if timeout else math.inf
+
+
+@attrs.frozen
+class Result(Generic[T]):
+    """The result of a call that all ranks have made.
+
+    Attributes:
+        value: What the work of this rank returned.
+        pending: What interrupted this rank although all agreed; raised once state is changed.
+    """
+
+    value: T
+    pending: BaseException | None = None
+
+    def get(self) -> T:
+        """Return the value, or raise what is pending."""
+        if self.pending is not None:
+            raise self.pending
+        return self.value
+
+
+# ---- one call ----------------------------------------------------------------------------------
+
+
+class _EndedError(Exception):
+    """The round has ended while this rank worked."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
+
+
+class _DeadlineError(Exception):
+    """The deadline has passed while this rank waited."""
+
+
+class _InterruptedError(Exception):
+    """The calling thread was interrupted."""
+
+
+class Call(Generic[T]):
+    """One call of this rank, from its proposal to the outcome.
+
+    Attributes:
+        scope: Who takes part.
+        title: The call, as users know it.
+        deadline: When this rank stops waiting, by `time.monotonic`.
+        name: A name for what the call creates, the same on all ranks and new in each round.
+    """
+
+    def __init__(self, scope: Scope, title: str, entries: Entries, limit_s: float) -> None:
+        self.scope = scope
+        self.title = title
+        self.began = time.monotonic()
+        self.deadline = self.began + limit_s
+        self.name = ""
+        self._limit_s = limit_s
+        self._entries = entries
+        self._proposal = Proposal(scope.job.rank, this_host())
+        self._slow_s = min(_SLOW_S, limit_s / 4)
+        self._ticket: Ticket | None = None
+        """The round, once this rank has proposed."""
+        self._waits_for: tuple[int, ...] | None = None
+        self._result: T | None = None
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._is_finished = False
+        self._is_interrupted = False
+        self._is_abandoned = False
+        self._lock = threading.Lock()
+
+    @property
+    def _round(self) -> Ticket:
+        if self._ticket is None:
+            raise RuntimeError(f"{self.title} has not proposed anything")
+        return self._ticket
+
+    # ---- in the calling thread ------------------------------------------------------------------
+
+    def make(self, work: Callable[[Call[T]], T], undo: Callable[[], None]) -> Result[T]:
+        """Make the call; arguments, result and errors are those of `together`."""
+        done, pending = threading.Event(), None
+        device = c10d.current_device()
+        end = self.deadline + _FINISHED_S + _STUCK_S
+
+        def act() -> None:
+            with c10d.on_device(device):
+                self._run(work, undo)
+
+        _active.add(self)
+        try:
+            workers.start(act, done.set)
+            while True:
+                try:
+                    left_s = max(0.0, end - time.monotonic())
+                    if done.wait(min(left_s, threading.TIMEOUT_MAX)) or left_s == 0.0:
+                        break
+                except BaseException as error:  # noqa: BLE001 - raised once the others know
+                    self._is_interrupted, pending = True, pending or error
+                    end = min(end, time.monotonic() + _STUCK_S)
+        finally:
+            _active.discard(self)
+        if not done.is_set():
+            self._leave_worker(pending)
+        if self._outcome is not None and self._outcome.kind == "agreed":
+            return Result(self._result, pending)  # type: ignore[arg-type]
+        if pending is not None:
+            raise pending
+        raise self._failure()
+
+    def _leave_worker(self, pending: BaseException | None) -> None:
+        """End the round without the worker, which is stuck in the store or in a backend."""
+
+        def last_word() -> Outcome:
+            if self._ticket is None:
+                run(protocol.refuse(self.scope.key, self._refusal(pending)))
+                return Outcome("failed", "interrupted")
+            outcome = self._interruption() if pending else run(self._timed_out())
+            return run(protocol.decide(self._ticket, outcome))
+
+        try:
+            outcome = in_time(last_word, _LAST_WORD_S)
+        except (LateError, RuntimeError) as error:
+            outcome, self._error = None, self._without_store(error)
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = outcome
+            self._is_abandoned = self._outcome is None or self._outcome.kind != "agreed"
+
+    def _failure(self) -> BaseException:
+        """Return the error of a call that has failed."""
+        rank, outcome = self.scope.job.rank, self._outcome
+        if outcome is None or (self._error is not None and outcome.kind == "failed"):
+            return self._error or CreationError(f"{self.title} failed")
+        if outcome.token:
+            self.scope.job.reported.add(outcome.token)
+        waited = timedelta(seconds=time.monotonic() - self.began)
+        if rank in outcome.absent:
+            return LateRankError(
+                f"{self.title} timed out on the other ranks before rank {rank} arrived; call it "
+                f"again on all ranks"
+            )
+        if outcome.kind == "missing":
+            seconds = f"{waited.total_seconds():.1f} s"
+            text = f"{self.title}: {outcome.text}; rank {rank} waited {seconds}"
+            return GroupCreationTimeout(
+                text, missing=outcome.missing, absent=outcome.absent, waited=waited
+            )
+        text = f"{self.title}: {outcome.text}"
+        if outcome.kind == "failed":
+            return CreationError(text)
+        return GridMismatchError(text) if outcome.grids else PlanMismatchError(text)
+
+    # ---- in the worker --------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[Call[T]], T], undo: Callable[[], None]) -> None:
+        outcome: Outcome | None = None
+        try:
+            try:
+                outcome = self._propose()
+                if outcome is None:
+                    self._result = work(self)
+                    outcome = self._finish()
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+                outcome = self._end_with(error)
+        except BaseException as error:  # noqa: BLE001 - the store is gone
+            self._error = self._without_store(error)
+        with self._lock:
+            is_left = self._is_abandoned
+            if not is_left:
+                self._outcome = outcome
+        if is_left or outcome is None or outcome.kind != "agreed":
+            try:
+                undo()
+            except Exception as error:  # noqa: BLE001 - the error at hand matters more
+                logger.warning("rolling back %s: %s", self.title, error)
+        self._report(outcome)
+
+    def _propose(self) -> Outcome | None:
+        job, key = self.scope.job, self.scope.key
+        self._proposal = attrs.evolve(self._proposal, entries=tuple(self._entries()))
+        if job.is_reporting:
+            job.is_reporting = False
+            run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
+        self._ticket = ticket = run(protocol.propose(key, self._proposal))
+        self.name = f"{key}/{ticket.round}"
+        first = ticket.record.first
+        if ticket.record.first is self._proposal:
+            if self.scope.registry and ticket.round == 0:
+                run_one(protocol.Append(self.scope.registry, f"{key}\n"))
+        elif first.refusal:
+            return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
+        elif (text := protocol.first_difference(self._proposal, first)) is not None:
+            outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
+            return run(protocol.decide(ticket, outcome))
+        run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
+        return None
+
+    def _finish(self) -> Outcome:
+        ticket = self._round
+        self._is_finished = True
+        outcome = run(protocol.finish(ticket, self.scope.job.rank, len(self.scope.ranks)))
+        if outcome is None:
+            read = lambda: run(protocol.read_outcome(ticket))  # noqa: E731
+            outcome = self.wait(read, self.deadline + _FINISHED_S)
+        return outcome
+
+    def _end_with(self, error: BaseException) -> Outcome | None:
+        """Adopt the outcome, or decide that the round fails on all ranks because of an error."""
+        if isinstance(error, _EndedError):
+            return error.outcome
+        rank = self.scope.job.rank
+        if self._ticket is None:
+            self._error = error
+            with contextlib.suppress(HyperCommError, RuntimeError):
+                run(protocol.refuse(self.scope.key, self._refusal(error)))
+            if isinstance(error, dist.DistNetworkError):
+                raise error
+            return Outcome("failed", str(error))
+        if isinstance(error, _DeadlineError):
+            outcome = run(self._timed_out())
+        elif isinstance(error, _InterruptedError):
+            outcome = self._interruption()
+        elif isinstance(error, ConnectionFailedError):
+            outcome = self._could_not_connect(error)
+        else:
+            if isinstance(error, dist.DistNetworkError):
+                error = self._without_store(error)
+            self._error = error
+            outcome = Outcome("failed", _failed(rank, error))
+        return run(protocol.decide(self._ticket, outcome))
+
+    def _refusal(self, error: BaseException | None) -> Proposal:
+        text = _failed(self.scope.job.rank, error or TimeoutError("the store did not answer"))
+        return attrs.evolve(self._proposal, entries=(), refusal=text)
+
+    def _interruption(self) -> Outcome:
+        return Outcome("failed", f"rank {self.scope.job.rank} (host {this_host()}) was interrupted")
+
+    def _could_not_connect(self, error: ConnectionFailedError) -> Outcome:
+        """Return the outcome where a backend could not connect: names members that are silent."""
+        ticket, until = self._round, time.monotonic() + _SILENT_S
+        run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
+        while True:
+            states = run(protocol.read_arrivals(ticket))
+            silent = [rank for rank in error.ranks if not states.get(rank)]
+            if not silent or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        if silent:
+            return run(self._missing(silent, "did not connect"))
+        return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
+
+    def _timed_out(self) -> protocol.Steps[Outcome]:
+        ticket = self._round
+        states = yield from protocol.read_arrivals(ticket)
+        absent = [rank for rank in self.scope.ranks if rank not in states]
+        if absent:
+            return (yield from self._missing(absent, "did not join"))
+        own = self.scope.job.rank
+        unfinished = [rank for rank in self.scope.ranks if not states[rank] and rank != own]
+        silent = []
+        for rank in unfinished:
+            status = yield from read_status(self.scope.job.namespace, rank)
+            if status is None or (status.key, status.round) != (ticket.key, ticket.round):
+                silent.append(rank)
+        return (yield from self._missing(silent or unfinished, "did not finish"))
+
+    def _missing(self, ranks: Sequence[int], what: str) -> protocol.Steps[Outcome]:
+        present = [rank for rank in self.scope.ranks if rank not in ranks]
+        named = name_missing(self.scope.job.namespace, ranks, present, self.scope.layout)
+        causes, names = yield from named
+        text = f"timed out: {names or 'members'} {what}; every rank must make this call"
+        return Outcome("missing", text, causes, tuple(ranks))
+
+    def _without_store(self, error: BaseException) -> BaseException:
+        """Return the error of a rank whose store is gone or silent; others as they are."""
+        if isinstance(error, HyperCommError) or not isinstance(error, (RuntimeError, LateError)):
+            return error
+        reason = (str(error).splitlines() or [""])[0]
+        how = "does not answer" if isinstance(error, LateError) else "is gone"
+        where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
+        if self._is_finished:
+            text = f"the outcome of {self.title} on the other ranks is unknown: {where}"
+            failure: CreationError = OutcomeUnknownError(text)
+        else:
+            failure = CreationError(f"{self.title} failed: {where}")
+        failure.__cause__ = error
+        return failure
+
+    # ---- waiting --------------------------------------------------------------------------------
+
+    def wait(self, ready: Callable[[], V | None], deadline: float | None = None) -> V:
+        """Poll until there is a value, more and more seldom; other threads may use the store.
+
+        Args:
+            ready: Returns the value, or None.
+            deadline: By `time.monotonic`; default: that of the call.
+
+        Raises:
+            Exception: The round has ended, the deadline has passed, or the caller was interrupted.
+        """
+        begin = last = time.monotonic()
+        deadline = self.deadline if deadline is None else deadline
+        longest_s = max(_LONGEST_S, self.scope.job.size / _MOST_POLLS)
+        while (value := ready()) is None:
+            now = time.monotonic()
+            if self._is_interrupted:
+                raise _InterruptedError
+            if now > deadline:
+                raise _DeadlineError
+            if now - begin > self._slow_s and now - last > self._slow_s / 2:
+                self._look()
+                last = time.monotonic()
+            pause = min(max(_SHORTEST_S, (now - begin) / 4), longest_s)
+            time.sleep(min(pause, max(0.0, deadline - now) + _SHORTEST_S))
+        return value
+
+    def _look(self) -> None:
+        """Report that this rank waits, and look whether it waits in vain."""
+        ticket, job = self._round, self.scope.job
+        outcome = run(protocol.read_outcome(ticket))
+        if outcome is not None:
+            raise _EndedError(outcome)
+        states = run(protocol.read_arrivals(ticket))
+        missing = tuple(rank for rank in self.scope.ranks if rank not in states)
+        own = self._status(missing)
+        if missing != self._waits_for:
+            self._waits_for, job.is_reporting = missing, True
+            run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))
+        circle = run(find_deadlock(job.namespace, own))
+        if circle:
+            outcome = explain_deadlock(circle)
+            for status in circle[1:]:
+                self._end_elsewhere(status, outcome)
+            raise _EndedError(run(protocol.decide(ticket, outcome)))
+        for rank in missing[:8] if own.grid else ():
+            peer = run(read_status(job.namespace, rank))
+            found = None if peer is None else peer.outcome
+            if found and own.grid in found.grids and found.token not in job.reported:
+                raise _EndedError(run(protocol.decide(ticket, found)))
+
+    def _end_elsewhere(self, status: Status, outcome: Outcome) -> None:
+        text = run_one(protocol.Read(status.key))
+        record = None if text is None else protocol.Record.parse(status.key, text)
+        if record is not None and record.round == status.round:
+            run(protocol.decide(Ticket(status.key, record), outcome))
+
+    def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
+        scope, ticket = self.scope, self._round
+        return Status(
+            scope.job.rank,
+            this_host(),
+            self.title,
+            scope.grid,
+            scope.key,
+            ticket.round,
+            waits_for[:8],
+            max(1, sum(call.scope.job is scope.job for call in list(_active))),
+            time.time(),
+            outcome,
+        )
+
+    def _report(self, outcome: Outcome | None) -> None:
+        """Replace the report of this rank, if there is one, by how its call has ended."""
+        job, ticket = self.scope.job, self._ticket
+        if ticket is None or not (self._waits_for is not None or (outcome and outcome.grids)):
+            return
+        has_failed = outcome is not None and outcome.kind != "agreed"
+        job.is_reporting = has_failed
+        waits_for = self._waits_for or ()
+        text = self._status(waits_for, outcome).text() if has_failed else ""
+        with contextlib.suppress(RuntimeError):
+            run_one(protocol.Write(status_key(job.namespace, job.rank), text))
+
+
+def run_one(operation: protocol.Operation) -> Any:
+    """Perform one operation on the job's store."""
+
+    def steps() -> protocol.Steps[Any]:
+        return (yield operation)
+
+    return run(steps())
+
+
+def _failed(rank: int, error: BaseException) -> str:
+    text = " ".join(str(error).split())[:500]
+    return f"rank {rank} (host {this_host()}) failed: {type(error).__name__}: {text}"
+
+
+class LateRankError(CreationError):
+    """The other ranks timed out before this one arrived."""
+
+
+class ConnectionFailedError(RuntimeError):
+    """A backend could not connect the members of a group.
+
+    Attributes:
+        ranks: The members.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+# ---- all or none -------------------------------------------------------------------------------
+
+
+def nothing() -> None:
+    """Undo nothing."""
+
+
+def together(
+    scope: Scope,
+    title: str,
+    entries: Entries,
+    limit_s: float,
+    work: Callable[[Call[T]], T],
+    undo: Callable[[], None] = nothing,
+) -> Result[T]:
+    """Make a call on all ranks of a scope, or on none.
+
+    Args:
+        scope: Who takes part.
+        title: The call, as users know it.
+        entries: Returns what this rank proposes, which must be equal on all ranks.
+        limit_s: Within how many seconds all ranks must have finished.
+        work: This rank's part; receives the call.
+        undo: Undoes the work, as much of it as was done, where the call fails.
+
+    Raises:
+        PlanMismatchError: Ranks propose different things, or one failed.
+        GridMismatchError: Ranks have built different grids.
+        GroupCreationTimeout: Ranks are missing; names them.
+        CreationError: The other ranks have timed out on this one, or the store is gone.
+        OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
+    """
+    if scope.is_alone:
+        call = Call[T](scope, title, entries, limit_s)
+        call.name = f"{scope.key}/{scope.job.next_number(scope.key)}"
+        try:
+            return Result(work(call))
+        except BaseException:
+            undo()
+            raise
+    lock = scope.job.lock_of(scope.key)
+    if not lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+        raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
+    try:
+        return Call[T](scope, title, entries, limit_s).make(work, undo)
+    finally:
+        lock.release()
+
+
+def agree(scope: Scope, title: str, entries: Entries, limit_s: float) -> Result[None]:
+    """Check that all ranks of a scope make the same call; raises as `together`."""
+    return together(scope, title, entries, limit_s, lambda _: None)
+
+
+@contextlib.contextmanager
+def refusing(scope: Scope) -> Iterator[None]:
+    """On an error within a `with` block, fail the next call on the ranks that wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        refuse(scope, error)
+        raise
+
+
+def refuse(scope: Scope, error: BaseException) -> None:
+    """Fail the next call on the ranks that wait for this one; raises nothing."""
+    if scope.is_alone:
+        return
+    proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
+    with contextlib.suppress(LateError, RuntimeError):
+        in_time(lambda: run(protocol.refuse(scope.key, proposal)), _LAST_WORD_S)
+
+
+_active: set[Call[Any]] = set()
+"""The calls that threads of this process make now."""
+
+
+def _end_all() -> None:
+    """End all waits: a worker in gloo while the interpreter ends would abort the process."""
+    for call in list(_active):
+        call._is_interrupted = True
+    if _active:
+        time.sleep(2 * _LONGEST_S)
+
+
+atexit.register(_end_all)

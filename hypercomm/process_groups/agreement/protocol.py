@@ -1,0 +1,344 @@
+"""The agreement protocol, sans-I/O: whether all ranks propose the same, and all finish it.
+
+Ranks agree in *rounds* of a *record*, one key of the job's store. A record holds its round, what
+the first rank proposed, and how the round has ended. Three laws hold:
+
+1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
+2. A rank leaves a round only after it has read or written its outcome.
+3. The next round is read from the record, never counted: ranks that failed or were late meet again.
+
+The functions are generators. They yield store operations and are sent the replies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from hypercomm.errors import CreationError
+
+# ---- operations ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Exchange:
+    """Set a key that holds `expected` ("": nothing); the reply is what it then holds."""
+
+    key: str
+    expected: str
+    text: str
+
+
+@attrs.frozen
+class Read:
+    """The reply is what a key holds; None if it is not set."""
+
+    key: str
+
+
+@attrs.frozen
+class Add:
+    """Add one to the number in a key; the reply is the sum."""
+
+    key: str
+
+
+@attrs.frozen
+class Append:
+    """Append to the text in a key; there is no reply."""
+
+    key: str
+    text: str
+
+
+@attrs.frozen
+class Write:
+    """Set a key; there is no reply."""
+
+    key: str
+    text: str
+
+
+@attrs.frozen
+class Delete:
+    """Delete keys."""
+
+    keys: Sequence[str]
+
+
+Operation = Exchange | Read | Add | Append | Write | Delete
+
+T = TypeVar("T")
+Steps = Generator[Operation, Any, T]
+"""Yields store operations, is sent the replies, and returns a result."""
+
+
+# ---- what a record holds -----------------------------------------------------------------------
+
+
+@attrs.frozen
+class Proposal:
+    """What a rank proposes.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        entries: What it proposes, in lines that are compared.
+        refusal: Why the rank cannot take part; "" if it can.
+    """
+
+    rank: int
+    host: str
+    entries: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@attrs.frozen
+class Outcome:
+    """How a round has ended.
+
+    Attributes:
+        kind: "agreed", "differs", "missing" or "failed".
+        text: The reason, for the error that ranks raise.
+        missing: The ranks that caused a timeout.
+        absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
+            for them elsewhere.
+        grids: The grids that differ, where ranks have built different ones.
+        token: Identifies an outcome that is reported in more than one record.
+    """
+
+    kind: str
+    text: str = ""
+    missing: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    grids: tuple[str, ...] = ()
+    token: str = ""
+
+
+AGREED = Outcome("agreed")
+_KINDS = {"agreed", "differs", "missing", "failed"}
+
+
+@attrs.frozen
+class Record:
+    """What the key of a record holds.
+
+    Attributes:
+        round: The number of the round.
+        first: The proposal of the first rank.
+        outcome: How the round has ended; None while it is open.
+        previous: How the round before has ended.
+        agreed: The last round that all ranks agreed in; -1 if there is none.
+    """
+
+    round: int
+    first: Proposal
+    outcome: Outcome | None = None
+    previous: Outcome | None = None
+    agreed: int = -1
+
+    def text(self) -> str:
+        """Return the text that the key holds."""
+        return json.dumps(attrs.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Record:
+        """Read what `text` returned.
+
+        Raises:
+            CreationError: The key holds something else.
+        """
+        try:
+            found = json.loads(text)
+            first = Proposal(**{**found["first"], "entries": tuple(found["first"]["entries"])})
+            record = cls(
+                int(found["round"]),
+                first,
+                _outcome(found["outcome"]),
+                _outcome(found["previous"]),
+                int(found["agreed"]),
+            )
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise foreign(key, text) from error
+        return record
+
+    def ended_with(self, outcome: Outcome) -> Record:
+        """Return the record once its round has ended."""
+        agreed = self.round if outcome.kind == "agreed" else self.agreed
+        return attrs.evolve(self, outcome=outcome, agreed=agreed)
+
+    def outcome_of(self, number: int) -> Outcome | None:
+        """Return how a round has ended, as far as this record tells; None while it is open."""
+        if number == self.round:
+            return self.outcome
+        if self.agreed == number:
+            return AGREED
+        if self.previous is not None and number == self.round - 1:
+            return self.previous
+        return Outcome("failed", "the other ranks have made further calls since")
+
+
+def _outcome(fields: Any) -> Outcome | None:
+    if fields is None:
+        return None
+    outcome = Outcome(**fields)
+    if outcome.kind not in _KINDS or not isinstance(outcome.text, str):
+        raise ValueError(outcome.kind)
+    missing, absent = (tuple(map(int, ranks)) for ranks in (outcome.missing, outcome.absent))
+    return attrs.evolve(outcome, missing=missing, absent=absent, grids=tuple(outcome.grids))
+
+
+def foreign(key: str, text: str) -> CreationError:
+    """Return the error for a key of ours that holds what this library did not write."""
+    return CreationError(
+        f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; something "
+        f"else writes there, or the ranks have different versions of hypercomm"
+    )
+
+
+# ---- one round ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Ticket:
+    """A round that this rank takes part in.
+
+    Attributes:
+        key: The key of the record.
+        record: The record as this rank has seen it.
+    """
+
+    key: str
+    record: Record
+
+    @property
+    def round(self) -> int:
+        """The number of the round."""
+        return self.record.round
+
+    @property
+    def arrivals(self) -> str:
+        """The key that ranks append to as they arrive ("3,"), finish ("3+,") or fail ("3-,")."""
+        return f"{self.key}/{self.round}/ranks"
+
+    @property
+    def count(self) -> str:
+        """The key that counts the ranks that have finished."""
+        return f"{self.key}/{self.round}/done"
+
+
+def propose(key: str, proposal: Proposal) -> Steps[Ticket]:
+    """Join the open round of a record, or begin the next one; the caller compares proposals."""
+    record = Record(0, proposal)
+    text = yield Exchange(key, "", record.text())
+    while text != record.text():
+        found = Record.parse(key, text)
+        if found.outcome is None and found.first.rank != proposal.rank:
+            return Ticket(key, found)
+        if found.outcome is None:  # this rank began it, and left it by an error of the store
+            yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
+            text = (yield Read(key)) or ""
+            continue
+        record = Record(found.round + 1, proposal, previous=found.outcome, agreed=found.agreed)
+        seen, text = text, (yield Exchange(key, text, record.text()))
+        if text == record.text():
+            old = Ticket(key, Record.parse(key, seen))
+            yield Delete([old.arrivals, old.count])
+    return Ticket(key, record)
+
+
+def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
+    """End a round, unless another rank has; return the outcome that holds."""
+    record = ticket.record
+    while True:
+        wanted = record.ended_with(outcome)
+        text = yield Exchange(ticket.key, record.text(), wanted.text())
+        if text == wanted.text():
+            return outcome
+        record = Record.parse(ticket.key, text)
+        found = record.outcome_of(ticket.round)
+        if found is not None:
+            return found
+
+
+def read_outcome(ticket: Ticket) -> Steps[Outcome | None]:
+    """Return how a round has ended; None while it is open."""
+    text = yield Read(ticket.key)
+    if text is None or text == ticket.record.text():
+        return None
+    return Record.parse(ticket.key, text).outcome_of(ticket.round)
+
+
+def finish(ticket: Ticket, rank: int, size: int) -> Steps[Outcome | None]:
+    """Report that this rank has finished; the last of `size` ranks ends the round as agreed."""
+    yield Append(ticket.arrivals, f"{rank}+,")
+    if (yield Add(ticket.count)) < size:
+        return None
+    return (yield from decide(ticket, AGREED))
+
+
+def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
+    """Return the ranks that have arrived, each with "+" if it has finished, "-" if it failed."""
+    text = yield Read(ticket.arrivals)
+    found: dict[int, str] = {}
+    for token in (text or "").split(","):
+        number = token.rstrip("+-")
+        if number.isdecimal():
+            found[int(number)] = found.get(int(number), "") + token[len(number) :]
+    return found
+
+
+def refuse(key: str, proposal: Proposal) -> Steps[None]:
+    """End the open round of a record, or begin one with a refusal; wait for nobody."""
+    ticket = yield from propose(key, proposal)
+    if ticket.record.first != proposal:
+        yield from decide(ticket, Outcome("failed", proposal.refusal))
+
+
+# ---- differences -------------------------------------------------------------------------------
+
+
+def as_entry(headline: str, options: dict[str, object]) -> str:
+    r"""Return what a rank proposes as one text, for comparison.
+
+    >>> as_entry("tp over 2 groups", {"timeout": "0:00:20", "share": "never"})
+    'tp over 2 groups\ntimeout: 0:00:20\nshare: never'
+    """
+    return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
+
+
+def first_difference(own: Proposal, first: Proposal) -> str | None:
+    """Return the first entry that two proposals differ in, in words; None if they are equal."""
+    if own.entries == first.entries:
+        return None
+    here, there = f"rank {own.rank} (host {own.host})", f"rank {first.rank} (host {first.host})"
+    for position in range(max(len(own.entries), len(first.entries))):
+        mine = own.entries[position] if position < len(own.entries) else "nothing more"
+        theirs = first.entries[position] if position < len(first.entries) else "nothing more"
+        if mine == theirs:
+            continue
+        (headline, *options), (other, *others) = mine.split("\n"), theirs.split("\n")
+        if headline != other or len(options) != len(others):
+            return (
+                f"ranks differ at position {position}: {here} calls {headline}, and {there}, "
+                f"which arrived first, calls {other}"
+            )
+        fields = differing(zip(options, others, strict=True), here, there)
+        return f"{fields}; ranks differ at position {position}, {headline}"
+    return None
+
+
+def differing(pairs: Iterable[tuple[str, str]], here: str, there: str) -> str:
+    """Return the options of two ranks that differ, in words.
+
+    >>> differing([("share: a", "share: a"), ("timeout: 1", "timeout: 2")], "rank 0", "rank 1")
+    'timeout: 1 on rank 0, 2 on rank 1'
+    """
+    return "; ".join(
+        f"{mine} on {here}, {theirs.partition(': ')[2]} on {there}"
+        for mine, theirs in pairs
+        if mine != theirs
+    )

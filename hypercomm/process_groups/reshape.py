@@ -1,0 +1,242 @@
+"""Reshaping: the groups of a grid for another layout of the same ranks; what survives is kept.
+
+Groups are created before any is destroyed, and ranks compare before and meet after, so that a
+reshape that fails on one rank fails on all of them, and leaves what there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import CreationError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.difference import Lost
+from hypercomm.layout.views import Views
+from hypercomm.process_groups.agreement.calls import Call, Scope, together
+from hypercomm.process_groups.create import check_strategy, create, destroy
+from hypercomm.process_groups.job import current_or_none
+from hypercomm.process_groups.owner import Group, GroupOwner
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+
+_SHARED = "identical"
+
+
+@attrs.frozen(repr=False)
+class Reshaped:
+    """What a reshape did to the process groups of the calling rank; str() says it in lines.
+
+    Attributes:
+        before: The layout that was.
+        after: The layout that is.
+        kept: Each key whose group survived, with the key that it had.
+        created: The keys whose groups were created, in that order.
+        destroyed: The keys whose groups were destroyed, or that are no more.
+        numbers: Where WORLD was renewed since, the number that each of its ranks had in the
+            layout that was; else None.
+    """
+
+    before: RankLayout
+    after: RankLayout
+    kept: tuple[tuple[GroupKey, GroupKey], ...]
+    created: tuple[GroupKey, ...]
+    destroyed: tuple[GroupKey, ...]
+    numbers: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        counts = len(self.kept), len(self.created), len(self.destroyed)
+        told = "{} kept, {} created, {} destroyed".format(*counts)
+        return f"<Reshaped {self.before} -> {self.after}: {told}>"
+
+    def __str__(self) -> str:
+        kept = [str(new) if _same(new, old) else f"{new} (was {old})" for new, old in self.kept]
+        lines = [("kept", kept), ("created", self.created), ("destroyed", self.destroyed)]
+        told = [f"{self.before} -> {self.after}"]
+        told += [f"  {what}: {', '.join(map(str, keys)) or 'none'}" for what, keys in lines]
+        lost = self.lost
+        return "\n".join([*told, f"  lost: {lost.words}"] if lost.ranks else told)
+
+    @property
+    def lost(self) -> Lost:
+        """What is lost with the ranks that the grid goes on without, as they were numbered."""
+        if self.numbers is None:
+            return Lost(self.before, self.after)
+        ranks, after = [self.numbers[rank] for rank in self.after.ranks], self.after
+        return Lost(self.before, RankLayout(after.shape, after.dim_names, ranks=ranks))
+
+
+def reshape(
+    old: GroupOwner, fresh: GroupOwner, views: Views, scope: Scope | None, limit_s: float
+) -> tuple[Reshaped, BaseException | None]:
+    """Create in a fresh owner what an old one has, for other views, and keep the groups that serve.
+
+    Args:
+        old: The old owner, which keeps what it has.
+        fresh: The new one, without groups; it shares the pool of the old one where groups are kept.
+        views: The views of the fresh one.
+        scope: The ranks that reshape together; None without torch.distributed.
+        limit_s: Seconds within which all must be done.
+
+    Returns:
+        What became of each key, and what interrupted this rank although all have reshaped.
+
+    Raises:
+        PlanMismatchError, GroupCreationTimeout, CreationError: As for `together`; both owners are
+            as they were.
+    """
+    job = current_or_none()
+    is_same_job = old.job is None or old.job is job
+    specs = [*_specs(old, fresh, views)]
+    if scope is not None:
+        for spec in specs:
+            check_strategy(spec, len(scope.ranks), scope.job.size)
+    keeps = fresh.pool is old.pool and is_same_job
+    kept = _survivors(old, specs) if keeps else {}
+    new = [Group(spec, fresh) for spec in specs if spec.key not in kept]
+    made: list[ProcessGroup | None] = []
+    new = _shared(new)
+
+    def entries() -> list[str]:
+        named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
+        return [
+            f"reshape to {fresh.layout.to_json()}",
+            *named,
+            *(spec.describe() for spec in specs),
+        ]
+
+    def work(call: Call[None]) -> None:
+        wait = None if call.scope.is_alone else call
+        for group in new:  # `undo` destroys those that were made before an error
+            made.append(create(group.spec, f"{call.name}/{group.key}", wait))  # noqa: PERF401
+
+    def undo() -> None:
+        destroy([pg for pg in reversed(made) if pg is not None])
+
+    pending = None
+    if scope is not None:
+        title = f"reshape() of {old.layout}"
+        pending = together(scope, title, entries, limit_s, work, undo).pending
+    with old.pool.lock, fresh.pool.lock:
+        for group, pg in zip(new, made, strict=True):
+            group.pg, group.is_created = pg, True
+        for spec in specs:
+            group = _group_of(spec, kept, old, new)
+            fresh.attach(
+                spec if group.is_owned else attrs.evolve(spec, choice=group.spec.choice), group
+            )
+    still = [*kept.values(), *fresh.created]
+    survivors = set(fresh.created.values())
+    gone = [
+        key
+        for key, group in old.created.items()
+        if group not in survivors or not any(_same(key, other) for other in still)
+    ]
+    pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
+    created = tuple(spec.key for spec in specs if spec.key not in kept)
+    numbers = None if job is None or is_same_job else job.numbers_in(old.job)
+    result = Reshaped(old.layout, fresh.layout, pairs, created, tuple(gone), numbers)
+    return result, pending
+
+
+def check_settled(owner: GroupOwner) -> None:
+    """Raise if groups are planned that were not created.
+
+    Raises:
+        CreationError: Names them.
+    """
+    waiting = [str(key) for key in owner.specs if key not in owner.created]
+    if waiting:
+        raise CreationError(
+            f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
+            f"void their plans; call create() of each, then reshape()"
+        )
+
+
+def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSpec]:
+    """Yield the specs of the fresh owner, in an order that is the same on all ranks."""
+
+    def place(spec: GroupSpec) -> tuple[str, int, tuple[int, ...], str]:
+        key, names = spec.key, spec.layout.dim_names
+        at = tuple(names.index(dim) for dim in key.dims)
+        return key.view or "", len(at), at, key.name or ""
+
+    for spec in sorted(old.specs.values(), key=place):
+        key = spec.key
+        view = None if key.view is None else views[key.view]
+        layout = views.base if view is None else view.layout
+        if set(key.dims) <= set(layout.dim_names):
+            found, dims = views.find(key.dims, key.view)
+            new = GroupKey(dims, key.name, None if found is None else found.name)
+            yield specify(
+                *(new, view, views.base, spec.derive, spec.given, spec.share),
+                *(fresh.creation, current_or_none()),
+            )
+
+
+def _survivors(old: GroupOwner, specs: Sequence[GroupSpec]) -> dict[GroupKey, GroupKey]:
+    """Return the new keys whose groups survive, each with its old key, keys that stay first.
+
+    All members of a group decide alike: what they compare is the same for all of them.
+    """
+    in_order = sorted(old.created, key=str)  # threads create in any order
+    pairs = [(spec, key) for spec in specs for key in in_order]
+    pairs.sort(key=lambda pair: not _same(pair[0].key, pair[1]))
+    kept: dict[GroupKey, GroupKey] = {}
+    uses: dict[Group, str] = {}
+    for spec, key in pairs:
+        group = old.created[key]
+        if spec.key in kept or not _survives(old.specs[key], group, spec):
+            continue
+        is_alone = group not in uses and all(owner is old for owner, _ in group.users)
+        if is_alone or {old.specs[key].share, spec.share, uses.get(group, _SHARED)} == {_SHARED}:
+            uses[group], kept[spec.key] = spec.share, key
+    return kept
+
+
+def _survives(old: GroupSpec, group: Group, new: GroupSpec) -> bool:
+    """Return whether the group of an old key is the one that a new key needs."""
+    if not group.is_owned:
+        return _same(old.key, new.key) and old.groups == new.groups
+    job = current_or_none()
+    if job is None:
+        return False
+    is_member = old.groups.has_member(job.rank) or new.groups.has_member(job.rank)
+    if new.choice.strategy == "local" and not is_member:
+        return _same(old.key, new.key)  # this rank has None, and keeps it
+    return old.can_serve(new)
+
+
+def _shared(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups to create: one for keys that share."""
+    found: list[Group] = []
+    for group in groups:
+        if _serving(group.spec, found) is None:
+            found.append(group)
+    return found
+
+
+def _serving(spec: GroupSpec, groups: Sequence[Group]) -> Group | None:
+    for group in groups:
+        if group.key == spec.key:
+            return group
+        if spec.share == group.spec.share == _SHARED and group.spec.can_serve(spec):
+            return group
+    return None
+
+
+def _group_of(
+    spec: GroupSpec, kept: dict[GroupKey, GroupKey], old: GroupOwner, new: Sequence[Group]
+) -> Group:
+    if spec.key in kept:
+        return old.created[kept[spec.key]]
+    group = _serving(spec, new)
+    if group is None:
+        raise CreationError(f"the process groups over {spec.key} were not created")
+    return group
+
+
+def _same(one: GroupKey, other: GroupKey) -> bool:
+    """Return whether two keys are one to a user: each layout has the dims in its own order."""
+    return (set(one.dims), one.name, one.view) == (set(other.dims), other.name, other.view)
