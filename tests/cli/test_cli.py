@@ -139,15 +139,24 @@ def start_check(*arguments):
 
 
 def session_of(process):
-    """The processes of a session, without its leader."""
+    """The processes of a session by pid, as (parent, arguments), without its leader."""
     listed = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)],
+        ["ps", "-ww", "-o", "pid=,ppid=,args=", "-s", str(process.pid)],
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
-    return {int(pid): args for pid, args in lines if int(pid) != process.pid}
+    lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    return {int(pid): (int(parent), args) for pid, parent, args in lines if int(pid) != process.pid}
+
+
+def a_rank_of(process):
+    """The pid of a rank: a child of the fork server (the largest pid may be any, as pids wrap)."""
+    found = session_of(process)
+    servers = {
+        pid for pid, (parent, args) in found.items() if "forkserver" in args and parent not in found
+    }
+    return next(pid for pid, (parent, _) in found.items() if parent in servers)
 
 
 def assert_session_is_empty(process):
@@ -183,7 +192,7 @@ def test_ctrl_c_at_the_start(seconds):
         env=rank_free(),
         start_new_session=True,
     ) as process:
-        while not any("forkserver" in args for args in session_of(process).values()):
+        while not any("forkserver" in args for _, args in session_of(process).values()):
             assert process.poll() is None
             time.sleep(0.01)
         time.sleep(seconds)
@@ -198,8 +207,7 @@ def test_ctrl_c_at_the_start(seconds):
 @pytest.mark.long
 def test_a_killed_rank():
     process = start_check("tp=2,cp=2,dp=2")
-    forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
-    os.kill(max(forks), signal.SIGKILL)
+    os.kill(a_rank_of(process), signal.SIGKILL)
     out, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 1
     pattern = r"failed: rank \d \(tp=\d, cp=\d, dp=\d\) in group \S+ of ranks \[[\d, ]+\], "
@@ -212,8 +220,7 @@ def test_a_killed_rank():
 @pytest.mark.slow
 def test_a_check_that_hangs():
     process = start_check("tp=2,cp=2,dp=2", "--timeout", "8")
-    forks = [pid for pid, args in session_of(process).items() if "forkserver" in args]
-    os.kill(max(forks), signal.SIGSTOP)
+    os.kill(a_rank_of(process), signal.SIGSTOP)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "it had not returned after 8 s" in out

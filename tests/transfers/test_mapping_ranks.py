@@ -264,12 +264,15 @@ def test_a_rank_that_does_not_come():
     ranks = run_ranks(
         mapping_ranks.one_does_not_come, 3, timeout=120, group_timeout=timedelta(seconds=4)
     )
+    waits_s = []
     for rank, ((words, took_s), again) in enumerate(ranks):
         if rank < 2:
             assert words.startswith(f"TransferMismatchError: nothing was sent: rank {rank} waited ")
             assert " s for rank 2 (last in (1,) of torch.int64 by dp=1 at 1 -> dp=1 at 2" in words
-            assert 4 <= took_s < 4 + late_s(2)
+            waits_s.append(took_s)
         assert again == [rank - 1.0] * 2 if rank else again is None
+    # Who waited first gives up for both, also for one that came a little later.
+    assert 4 <= max(waits_s) < 4 + late_s(2)
 
 
 # By default the environment says whether transfers are verified; other words of it are refused.
