@@ -1308,7 +1308,6 @@ class HyperCommGrid(GridView):
             state.views, state.owner, state.world_size = refactored, fresh, total
             self._dims = {}
         owner.end(destroy if left is None else abort)
-        owner.leave()
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)
@@ -1324,7 +1323,6 @@ class HyperCommGrid(GridView):
         """
         self._forget_meshes()
         self._owner.end(destroy)
-        self._owner.leave()
 
     def abort(self) -> None:
         """Abort the groups that the grid created: collectives under way fail.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -484,9 +483,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
             Exception: The error of the first grid that failed, after all have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
-        for agreement in self._agreements.values():
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                agreement.leave()
 
     def abort(self) -> None:
         """Abort the groups of all grids without waiting, as `HyperCommGrid.abort`."""

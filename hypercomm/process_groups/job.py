@@ -30,8 +30,8 @@ class Job:
         choices: The strategies that were chosen so far, by options.
         before: The job that `renew_world` made this one from; None without one.
         numbers: The number in that job of each of its ranks.
-        grids: How many live grids of this process have records, by name.
         reported: The tokens of the mismatches that this rank has raised.
+        agreed: The last round of each record that this rank has agreed in.
         is_reporting: Whether the store holds a report that this rank waits or has failed.
     """
 
@@ -42,8 +42,8 @@ class Job:
     choices: dict[Hashable, Any] = attrs.field(factory=dict)
     before: Job | None = None
     numbers: tuple[int, ...] = ()
-    grids: Counter[str] = attrs.field(factory=Counter)
     reported: set[str] = attrs.field(factory=set)
+    agreed: dict[str, int] = attrs.field(factory=dict)
     is_reporting: bool = False
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)

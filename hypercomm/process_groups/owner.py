@@ -364,12 +364,6 @@ class GroupOwner:
         if os.getpid() == self._process:
             ending(unused)
 
-    def leave(self) -> None:
-        """Delete what the grid has left in the store."""
-        if os.getpid() == self._process:
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                self.agreement.leave()
-
     def live(self) -> list[GroupKey]:
         """Return the keys of the groups that this owner must end."""
         if os.getpid() != self._process or c10d.is_other_world():

@@ -86,7 +86,6 @@ class Scope:
         ranks: The ranks.
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
-        registry: The key that lists the records of the grid, to be deleted with it; "" without one.
     """
 
     job: Job
@@ -94,7 +93,6 @@ class Scope:
     ranks: Sequence[int]
     layout: RankLayout | None = None
     grid: str = ""
-    registry: str = ""
 
     @property
     def is_alone(self) -> bool:
@@ -212,6 +210,7 @@ class Call(Generic[T]):
         if not done.is_set():
             self._leave_worker(pending)
         if self._outcome is not None and self._outcome.kind == "agreed":
+            self.scope.job.agreed[self.scope.key] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if pending is not None:
             raise pending
@@ -294,12 +293,10 @@ class Call(Generic[T]):
         self._ticket = ticket = run(protocol.propose(key, self._proposal))
         self.name = f"{key}/{ticket.round}"
         first = ticket.record.first
-        if ticket.record.first is self._proposal:
-            if self.scope.registry and ticket.round == 0:
-                run_one(protocol.Append(self.scope.registry, f"{key}\n"))
-        elif first.refusal:
+        if first.refusal and first is not self._proposal:
             return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
-        elif (text := protocol.first_difference(self._proposal, first)) is not None:
+        text = protocol.first_difference(self._proposal, first)
+        if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))

@@ -170,15 +170,7 @@ def ask_here() -> None:
 
 
 class LateError(RuntimeError):
-    """A function did not return in time.
-
-    Attributes:
-        done: Set when the function returns after all.
-    """
-
-    def __init__(self, message: str, done: threading.Event) -> None:
-        super().__init__(message)
-        self.done = done
+    """A function did not return in time."""
 
 
 def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
@@ -214,7 +206,7 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
                 break
             look()
     if not done.is_set():
-        raise LateError(f"not done within {limit_s:.1f} s", done)
+        raise LateError(f"not done within {limit_s:.1f} s")
     if errors:
         try:
             raise errors[0]
@@ -250,30 +242,15 @@ class Task(Generic[T]):
         return self._result if self._done.is_set() else None
 
 
-unanswered: list[threading.Event] = []
-"""One event for each abandoned operation, set when it returns after all."""
-
-
-def answer(question: Callable[[], T], limit_s: float = USUAL_S, *, is_needed: bool = True) -> T:
+def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
     """Run a store operation with a time limit; nested operations run inline.
-
-    Args:
-        question: The operation.
-        limit_s: The limit, in seconds.
-        is_needed: False raises immediately while an abandoned operation has not returned: torch
-            runs one store operation of a process at a time.
 
     Raises:
         DistNetworkError: It did not return in time, or the store is gone.
     """
     if getattr(_in_thread, "is_set", False):
         return question()
-    if not is_needed:
-        unanswered[:] = [done for done in unanswered if not done.is_set()]
-        if unanswered:
-            raise dist.DistNetworkError("the store does not answer")
     try:
         return in_time(question, limit_s)
     except LateError as error:
-        unanswered.append(error.done)
         raise dist.DistNetworkError("the store does not answer") from error
