@@ -31,7 +31,7 @@ class Job:
         before: The job that `renew_world` made this one from; None without one.
         numbers: The number in that job of each of its ranks.
         reported: The tokens of the mismatches that this rank has raised.
-        agreed: The last round of each record that this rank has agreed in.
+        seen: The last round of each record that this rank has left.
         is_reporting: Whether the store holds a report that this rank waits or has failed.
     """
 
@@ -43,7 +43,7 @@ class Job:
     before: Job | None = None
     numbers: tuple[int, ...] = ()
     reported: set[str] = attrs.field(factory=set)
-    agreed: dict[str, int] = attrs.field(factory=dict)
+    seen: dict[str, int] = attrs.field(factory=dict)
     is_reporting: bool = False
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)

@@ -99,6 +99,19 @@ class Scope:
         """Whether the calling rank has nobody to agree with."""
         return not self.job.has_store or len(self.ranks) < 2 or self.job.rank not in self.ranks
 
+    @property
+    def seen(self) -> int:
+        """The last round that this rank has left; -1 if there is none."""
+        return self.job.seen.get(self.key, -1)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Note that this rank has left a round."""
+        self.job.seen[self.key] = max(self.seen, ticket.round)
+
+    def refuse(self, proposal: Proposal) -> None:
+        """Fail the next round that is open on other ranks, or that they begin."""
+        self.leave(run(protocol.refuse(self.key, proposal, self.seen)))
+
 
 def limit_of(timeout: timedelta | None) -> float:
     """Return for how many seconds ranks wait for each other; None is the timeout of WORLD."""
@@ -209,8 +222,9 @@ class Call(Generic[T]):
             _active.discard(self)
         if not done.is_set():
             self._leave_worker(pending)
+        if self._ticket is not None:
+            self.scope.leave(self._ticket)
         if self._outcome is not None and self._outcome.kind == "agreed":
-            self.scope.job.agreed[self.scope.key] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if pending is not None:
             raise pending
@@ -221,7 +235,7 @@ class Call(Generic[T]):
 
         def last_word() -> Outcome:
             if self._ticket is None:
-                run(protocol.refuse(self.scope.key, self._refusal(pending)))
+                self.scope.refuse(self._refusal(pending))
                 return Outcome("failed", "interrupted")
             outcome = self._interruption() if pending else run(self._timed_out())
             return run(protocol.decide(self._ticket, outcome))
@@ -290,8 +304,11 @@ class Call(Generic[T]):
         if job.is_reporting:
             job.is_reporting = False
             run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
-        self._ticket = ticket = run(protocol.propose(key, self._proposal))
+        steps = protocol.propose(key, self._proposal, self.scope.seen, job.reported)
+        self._ticket = ticket = run(steps)
         self.name = f"{key}/{ticket.round}"
+        if ticket.record.outcome is not None:
+            return ticket.record.outcome
         first = ticket.record.first
         if first.refusal and first is not self._proposal:
             return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
@@ -319,7 +336,7 @@ class Call(Generic[T]):
         if self._ticket is None:
             self._error = error
             with contextlib.suppress(HyperCommError, RuntimeError):
-                run(protocol.refuse(self.scope.key, self._refusal(error)))
+                self.scope.refuse(self._refusal(error))
             if isinstance(error, dist.DistNetworkError):
                 raise error
             return Outcome("failed", str(error))
@@ -580,7 +597,7 @@ def refuse(scope: Scope, error: BaseException) -> None:
         return
     proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
     with contextlib.suppress(LateError, RuntimeError):
-        in_time(lambda: run(protocol.refuse(scope.key, proposal)), _LAST_WORD_S)
+        in_time(lambda: scope.refuse(proposal), _LAST_WORD_S)
 
 
 _active: set[Call[Any]] = set()

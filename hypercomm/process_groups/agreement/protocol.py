@@ -13,7 +13,7 @@ The functions are generators. They yield store operations and are sent the repli
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -119,6 +119,9 @@ class Outcome:
 
 
 AGREED = Outcome("agreed")
+_MOST_FAILED = 16
+"""How many rounds that failed a record holds, for ranks that have not seen them."""
+
 _KINDS = {"agreed", "differs", "missing", "failed"}
 
 
@@ -130,15 +133,13 @@ class Record:
         round: The number of the round.
         first: The proposal of the first rank.
         outcome: How the round has ended; None while it is open.
-        previous: How the round before has ended.
-        agreed: The last round that all ranks agreed in; -1 if there is none.
+        failed: How the rounds before have ended, since the last one that ranks agreed in.
     """
 
     round: int
     first: Proposal
     outcome: Outcome | None = None
-    previous: Outcome | None = None
-    agreed: int = -1
+    failed: tuple[Outcome, ...] = ()
 
     def text(self) -> str:
         """Return the text that the key holds."""
@@ -158,27 +159,43 @@ class Record:
                 int(found["round"]),
                 first,
                 _outcome(found["outcome"]),
-                _outcome(found["previous"]),
-                int(found["agreed"]),
+                tuple(one for one in map(_outcome, found["failed"]) if one is not None),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise foreign(key, text) from error
         return record
 
-    def ended_with(self, outcome: Outcome) -> Record:
-        """Return the record once its round has ended."""
-        agreed = self.round if outcome.kind == "agreed" else self.agreed
-        return attrs.evolve(self, outcome=outcome, agreed=agreed)
+    @property
+    def agreed(self) -> int:
+        """The last round that all ranks agreed in, as far as this record tells; -1 for none."""
+        is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
+        return self.round if is_agreed else self.round - len(self.failed) - 1
+
+    def next(self, first: Proposal) -> Record:
+        """Return the record once the next round has begun."""
+        failed: tuple[Outcome, ...] = ()
+        if self.outcome is not None and self.outcome.kind != "agreed":
+            failed = (*self.failed, self.outcome)
+        return Record(self.round + 1, first, failed=failed[-_MOST_FAILED:])
 
     def outcome_of(self, number: int) -> Outcome | None:
         """Return how a round has ended, as far as this record tells; None while it is open."""
         if number == self.round:
             return self.outcome
-        if self.agreed == number:
+        begin = self.round - len(self.failed)
+        if number >= begin:
+            return self.failed[number - begin]
+        if number == begin - 1 and len(self.failed) < _MOST_FAILED:
             return AGREED
-        if self.previous is not None and number == self.round - 1:
-            return self.previous
         return Outcome("failed", "the other ranks have made further calls since")
+
+    def failed_since(self, seen: int) -> Record | None:
+        """Return the first round after `seen` that has failed, but for a timeout."""
+        for number in range(max(seen + 1, self.round - len(self.failed)), self.round + 1):
+            outcome = self.outcome_of(number)
+            if outcome is not None and outcome.kind in ("differs", "failed"):
+                return attrs.evolve(self, round=number, outcome=outcome)
+        return None
 
 
 def _outcome(fields: Any) -> Outcome | None:
@@ -230,22 +247,37 @@ class Ticket:
         return f"{self.key}/{self.round}/done"
 
 
-def propose(key: str, proposal: Proposal) -> Steps[Ticket]:
-    """Join the open round of a record, or begin the next one; the caller compares proposals."""
+def propose(
+    key: str, proposal: Proposal, seen: int = -1, reported: Container[str] = ()
+) -> Steps[Ticket]:
+    """Join the open round of a record, or begin the next one; the caller compares proposals.
+
+    A round that failed before this rank arrived fails here too: it is returned with its outcome.
+    After a timeout a late rank goes on to the next round, where the others meet it.
+
+    Args:
+        key: The key of the record.
+        proposal: What this rank proposes.
+        seen: The last round that this rank has left; -1 if there is none.
+        reported: The tokens of outcomes that it knows from other records.
+    """
     record = Record(0, proposal)
     text = yield Exchange(key, "", record.text())
     while text != record.text():
         found = Record.parse(key, text)
+        missed = found.failed_since(seen)
+        if missed is not None and missed.outcome and missed.outcome.token not in reported:
+            return Ticket(key, missed)
         if found.outcome is None and found.first.rank != proposal.rank:
             return Ticket(key, found)
         if found.outcome is None:  # this rank began it, and left it by an error of the store
             yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
-            text = (yield Read(key)) or ""
+            text, seen = (yield Read(key)) or "", found.round
             continue
-        record = Record(found.round + 1, proposal, previous=found.outcome, agreed=found.agreed)
-        seen, text = text, (yield Exchange(key, text, record.text()))
+        record = found.next(proposal)
+        text = yield Exchange(key, text, record.text())
         if text == record.text():
-            old = Ticket(key, Record.parse(key, seen))
+            old = Ticket(key, found)
             yield Delete([old.arrivals, old.count])
     return Ticket(key, record)
 
@@ -254,7 +286,7 @@ def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
     """End a round, unless another rank has; return the outcome that holds."""
     record = ticket.record
     while True:
-        wanted = record.ended_with(outcome)
+        wanted = attrs.evolve(record, outcome=outcome)
         text = yield Exchange(ticket.key, record.text(), wanted.text())
         if text == wanted.text():
             return outcome
@@ -291,11 +323,12 @@ def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
     return found
 
 
-def refuse(key: str, proposal: Proposal) -> Steps[None]:
+def refuse(key: str, proposal: Proposal, seen: int) -> Steps[Ticket]:
     """End the open round of a record, or begin one with a refusal; wait for nobody."""
-    ticket = yield from propose(key, proposal)
-    if ticket.record.first != proposal:
+    ticket = yield from propose(key, proposal, seen)
+    if ticket.record.outcome is None and ticket.record.first != proposal:
         yield from decide(ticket, Outcome("failed", proposal.refusal))
+    return ticket
 
 
 # ---- differences -------------------------------------------------------------------------------

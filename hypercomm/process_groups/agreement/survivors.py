@@ -75,7 +75,7 @@ def continuing_scope(agreement: GridAgreement, job: Job, ranks: Sequence[int]) -
     scope = agreement.scope(job, "continues", tuple(ranks))
     text = None if scope.is_alone else run_one(protocol.Read(scope.key))
     record = None if text is None else protocol.Record.parse(scope.key, text)
-    if record is not None and record.agreed > job.agreed.get(scope.key, -1):
+    if record is not None and record.agreed > scope.seen:
         raise CreationError(
             f"the grid has continued on other ranks, without rank {job.rank}; end this process, or "
             f"start the job again"
