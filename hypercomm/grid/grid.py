@@ -450,23 +450,6 @@ class GridView:
         keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
         return self._owner.create(self._spec(_flatten(dims, more), keywords))
 
-    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Group:
-        """Check some process groups now, and create them later with `create()` of the result.
-
-        Every rank of the grid must call this, in the same order. It takes the arguments of
-        `create_pg`, and raises the errors that `create_pg` raises before it creates anything.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-            ...     planned = grid.plan_pg("dp")
-            ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
-            4 2 0 4
-        """
-        check_keywords("plan_pg", keywords, GroupKeywords.__annotations__)
-        return self._owner.reserve(self._spec(_flatten(dims, more), keywords))
-
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> ProcessGroup | None:

@@ -21,16 +21,15 @@ from hypercomm.errors import (
     GroupMissingError,
     NotInitializedError,
 )
-from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.calls import Call, Scope, agree, limit_of, together
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.create import Ending, create, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions
-from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED
 
 logger = logging.getLogger(__name__)
@@ -59,44 +58,6 @@ class Group:
     is_owned: bool = True
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
-
-    def create(self) -> ProcessGroup | None:
-        """Create the group at the first call, and return it."""
-        return self.owner.fulfil(self.spec.key, self)
-
-    def __repr__(self) -> str:
-        return f"<{'created' if self.is_created else 'planned'} group of {self.groups!r}>"
-
-    @property
-    def key(self) -> GroupKey:
-        """The key of the spec."""
-        return self.spec.key
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group, as `pg`."""
-        return self.pg
-
-    @property
-    def groups(self) -> RankGroups:
-        """All groups over the dims of the spec."""
-        return self.spec.groups
-
-    def size(self) -> int:
-        """Return the number of members."""
-        return self.groups.group_size
-
-    def has_member(self) -> bool:
-        """Return whether the calling rank is in one of the groups."""
-        return self.groups.has_member(world.rank())
-
-    def rank(self) -> int:
-        """Return the position of the calling rank among the members.
-
-        Raises:
-            RankOutsideError: It is not a member.
-        """
-        return self.groups.position_of(world.rank())
 
 
 class Pool:
@@ -239,7 +200,10 @@ class GroupOwner:
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""
         self.check_alive()
-        job, spec = current(), group.spec
+        job, spec = current_or_none(), group.spec
+        if job is None:  # torch's own function may have been replaced, as in tests
+            group.pg, group.is_created = create(spec, str(spec.key), None), True
+            return None
         scope = self._scope(spec, job)
         if scope is None:  # this rank is not a member
             group.is_created = True
@@ -337,8 +301,9 @@ class GroupOwner:
         """Return how a group was created, or would be, and why."""
         group = self.groups.get(spec.key) or self.pool.find(spec)
         spec, served_by = self.specs.get(spec.key, spec), None
-        if group is not None and (group.owner is not self or group.key != spec.key):
-            served_by = str(group.key) if group.owner is self else "another grid"
+        owner, key = (self, spec.key) if group is None else next(iter(group.users))
+        if owner is not self or key != spec.key:
+            served_by = str(key) if owner is self else "another grid"
         return Explanation.of(spec, served_by)
 
     # ---- with all ranks -------------------------------------------------------------------------
@@ -447,7 +412,7 @@ class Batch:
         """Create the groups in order, named by the call and the name of the grid in it."""
         wait, prefix = None if call.scope.is_alone else call, f"{call.name}/{grid and grid + ': '}"
         for group in self._new:
-            self._made.append(create(group.spec, f"{prefix}{group.key}", wait))
+            self._made.append(create(group.spec, f"{prefix}{group.spec.key}", wait))
 
     def undo(self) -> None:
         """Destroy what was created."""
@@ -478,6 +443,7 @@ def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGro
     job = current_or_none()
     if job is None:
         raise _not_initialized()
+    check_once(specs)
     batch = Batch(owner, specs)
     batch.reserve()
     return create_batches(owner.grid_scope(job), CREATE, {"": batch}, batch.limit_s())[""]

@@ -109,7 +109,7 @@ def reshape(
     def work(call: Call[None]) -> None:
         wait = None if call.scope.is_alone else call
         for group in new:  # `undo` destroys those that were made before an error
-            made.append(create(group.spec, f"{call.name}/{group.key}", wait))  # noqa: PERF401
+            made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
 
     def undo() -> None:
         destroy([pg for pg in reversed(made) if pg is not None])
@@ -219,7 +219,7 @@ def _shared(groups: Sequence[Group]) -> list[Group]:
 
 def _serving(spec: GroupSpec, groups: Sequence[Group]) -> Group | None:
     for group in groups:
-        if group.key == spec.key:
+        if group.spec.key == spec.key:
             return group
         if spec.share == group.spec.share == _SHARED and group.spec.can_serve(spec):
             return group

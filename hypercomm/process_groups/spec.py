@@ -41,16 +41,13 @@ class GroupKey:
         return attrs.evolve(self, view=None).as_call() + view
 
     def says_exists(self, *, is_created: bool) -> str:
-        """Say that the group was created, or planned, and what to do instead."""
-        call = self.as_call()
-        has, how = (
-            ("created", f"get it with get_pg({call}), create it once with ensure_pg")
-            if is_created
-            else ("planned", f"call create() of the plan, or ensure_pg({call})")
-        )
+        """Say that the group exists, or that another thread creates it, and what to do instead."""
+        if not is_created:
+            return f"another thread is creating the process group {self.in_words()}; wait for it"
         return (
-            f"Process group {self.in_words()} has already been {has}; {how}, or create another "
-            f"over the same dims under a name of its own, name=..."
+            f"Process group {self.in_words()} has already been created; get it with "
+            f"get_pg({self.as_call()}), create it once with ensure_pg, or create another over the "
+            f"same dims with name=..."
         )
 
     def says_missing(self, created: Iterable[GroupKey]) -> str:
@@ -110,7 +107,7 @@ class GroupSpec:
             f"{self.key} over {self.groups!r}{members}{view}",
             {
                 "backend": options.backend,
-                "timeout": options.timeout,
+                "timeout": self.given.timeout,
                 "pg_options": type(options.pg_options).__name__,
                 "group_desc": repr(options.group_desc),
                 "share": self.share,

@@ -32,7 +32,6 @@ from hypercomm.errors import (
 from hypercomm.layout import RankMapping, pipelines
 from hypercomm.layout.placement import Placement, colocate, tile
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups.owner import Batch
 from hypercomm.testing import fake_world, layouts
 
 NAMES = ("a", "b", "c", "d")
@@ -475,28 +474,6 @@ def test_bad_requests(last, arguments, error, words):
             grids.create_pgs({"a": ["tp"], "b": last}, **arguments)
         assert [len(grid.pgs) for grid in grids.values()] == [0, 1]
         grids.create_pgs({"a": ["tp"], "b": ["tp"]})
-
-
-# Taking back goes on whatever fails in it, and what came first is what is raised.
-def test_taking_back_goes_on(monkeypatch):
-    with fake_world(8), GridSet.colocated(a="tp=2,dp", b="tp=4,dp", c="tp=8") as grids:
-        honest, create = Batch.take_back, Batch.create
-
-        def take_back(batch):
-            if batch.owner is grids["b"]._owner:
-                raise RuntimeError("teardown")
-            honest(batch)
-
-        def create_but_for_c(batch, step):
-            if batch.owner is grids["c"]._owner:
-                raise ValueError("created wrongly")
-            return create(batch, step)
-
-        monkeypatch.setattr(Batch, "take_back", take_back)
-        monkeypatch.setattr(Batch, "create", create_but_for_c)
-        with pytest.raises(ValueError, match="created wrongly"):
-            grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"], "c": ["tp"]})
-        assert [len(grid.pgs) for grid in grids.values()] == [0, 1, 0]
 
 
 # Nothing asked for is nothing done.

@@ -60,7 +60,7 @@ def test_a_dim_of_a_view(call):
     [
         (lambda grids: grids["encodr"], UnknownGridError, "encoder"),
         (lambda grids: grids["llm"].ensure_pg("tp", timout=3), TypeError, "timeout"),
-        (lambda grids: grids["llm"].plan_pg("tp", viw=3), TypeError, "view"),
+        (lambda grids: grids["llm"].ensure_pg("tp", viw=3), TypeError, "view"),
         (lambda grids: grids["llm"].explain("tp", shar=3), TypeError, "share"),
         (lambda grids: grids["llm"].create_pgs([{"dims": "tp", "nam": 1}]), TypeError, "name"),
         (lambda grids: grids["llm"].create_pg("tp", creation="locl"), GroupOptionsError, "local"),

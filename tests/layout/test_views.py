@@ -227,7 +227,6 @@ def test_dims_of_the_wrong_view(dims, view, error, words):
             grid.create_pg,
             grid.get_pg,
             grid.ensure_pg,
-            grid.plan_pg,
             grid.explain,
             grid.destroy_pg,
             grid.get_rank_enum,
@@ -265,7 +264,7 @@ def test_no_such_view():
                 call()
 
 
-# create_pgs, plan_pg, ensure_pg, explain and device_mesh take a view, or are asked of one.
+# create_pgs, ensure_pg, explain and device_mesh take a view, or are asked of one.
 def test_every_call_takes_a_view():
     with fake_world(16, rank=5), expert_grid() as grid:
         view = grid.view("expert")
@@ -281,9 +280,9 @@ def test_every_call_takes_a_view():
         assert view.get_pg("edp", name="twin") is edp
         with pytest.raises(GroupExistsError, match="twice in one call"):
             grid.create_pgs(["pp", {"dims": "pp", "view": "expert", "name": None}, "tp", "tp"])
-        planned = grid.plan_pg(["ep", "edp"], view="expert")
-        assert (planned.size(), planned.rank()) == (8, 5)
-        assert view.ensure_pg(["edp", "ep"]) is planned.create()
+        both = grid.ensure_pg(["ep", "edp"], view="expert")
+        assert (both.size(), both.rank()) == (8, 5)
+        assert view.ensure_pg(["edp", "ep"]) is both
         with pytest.raises(GroupOptionsError, match="was created with"):
             view.ensure_pg("ep", group_desc="mine")
         assert str(grid.explain("ep", view="expert")).startswith("ep of expert: 4 of 4 ranks")
@@ -360,20 +359,6 @@ def test_sharing_across_views():
         assert grid.create_pg("tp") is not tp
 
 
-# A group that is planned to be served by one that is destroyed meanwhile is created itself, and
-# serves the other that was.
-def test_destroying_what_serves_a_plan():
-    with fake_world(8), HyperCommGrid([2, 1, 1, 4], list("abcd"), share="identical") as grid:
-        first = grid.create_pg("a")
-        plans = [grid.plan_pg(["a", "b"]), grid.plan_pg(["a", "c"])]
-        grid.destroy_pg("a")
-        assert first not in registered_groups()
-        groups = [planned.create() for planned in plans]
-        assert groups[0] is groups[1]
-        assert groups[0] is not first
-        assert list(map(str, grid.pgs)) == ["a+b", "a+c"]
-
-
 # derive= makes other groups of a view's, under a name.
 def test_derived_groups_of_a_view():
     def ends(groups):
@@ -424,12 +409,3 @@ def test_destroying_one_group():
             grid.destroy_pg("tp")
         assert len(names) == 4
         assert ep in registered_groups()
-
-
-# Planned and not created is nothing to destroy.
-def test_a_plan_is_not_destroyed():
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        planned = grid.plan_pg("tp")
-        with pytest.raises(GroupMissingError):
-            grid.destroy_pg("tp")
-        assert grid.ensure_pg("tp") is planned.create()

@@ -7,16 +7,13 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError, GroupCreationTimeout
+from hypercomm.errors import CreationError
 from hypercomm.launch import report
-from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import GlooStore
 from ranks.common import all_reduce_of, given_back, threads_and_files
 from ranks.common import tables as registered
 
@@ -148,8 +145,7 @@ def gloo_readers():
     with HyperCommGrid([4], ["dp"]) as grid:
         for value in ("0", "1" if rank % 2 else "0", "1"):
             os.environ[name] = value
-            own = timedelta(minutes=1) if rank else None
-            group = grid.create_pg("dp", name=f"{len(sums)}", timeout=own)
+            group = grid.create_pg("dp", name=f"{len(sums)}")
             sums.append((all_reduce_of(10**rank, group), os.environ[name]))
     return sums
 
@@ -182,33 +178,6 @@ def late_for_the_first_try(late):
     dist.barrier()
     with grid:
         return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
-
-
-def absent_while_the_store_is_slow():
-    """Rank 2 never comes; to ask who is missing takes longer than the wait that is over."""
-    grid, rank = HyperCommGrid([3], ["dp"]), dist.get_rank()
-    said, missing, read = None, GlooStore._missing, c10d.read_bytes
-
-    def slowly(self, keys, first=0):
-        time.sleep(1)
-        yield from missing(self, keys, first)
-
-    def read_slowly(key):
-        time.sleep(0.1)
-        return read(key)
-
-    if rank != 2:
-        with (
-            mock.patch.object(GlooStore, "_missing", slowly),
-            mock.patch.object(c10d, "read_bytes", read_slowly),
-        ):
-            try:
-                grid.create_pg("dp", timeout=timedelta(seconds=1))
-            except GroupCreationTimeout as error:
-                said = str(error), error.missing
-    dist.barrier()
-    with grid:
-        return said, all_reduce_of(10**rank, grid.create_pg("dp"))
 
 
 def survivor_and_replacement(folder):

@@ -44,6 +44,7 @@ from hypercomm.process_groups.agreement.status import (
     this_host,
 )
 from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups.torch_internals.gloo import stale, take_stale
 from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
 
 logger = logging.getLogger(__name__)
@@ -317,6 +318,8 @@ class Call(Generic[T]):
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
+        if stale:
+            run_one(protocol.Delete(take_stale()))
         return None
 
     def _finish(self) -> Outcome:

@@ -24,8 +24,20 @@ _LONGEST_HOST_NAME = 255
 _FEW = 3
 """Up to how many addresses are read one by one: `check` and `multi_get` take three operations."""
 
+stale: list[str] = []
+"""Keys of addresses of this process that no member needs any more; the next call deletes them."""
+
 Wait = Callable[[Callable[[], "bool | None"]], Any]
 """Polls a function until it returns True; raises where the wait must end."""
+
+
+def take_stale() -> list[str]:
+    """Return the keys in `stale`, and remove them there."""
+    keys = []
+    with contextlib.suppress(IndexError):  # threads may take them at the same time
+        while True:
+            keys.append(stale.pop())
+    return keys
 
 
 def world_address_key(rank: int) -> str:
@@ -62,6 +74,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._size = size
         self._wait: Wait | None = wait
         self._found: dict[str, bytes] = {}
+        self._published: list[str] = []
         self.error: BaseException | None = None
         """What ended the wait: gloo passes it on in a form of its own."""
 
@@ -70,9 +83,15 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._wait = None
         self._found.clear()
 
+    def forget(self) -> None:
+        """Have the addresses of this member deleted: the group has ended."""
+        stale.extend(self._published)
+        self._published.clear()
+
     def set(self, key: str, value: bytes) -> None:
         """Publish the address of this member."""
         self._found[key] = bytes(value)
+        self._published.append(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:

@@ -104,9 +104,12 @@ def new_group(
                 group_desc=group_desc,
             )
         except Exception as error:
-            if isinstance(place, GlooStore) and place.error is not None:
-                raise place.error from error
-            raise
+            if not isinstance(place, GlooStore):
+                raise
+            place.forget()
+            if place.error is None:
+                raise
+            raise place.error from error
         finally:
             if isinstance(place, GlooStore):
                 place.close()
@@ -233,6 +236,9 @@ def forget_non_members() -> None:
 def destroy(group: ProcessGroup) -> None:
     """Destroy a group, and the empty tag that torch leaves for it."""
     tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
+    place = _kept.get(group)
+    if isinstance(place, GlooStore):
+        place.forget()
     dist.destroy_process_group(group)
     if not tagged.get(tag, True):
         del tagged[tag]  # torch leaves an empty list for every group that ever was
