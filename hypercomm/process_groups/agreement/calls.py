@@ -258,12 +258,12 @@ class Call(Generic[T]):
         if outcome.token:
             self.scope.job.reported.add(outcome.token)
         waited = timedelta(seconds=time.monotonic() - self.began)
-        if rank in outcome.absent:
+        if outcome.kind == "missing" and rank in outcome.absent:
             return LateRankError(
                 f"{self.title} timed out on the other ranks before rank {rank} arrived; call it "
                 f"again on all ranks"
             )
-        if outcome.kind == "missing":
+        if outcome.kind in ("missing", "unfinished"):
             seconds = f"{waited.total_seconds():.1f} s"
             text = f"{self.title}: {outcome.text}; rank {rank} waited {seconds}"
             return GroupCreationTimeout(
@@ -374,7 +374,7 @@ class Call(Generic[T]):
                 break
             time.sleep(0.02)
         if silent:
-            return run(self._missing(silent, "did not connect"))
+            return run(self._missing(silent, "unfinished", "did not connect"))
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _timed_out(self) -> protocol.Steps[Outcome]:
@@ -382,7 +382,7 @@ class Call(Generic[T]):
         states = yield from protocol.read_arrivals(ticket)
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
-            return (yield from self._missing(absent, "did not join"))
+            return (yield from self._missing(absent, "missing", "did not join"))
         own = self.scope.job.rank
         unfinished = [rank for rank in self.scope.ranks if not states[rank] and rank != own]
         silent = []
@@ -390,14 +390,14 @@ class Call(Generic[T]):
             status = yield from read_status(self.scope.job.namespace, rank)
             if status is None or (status.key, status.round) != (ticket.key, ticket.round):
                 silent.append(rank)
-        return (yield from self._missing(silent or unfinished, "did not finish"))
+        return (yield from self._missing(silent or unfinished, "unfinished", "did not finish"))
 
-    def _missing(self, ranks: Sequence[int], what: str) -> protocol.Steps[Outcome]:
+    def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
         named = name_missing(self.scope.job.namespace, ranks, present, self.scope.layout)
         causes, names = yield from named
         text = f"timed out: {names or 'members'} {what}; every rank must make this call"
-        return Outcome("missing", text, causes, tuple(ranks))
+        return Outcome(kind, text, causes, tuple(ranks))
 
     def _without_store(self, error: BaseException) -> BaseException:
         """Return the error of a rank whose store is gone or silent; others as they are."""

@@ -101,7 +101,7 @@ class Outcome:
     """How a round has ended.
 
     Attributes:
-        kind: "agreed", "differs", "missing" or "failed".
+        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive) or "unfinished".
         text: The reason, for the error that ranks raise.
         missing: The ranks that caused a timeout.
         absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
@@ -122,7 +122,7 @@ AGREED = Outcome("agreed")
 _MOST_FAILED = 16
 """How many rounds that failed a record holds, for ranks that have not seen them."""
 
-_KINDS = {"agreed", "differs", "missing", "failed"}
+_KINDS = {"agreed", "differs", "failed", "missing", "unfinished"}
 
 
 @attrs.frozen

@@ -236,4 +236,7 @@ def _explains(status: Status) -> bool:
     """Return whether a report explains why its rank is missing elsewhere."""
     if status.outcome is None:
         return True
-    return abs(time.time() - status.time_s) < _RECENT_S and status.outcome.kind == "missing"
+    return abs(time.time() - status.time_s) < _RECENT_S and status.outcome.kind in (
+        "missing",
+        "unfinished",
+    )

@@ -46,6 +46,8 @@ def find_survivors(
             agree(scope, "survivors()", lambda: ["survivors()"], limit_s).get()
             break
         except GroupCreationTimeout as error:
+            if job.rank in error.absent:
+                raise _too_late(job.rank) from error
             ranks = tuple(rank for rank in ranks if rank not in error.absent)
         except LateRankError as error:
             raise _too_late(job.rank) from error
