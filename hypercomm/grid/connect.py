@@ -28,7 +28,6 @@ from hypercomm.layout.text import aligned, counted, did_you_mean, format_ranks, 
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import (
     Call,
-    ConnectionFailedError,
     Scope,
     agree,
     limit_of,
@@ -38,6 +37,7 @@ from hypercomm.process_groups.agreement.calls import (
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Group
 from hypercomm.process_groups.spec import GroupSpec
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.torch_internals.store import Task
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def _connect_all(call: Call[Any], items: list[_Item]) -> tuple[Connection, ...]:
         raise
     except RuntimeError as error:
         item, reason = items[len(rows)], str(error).partition(". This is typically")[0]
-        message = f"{CALL} failed in {item.title}: {reason}"
-        raise ConnectionFailedError(message, item.row.ranks) from error
+        failure = RuntimeError(f"{CALL} failed in {item.title}: {reason}")
+        raise ConnectionFailedError(failure, item.row.ranks) from error
 
 
 def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -> tuple[str, ...]:

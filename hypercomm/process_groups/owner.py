@@ -28,7 +28,7 @@ from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.create import Ending, create, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED
 
@@ -59,6 +59,11 @@ class Group:
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether one of its keys shares it."""
+        return any(owner.specs[key].share == "identical" for owner, key in self.users)
+
 
 class Pool:
     """The groups that keys of one grid, and of the grids that borrow from it, may share.
@@ -83,7 +88,7 @@ class Pool:
         if found is not None:
             return found
         for group in self.groups:
-            if group.spec.share == "identical" and group.is_owned and group.spec.can_serve(spec):
+            if group.is_shared and group.is_owned and group.spec.can_serve(spec):
                 return group
         return None
 
@@ -162,6 +167,8 @@ class GroupOwner:
             GroupExistsError: The key is taken.
         """
         self.check_steady()
+        if self.job is not None and spec.options.backend != self.job.backend:
+            check_backend(spec.options.backend)
         strategy, reason = spec.choice
         asked_for = spec.given.creation or self.creation
         if strategy == "enumerate" and asked_for == "auto" and reason not in self._warned:
@@ -243,11 +250,15 @@ class GroupOwner:
 
     def register(self, groups: Iterable[Group], made: Iterable[ProcessGroup | None]) -> None:
         """Note that groups exist; destroy those that no key has any more."""
+        unused = []
         with self.pool.lock:
             for group, pg in zip(groups, made, strict=True):
                 group.pg, group.is_created = pg, True
                 for owner, key in list(group.users):
                     owner.created.setdefault(key, group)
+                if not group.users and pg is not None:
+                    unused.append(pg)
+        destroy(unused)
 
     def release(self, keys: Iterable[GroupKey]) -> list[ProcessGroup]:
         """Remove keys; return the process groups that no key has any more."""

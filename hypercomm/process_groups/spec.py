@@ -14,7 +14,7 @@ from hypercomm.layout.views import View
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.job import Job
-from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
 
 Derive = Callable[[RankGroups], RankGroups]
@@ -207,8 +207,6 @@ def specify(
             given.creation or creation, given.backend, groups, lazily=given.lazy_init, by_all=by_all
         )
         options = given.resolve(str(key), job)
-        if options.backend != job.backend:
-            check_backend(options.backend)
     return GroupSpec(key, view, layout, groups, derive, given, share, options, choice)
 
 

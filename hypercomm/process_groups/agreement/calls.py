@@ -44,7 +44,7 @@ from hypercomm.process_groups.agreement.status import (
     this_host,
 )
 from hypercomm.process_groups.job import Job, current_or_none
-from hypercomm.process_groups.torch_internals.gloo import stale, take_stale
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, stale, take_stale
 from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
 
 logger = logging.getLogger(__name__)
@@ -182,6 +182,7 @@ class Call(Generic[T]):
         self._ticket: Ticket | None = None
         """The round, once this rank has proposed."""
         self._waits_for: tuple[int, ...] | None = None
+        self._seen: dict[int, Status] = {}
         self._result: T | None = None
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -394,7 +395,9 @@ class Call(Generic[T]):
 
     def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
-        named = name_missing(self.scope.job.namespace, ranks, present, self.scope.layout)
+        named = name_missing(
+            self.scope.job.namespace, ranks, present, self.scope.layout, self._seen
+        )
         causes, names = yield from named
         text = f"timed out: {names or 'members'} {what}; every rank must make this call"
         return Outcome(kind, text, causes, tuple(ranks))
@@ -454,7 +457,9 @@ class Call(Generic[T]):
         if missing != self._waits_for:
             self._waits_for, job.is_reporting = missing, True
             run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))
-        circle = run(find_deadlock(job.namespace, own))
+        known: dict[int, Status | None] = {}
+        circle = run(find_deadlock(job.namespace, own, known))
+        self._seen |= {rank: one for rank, one in known.items() if one and one.outcome is None}
         if circle:
             outcome = explain_deadlock(circle)
             for status in circle[1:]:
@@ -483,7 +488,6 @@ class Call(Generic[T]):
             ticket.round,
             waits_for[:8],
             max(1, sum(call.scope.job is scope.job for call in list(_active))),
-            time.time(),
             outcome,
         )
 
@@ -516,18 +520,6 @@ def _failed(rank: int, error: BaseException) -> str:
 
 class LateRankError(CreationError):
     """The other ranks timed out before this one arrived."""
-
-
-class ConnectionFailedError(RuntimeError):
-    """A backend could not connect the members of a group.
-
-    Attributes:
-        ranks: The members.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
 
 # ---- all or none -------------------------------------------------------------------------------

@@ -59,6 +59,18 @@ def host_in(address: bytes | None) -> str | None:
     return name if name.isprintable() else None
 
 
+class ConnectionFailedError(RuntimeError):
+    """A backend could not connect the members of a group, although all of them are there.
+
+    Attributes:
+        ranks: The members.
+    """
+
+    def __init__(self, error: Exception, ranks: Sequence[int]) -> None:
+        super().__init__((str(error).splitlines() or [""])[0])
+        self.ranks = ranks
+
+
 class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     """The store that one gloo group is created with, on top of the job's.
 
@@ -82,6 +94,10 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         """Pass further operations on to the job's store: the group exists."""
         self._wait = None
         self._found.clear()
+
+    def has_all(self) -> bool:
+        """Return whether gloo has the addresses of all members, and connects to them."""
+        return len(self._found) >= self._size
 
     def forget(self) -> None:
         """Have the addresses of this member deleted: the group has ended."""

@@ -22,7 +22,12 @@ from hypercomm.process_groups.torch_internals.backends import (
     parts_of_world,
     single_backends,
 )
-from hypercomm.process_groups.torch_internals.gloo import GlooStore, Wait, lazy_init
+from hypercomm.process_groups.torch_internals.gloo import (
+    ConnectionFailedError,
+    GlooStore,
+    Wait,
+    lazy_init,
+)
 from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
 from hypercomm.process_groups.torch_internals.store import store
 
@@ -107,9 +112,11 @@ def new_group(
             if not isinstance(place, GlooStore):
                 raise
             place.forget()
-            if place.error is None:
-                raise
-            raise place.error from error
+            if place.error is not None:
+                raise place.error from error
+            if place.has_all():
+                raise ConnectionFailedError(error, members) from error
+            raise
         finally:
             if isinstance(place, GlooStore):
                 place.close()
