@@ -159,7 +159,7 @@ def connect(
         if not _is_live():
             return Connections(tuple(item.row for item in items), met_s)
         left_s = max(0.1, limit_s - met_s)
-        second = attrs.evolve(scope, key=f"{scope.key} connect")
+        second = attrs.evolve(scope, path=f"{scope.path} connect")
         title = f"{CALL} of each group"
         done = together(
             second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)

@@ -10,6 +10,8 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -825,11 +827,14 @@ class GridView:
         """Return the ranks of the grid that are left after a loss: the same on all of them.
 
         Every rank of the grid that is left calls this after a collective has failed, and then
-        `reshape(target, ranks=...)`. This call changes nothing.
+        `reshape(target, ranks=...)`. First it ends the grid's process groups, so that peers which
+        wait in them fail too: those of NCCL at once, those of gloo once the program holds no other
+        reference to them. Called in an `except` block, it clears the local variables of the frames
+        that the exception came through, which hold such references.
 
         Args:
-            timeout: How long to wait for ranks that do not arrive. Choose more than the timeout of
-                the collectives, which other ranks may still wait in. The ranks that arrived then
+            timeout: How long to wait for ranks that do not arrive; longer than the timeout of the
+                grid's groups, in which other ranks may still wait. The ranks that arrived then
                 confirm the result with each other; a rank that dies during the call extends the
                 wait by `timeout`.
             min_ranks: The fewest ranks that may continue.
@@ -843,7 +848,8 @@ class GridView:
             CreationError: The others continue without this rank, which arrived too late, or fewer
                 than `min_ranks` are left.
             OutcomeUnknownError: The job's store is gone; restart the job.
-            GroupOptionsError: `timeout` is not a positive timedelta.
+            GroupOptionsError: `timeout` is not a positive timedelta, or not longer than that of
+                the grid's groups.
 
         Example:
             >>> from datetime import timedelta
@@ -857,8 +863,15 @@ class GridView:
         owner.check_alive()
         check_duration("timeout", timeout, GroupOptionsError)
         self.coords()  # raises on a rank outside
-        limit_s = timeout.total_seconds()
-        return find_survivors(owner.agreement, self.layout, limit_s, as_int(min_ranks, "min_ranks"))
+        owner.check_outlasts(timeout)
+        least, limit_s = as_int(min_ranks, "min_ranks"), timeout.total_seconds()
+        self._forget_meshes()
+        error = sys.exc_info()[1]
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
+        owner.end_groups()
+        return find_survivors(owner.agreement, self.layout, limit_s, least)
 
     # ---- helpers for training code --------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def renew_world(
             f"new WORLD call renew_world(): end this process"
         )
     if store is None:  # one record for all lists of ranks, so that other lists are an error
-        key = _meet(old, given, f"{old.namespace}/new world", timeout)
+        key = _meet(old, given, timeout)
         store = store_of_world()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
@@ -98,12 +98,12 @@ def renew_world(
     return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
 
 
-def _meet(job: Job, ranks: tuple[int, ...], key: str, timeout: timedelta | None) -> str:
+def _meet(job: Job, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
     """Wait in the old WORLD until all ranks have joined; return a key that is new for each call."""
     names: list[str] = []
     entries = [f"{CALL} with ranks {list(ranks)}"]
     title = f"{CALL} of ranks {format_ranks(sorted(ranks))}"
-    scope, limit_s = Scope(job, key, ranks), limit_of(timeout)
+    scope, limit_s = Scope(job, "new world", ranks, is_fenced=True), limit_of(timeout)
     together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
     return names[0]
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import attrs
@@ -19,13 +20,14 @@ from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
+    GroupOptionsError,
     NotInitializedError,
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, agree, limit_of, together
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, create, destroy
+from hypercomm.process_groups.create import Ending, abort, create, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
@@ -107,6 +109,7 @@ class GroupOwner:
         specs: What is reserved or created, by key.
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
+        ended: The keys whose groups `end_groups` has ended.
         job: The job whose ranks the layout numbers; None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
     """
@@ -128,6 +131,7 @@ class GroupOwner:
         self.specs: dict[GroupKey, GroupSpec] = {}
         self.groups: dict[GroupKey, Group] = {}
         self.created: dict[GroupKey, Group] = {}
+        self.ended: dict[GroupKey, None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
         self.job = current_or_none()
@@ -175,6 +179,8 @@ class GroupOwner:
             self._warned.add(reason)
             logger.warning("creating groups by enumeration: %s", reason)
         with self.pool.lock:
+            if spec.key in self.ended:
+                raise GroupExistsError(spec.key.says_ended())
             if spec.key in self.specs:
                 raise GroupExistsError(spec.key.says_exists(is_created=spec.key in self.created))
             group = self.pool.find(spec) or Group(spec, self)
@@ -200,6 +206,7 @@ class GroupOwner:
             self.check_alive()
             if self.groups.get(key) is group:
                 self.created[key] = group
+                self.ended.pop(key, None)
         if pending is not None:
             raise pending
         return group.pg
@@ -290,6 +297,8 @@ class GroupOwner:
         try:
             return self.created[key].pg
         except KeyError:
+            if key in self.ended:
+                raise GroupMissingError(key.says_ended()) from None
             raise GroupMissingError(key.says_missing(self.created)) from None
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
@@ -330,6 +339,37 @@ class GroupOwner:
         ).get()
 
     # ---- the end --------------------------------------------------------------------------------
+
+    def check_outlasts(self, timeout: timedelta) -> None:
+        """Raise unless a timeout is longer than those of the groups, in which peers may wait.
+
+        Raises:
+            GroupOptionsError: Names the longest one.
+        """
+        limits = {key: limit_of(group.spec.options.timeout) for key, group in self.created.items()}
+        longest = max(limits, key=lambda key: limits[key], default=None)
+        if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
+            return
+        raise GroupOptionsError(
+            f"timeout={timeout} is too short: other ranks may wait in the process groups over "
+            f"{longest} for {timedelta(seconds=limits[longest])}, and would be left behind; pass "
+            f"more than timedelta(seconds={limits[longest]:g}), or create groups with a shorter "
+            f"timeout"
+        )
+
+    def end_groups(self) -> None:
+        """Abort the groups that no other grid has, and keep their keys for a reshape."""
+        unused = []
+        with self.pool.lock:
+            for key, group in reversed(list(self.created.items())):
+                if not group.is_owned or any(owner is not self for owner, _ in group.users):
+                    continue
+                del self.created[key]
+                self.ended[key] = None
+                pg, group.pg, group.is_created = group.pg, None, False
+                if pg is not None:
+                    unused.append(pg)
+        abort(unused)
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""

@@ -129,9 +129,12 @@ def reshape(
     still = [*kept.values(), *fresh.created]
     survivors = set(fresh.created.values())
     gone = [
-        key
-        for key, group in old.created.items()
-        if group not in survivors or not any(_same(key, other) for other in still)
+        *old.ended,
+        *(
+            key
+            for key, group in old.created.items()
+            if group not in survivors or not any(_same(key, other) for other in still)
+        ),
     ]
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
@@ -141,16 +144,17 @@ def reshape(
 
 
 def check_settled(owner: GroupOwner) -> None:
-    """Raise if groups are planned that were not created.
+    """Raise if other threads are creating groups.
 
     Raises:
         CreationError: Names them.
     """
-    waiting = [str(key) for key in owner.specs if key not in owner.created]
+    there = {*owner.created, *owner.ended}
+    waiting = [str(key) for key in owner.specs if key not in there]
     if waiting:
         raise CreationError(
-            f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
-            f"void their plans; call create() of each, then reshape()"
+            f"other threads are creating the process groups over {', '.join(waiting)}; reshape the "
+            f"grid once they are done"
         )
 
 

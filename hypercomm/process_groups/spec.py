@@ -58,6 +58,13 @@ class GroupKey:
             f"{', '.join(map(str, created)) or 'none yet'}"
         )
 
+    def says_ended(self) -> str:
+        """Say that `survivors` has ended the group, and what to do."""
+        return (
+            f"survivors() has ended the process group over {self.in_words()}; call "
+            f"reshape(target, ranks=...) with the ranks that it returned"
+        )
+
     def as_call(self) -> str:
         """Return the key as one writes it in a call: "'tp'", "['cp', 'dp'], name='twin'"."""
         dims = repr(self.dims[0]) if len(self.dims) == 1 else repr(list(self.dims))

@@ -38,7 +38,7 @@ def consent(
     """
     job, ranks = current(), _ranks(mapping)
     digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
-    scope = Scope(job, f"{job.namespace}/transfers/{digest}", ranks)
+    scope = Scope(job, f"transfers/{digest}", ranks)
     title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
     if refusal is not None:
         refuse(scope, refusal)

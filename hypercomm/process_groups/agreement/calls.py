@@ -83,31 +83,39 @@ class Scope:
 
     Attributes:
         job: The job.
-        key: The key of the record.
+        path: The key of the record, within the job's part of the store.
         ranks: The ranks.
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
+        is_fenced: Whether ranks that agree go on without all others, whose next calls fail.
     """
 
     job: Job
-    key: str
+    path: str
     ranks: Sequence[int]
     layout: RankLayout | None = None
     grid: str = ""
+    is_fenced: bool = False
+
+    @property
+    def key(self) -> str:
+        """The key of the record; the first one of a job asks the store."""
+        return f"{self.job.namespace}/{self.path}"
 
     @property
     def is_alone(self) -> bool:
         """Whether the calling rank has nobody to agree with."""
-        return not self.job.has_store or len(self.ranks) < 2 or self.job.rank not in self.ranks
+        is_one = len(self.ranks) < 2 and not self.is_fenced
+        return not self.job.has_store or is_one or self.job.rank not in self.ranks
 
     @property
     def seen(self) -> int:
         """The last round that this rank has left; -1 if there is none."""
-        return self.job.seen.get(self.key, -1)
+        return self.job.seen.get(self.path, -1)
 
     def leave(self, ticket: Ticket) -> None:
         """Note that this rank has left a round."""
-        self.job.seen[self.key] = max(self.seen, ticket.round)
+        self.job.seen[self.path] = max(self.seen, ticket.round)
 
     def refuse(self, proposal: Proposal) -> None:
         """Fail the next round that is open on other ranks, or that they begin."""
@@ -227,6 +235,7 @@ class Call(Generic[T]):
         if self._ticket is not None:
             self.scope.leave(self._ticket)
         if self._outcome is not None and self._outcome.kind == "agreed":
+            self.scope.job.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if pending is not None:
             raise pending
@@ -318,6 +327,11 @@ class Call(Generic[T]):
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
+        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
+            raise CreationError(
+                f"other ranks have continued without rank {job.rank}; end this process, or start "
+                f"the job again"
+            )
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         if stale:
             run_one(protocol.Delete(take_stale()))
@@ -404,18 +418,9 @@ class Call(Generic[T]):
 
     def _without_store(self, error: BaseException) -> BaseException:
         """Return the error of a rank whose store is gone or silent; others as they are."""
-        if isinstance(error, HyperCommError) or not isinstance(error, (RuntimeError, LateError)):
+        if isinstance(error, HyperCommError) or not isinstance(error, RuntimeError):
             return error
-        reason = (str(error).splitlines() or [""])[0]
-        how = "does not answer" if isinstance(error, LateError) else "is gone"
-        where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
-        if self._is_finished:
-            text = f"the outcome of {self.title} on the other ranks is unknown: {where}"
-            failure: CreationError = OutcomeUnknownError(text)
-        else:
-            failure = CreationError(f"{self.title} failed: {where}")
-        failure.__cause__ = error
-        return failure
+        return _store_failed(self.title, error, is_finished=self._is_finished)
 
     # ---- waiting --------------------------------------------------------------------------------
 
@@ -513,6 +518,33 @@ def run_one(operation: protocol.Operation) -> Any:
     return run(steps())
 
 
+def ask(title: str, question: Callable[[], V], limit_s: float) -> V:
+    """Ask the job's store something outside of a call, with a time limit.
+
+    Raises:
+        CreationError: The store is gone, or does not answer.
+    """
+    try:
+        return in_time(question, limit_s)
+    except HyperCommError:
+        raise
+    except RuntimeError as error:
+        raise _store_failed(title, error, is_finished=False) from error
+
+
+def _store_failed(title: str, error: RuntimeError, *, is_finished: bool) -> CreationError:
+    reason = (str(error).splitlines() or [""])[0]
+    how = "does not answer" if isinstance(error, LateError) else "is gone"
+    where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
+    if is_finished:
+        text = f"the outcome of {title} on the other ranks is unknown: {where}"
+        failure: CreationError = OutcomeUnknownError(text)
+    else:
+        failure = CreationError(f"{title} failed: {where}")
+    failure.__cause__ = error
+    return failure
+
+
 def _failed(rank: int, error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
     return f"rank {rank} (host {this_host()}) failed: {type(error).__name__}: {text}"
@@ -556,13 +588,13 @@ def together(
     """
     if scope.is_alone:
         call = Call[T](scope, title, entries, limit_s)
-        call.name = f"{scope.key}/{scope.job.next_number(scope.key)}"
+        call.name = f"{scope.key}/{scope.job.next_number(scope.path)}"
         try:
             return Result(work(call))
         except BaseException:
             undo()
             raise
-    lock = scope.job.lock_of(scope.key)
+    lock = scope.job.lock_of(scope.path)
     if not lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
         raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
     try:

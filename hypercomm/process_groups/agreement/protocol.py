@@ -134,12 +134,14 @@ class Record:
         first: The proposal of the first rank.
         outcome: How the round has ended; None while it is open.
         failed: How the rounds before have ended, since the last one that ranks agreed in.
+        agreed_before: The last round before this one that all ranks agreed in; -1 for none.
     """
 
     round: int
     first: Proposal
     outcome: Outcome | None = None
     failed: tuple[Outcome, ...] = ()
+    agreed_before: int = -1
 
     def text(self) -> str:
         """Return the text that the key holds."""
@@ -160,6 +162,7 @@ class Record:
                 first,
                 _outcome(found["outcome"]),
                 tuple(one for one in map(_outcome, found["failed"]) if one is not None),
+                int(found["agreed_before"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise foreign(key, text) from error
@@ -167,16 +170,18 @@ class Record:
 
     @property
     def agreed(self) -> int:
-        """The last round that all ranks agreed in, as far as this record tells; -1 for none."""
+        """The last round that all ranks agreed in; -1 for none."""
         is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
-        return self.round if is_agreed else self.round - len(self.failed) - 1
+        return self.round if is_agreed else self.agreed_before
 
     def next(self, first: Proposal) -> Record:
         """Return the record once the next round has begun."""
         failed: tuple[Outcome, ...] = ()
         if self.outcome is not None and self.outcome.kind != "agreed":
             failed = (*self.failed, self.outcome)
-        return Record(self.round + 1, first, failed=failed[-_MOST_FAILED:])
+        return Record(
+            self.round + 1, first, failed=failed[-_MOST_FAILED:], agreed_before=self.agreed
+        )
 
     def outcome_of(self, number: int) -> Outcome | None:
         """Return how a round has ended, as far as this record tells; None while it is open."""
