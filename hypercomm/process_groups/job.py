@@ -32,6 +32,7 @@ class Job:
         numbers: The number in that job of each of its ranks.
         reported: The tokens of the mismatches that this rank has raised.
         agreed: The last round of each record that this rank has agreed in.
+        heard: The last round of each record that this rank has taken part in, or heard the end of.
         is_reporting: Whether the store holds a report that this rank waits or has failed.
     """
 
@@ -44,6 +45,7 @@ class Job:
     numbers: tuple[int, ...] = ()
     reported: set[str] = attrs.field(factory=set)
     agreed: dict[str, int] = attrs.field(factory=dict)
+    heard: dict[str, int] = attrs.field(factory=dict)
     is_reporting: bool = False
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)

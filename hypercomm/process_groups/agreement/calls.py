@@ -221,7 +221,7 @@ class Call(Generic[T]):
 
         def last_word() -> Outcome:
             if self._ticket is None:
-                run(protocol.refuse(self.scope.key, self._refusal(pending)))
+                _refuse(self.scope, self._refusal(pending))
                 return Outcome("failed", "interrupted")
             outcome = self._interruption() if pending else run(self._timed_out())
             return run(protocol.decide(self._ticket, outcome))
@@ -290,9 +290,14 @@ class Call(Generic[T]):
         if job.is_reporting:
             job.is_reporting = False
             run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
-        self._ticket = ticket = run(protocol.propose(key, self._proposal))
+        self._ticket = ticket = run(protocol.propose(key, self._proposal, job.heard.get(key, -1)))
+        job.heard[key] = ticket.round
         self.name = f"{key}/{ticket.round}"
         first = ticket.record.first
+        if ticket.record.outcome is not None:
+            return ticket.record.outcome
+        if time.monotonic() > self.deadline:
+            return self._arrived_late()
         if first.refusal and first is not self._proposal:
             return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
         text = protocol.first_difference(self._proposal, first)
@@ -301,6 +306,14 @@ class Call(Generic[T]):
             return run(protocol.decide(ticket, outcome))
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         return None
+
+    def _arrived_late(self) -> Outcome:
+        """Return the outcome for this rank alone: its time was over before it arrived."""
+        ticket, rank = self._round, self.scope.job.rank
+        late = Outcome("missing", f"rank {rank} arrived late", (rank,), (rank,))
+        if ticket.record.first == self._proposal:
+            return run(protocol.decide(ticket, late))
+        return late  # the others go on: this rank may join them at its next call
 
     def _finish(self) -> Outcome:
         ticket = self._round
@@ -319,7 +332,7 @@ class Call(Generic[T]):
         if self._ticket is None:
             self._error = error
             with contextlib.suppress(HyperCommError, RuntimeError):
-                run(protocol.refuse(self.scope.key, self._refusal(error)))
+                _refuse(self.scope, self._refusal(error))
             if isinstance(error, dist.DistNetworkError):
                 raise error
             return Outcome("failed", str(error))
@@ -580,7 +593,12 @@ def refuse(scope: Scope, error: BaseException) -> None:
         return
     proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
     with contextlib.suppress(LateError, RuntimeError):
-        in_time(lambda: run(protocol.refuse(scope.key, proposal)), _LAST_WORD_S)
+        in_time(lambda: _refuse(scope, proposal), _LAST_WORD_S)
+
+
+def _refuse(scope: Scope, proposal: Proposal) -> None:
+    heard = scope.job.heard
+    heard[scope.key] = run(protocol.refuse(scope.key, proposal, heard.get(scope.key, -1)))
 
 
 _active: set[Call[Any]] = set()

@@ -120,6 +120,8 @@ class Outcome:
 
 AGREED = Outcome("agreed")
 _KINDS = {"agreed", "differs", "missing", "failed"}
+_HEARD_LATER = {"differs", "failed"}
+"""Failures that a rank hears of which arrives afterwards: the others do not wait for it."""
 
 
 @attrs.frozen
@@ -230,18 +232,37 @@ class Ticket:
         return f"{self.key}/{self.round}/done"
 
 
-def propose(key: str, proposal: Proposal) -> Steps[Ticket]:
-    """Join the open round of a record, or begin the next one; the caller compares proposals."""
+def propose(key: str, proposal: Proposal, heard: int = -1) -> Steps[Ticket]:
+    """Join the open round of a record, or begin the next one; the caller compares proposals.
+
+    A round that has failed before this rank arrived is returned once: this rank fails too.
+
+    Args:
+        key: The key of the record.
+        proposal: What this rank proposes.
+        heard: The last round whose outcome this rank has heard of.
+    """
+    while True:
+        ticket = yield from _enter(key, proposal, heard)
+        found = ticket.record
+        if found.outcome is not None or found.first.rank != proposal.rank:
+            return ticket
+        if found.first == proposal and found.round > heard:
+            return ticket
+        # this rank began it, and left it by an error of the store
+        yield from decide(ticket, Outcome("failed", "the rank began again"))
+        heard = found.round
+
+
+def _enter(key: str, proposal: Proposal, heard: int) -> Steps[Ticket]:
     record = Record(0, proposal)
     text = yield Exchange(key, "", record.text())
     while text != record.text():
         found = Record.parse(key, text)
-        if found.outcome is None and found.first.rank != proposal.rank:
+        if found.outcome is None:
             return Ticket(key, found)
-        if found.outcome is None:  # this rank began it, and left it by an error of the store
-            yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
-            text = (yield Read(key)) or ""
-            continue
+        if found.outcome.kind in _HEARD_LATER and found.round > heard:
+            return Ticket(key, found)
         record = Record(found.round + 1, proposal, previous=found.outcome, agreed=found.agreed)
         seen, text = text, (yield Exchange(key, text, record.text()))
         if text == record.text():
@@ -291,11 +312,12 @@ def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
     return found
 
 
-def refuse(key: str, proposal: Proposal) -> Steps[None]:
-    """End the open round of a record, or begin one with a refusal; wait for nobody."""
-    ticket = yield from propose(key, proposal)
-    if ticket.record.first != proposal:
+def refuse(key: str, proposal: Proposal, heard: int = -1) -> Steps[int]:
+    """End the open round of a record, or begin one with a refusal; return it; wait for nobody."""
+    ticket = yield from _enter(key, proposal, heard)
+    if ticket.record.outcome is None and ticket.record.first != proposal:
         yield from decide(ticket, Outcome("failed", proposal.refusal))
+    return ticket.round
 
 
 # ---- differences -------------------------------------------------------------------------------

@@ -1,0 +1,186 @@
+"""Every call that ranks make together, as a program of a simulated job; and what holds of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm.errors import GroupCreationTimeout
+from hypercomm.transfers.state import transfer_state
+from hypercomm.transfers.transfer import transfer
+from simulated_job.job import Job, attempt, gate, mark, simulate_job, this_rank
+
+T = 10.0
+GRACE_S = 2.0
+"""How much longer than its timeout a call may take."""
+
+
+class Call(NamedTuple):
+    """A call of one rank; `seen` returns what it changes, as far as ranks have it in common."""
+
+    make: Callable[[], object]
+    seen: Callable[[], object]
+    keep: object = None
+
+
+def of_grid(grid: HyperCommGrid, make: Callable[[HyperCommGrid], object]) -> Call:
+    """Return a call of a grid."""
+    return Call(lambda: make(grid), lambda: (str(grid.layout), sorted(map(str, grid.pgs))), grid)
+
+
+def square(**options: Any) -> HyperCommGrid:
+    """Return a grid of four ranks."""
+    return HyperCommGrid([2, 2], ["tp", "dp"], **options)
+
+
+def with_groups() -> HyperCommGrid:
+    """Return a grid that has groups."""
+    grid = square()
+    grid.create_pgs(["tp", ["tp", "dp"]])
+    return grid
+
+
+def a_set() -> Call:
+    """Two grids that share ranks."""
+    grids = GridSet.colocated(3, a="tp=3", b="dp=3")
+    return Call(
+        lambda: grids.create_pgs({"a": ["tp"], "b": ["dp"]}),
+        lambda: [sorted(map(str, grid.pgs)) for grid in grids.values()],
+        grids,
+    )
+
+
+def a_transfer() -> Call:
+    """From rank 0 to ranks 1 and 2."""
+    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
+    got: list[list[float]] = []
+
+    def make() -> None:
+        tensor = torch.arange(4.0).reshape(4, 1) if dist.get_rank() == 0 else None
+        received = transfer(mapping, tensor, verify=True)
+        got.append([] if received is None else received.flatten().tolist())
+
+    return Call(make, lambda: len(got) > 0)
+
+
+def a_state() -> Call:
+    """From two ranks to one."""
+    mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
+    got: list[object] = []
+
+    def make() -> None:
+        rank, into = dist.get_rank(), {"w": torch.zeros(4)}
+        sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
+        ends: Any = {"into": into} if rank == 2 else {"state": sent}
+        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True)
+        got.append(into["w"].tolist())
+
+    return Call(make, lambda: len(got) > 0)
+
+
+CASES: dict[str, tuple[int, Callable[[], Call]]] = {
+    "create_pg": (3, lambda: of_grid(HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp"))),
+    "create_pg verified": (4, lambda: of_grid(square(verify=True), lambda g: g.create_pg("tp"))),
+    "create_pg lazy": (3, lambda: of_grid(
+        HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp", lazy_init=True))),
+    "create_pgs": (4, lambda: of_grid(square(), lambda grid: grid.create_pgs(["tp", "dp"]))),
+    "set": (3, a_set),
+    "verify": (4, lambda: of_grid(with_groups(), lambda grid: grid.verify())),
+    "reshape": (4, lambda: of_grid(
+        with_groups(), lambda grid: str(grid.layout) == "tp=4,dp=1" or grid.reshape("tp=4,dp=1"))),
+    "connect": (4, lambda: of_grid(with_groups(), lambda grid: grid.connect(pipelines=()))),
+    "transfer": (3, a_transfer),
+    "transfer_state": (3, a_state),
+}
+
+
+def program(case: str) -> Any:
+    """Make a call; then all that live repeat it until it succeeds."""
+    call = CASES[case][1]()
+    gate("is set up")
+    mark()
+    seen, groups = [call.seen()], [this_rank().groups()]
+    for turn in range(3):
+        made = attempt(call.make)
+        seen.append(call.seen())
+        groups.append(this_rank().groups())
+        gate(f"turn {turn}")
+        if made.error is None or seen[-1] != seen[0]:
+            break
+    return seen, groups, call
+
+
+# ---- what holds of each run ---------------------------------------------------------------------
+
+
+def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
+    """Return which promises a run has broken, of those that hold of all runs.
+
+    Args:
+        job: The run.
+        timeout_s: The timeout of each call.
+        extra_s: How much longer the ranks that had a fault may take.
+    """
+    odd = {fault.rank for fault in job.happened}
+    words = [job.is_stuck] if job.is_stuck else []
+    held: dict[str, tuple[int, object]] = {}
+    for rank in job.living():
+        if rank.error is not None:
+            words.append(f"{rank} raised {rank.error!r}")
+        limit_s = timeout_s + GRACE_S + (extra_s if rank.number in odd else 0.0)
+        for call in rank.calls:
+            if call.took_s > limit_s:
+                words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
+            if isinstance(call.error, GroupCreationTimeout):
+                if not call.error.missing or not set(call.error.missing) <= odd:
+                    words.append(f"{rank} accuses {call.error.missing}")
+        for group in rank.groups():
+            first, like = held.setdefault(group.name, (rank.number, group))
+            if group != like:
+                words.append(f"rank {first} has {like}, {rank} has {group}")
+            if rank.number not in group.ranks:
+                words.append(f"{rank} has {group}")
+    for name, (_, group) in held.items():
+        lack = [
+            other.number
+            for other in job.living()
+            if other.number in group.ranks and name not in {own.name for own in other.groups()}
+        ]
+        if lack:
+            words.append(f"ranks {lack} lack {group}")
+    return words
+
+
+def broken_by_fault(job: Job) -> list[str]:
+    """Return which promises a run of `program` with one fault has broken."""
+    faults = job.happened
+    words = broken(job, extra_s=sum(fault.seconds for fault in faults))
+    ends = [rank.value for rank in job.living() if rank.value is not None]
+    if not ends:
+        return words
+    for turn in range(max(len(seen) for seen, *_ in ends)):
+        if len({str(seen[turn]) for seen, *_ in ends if len(seen) > turn}) > 1:
+            words.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
+    for seen, groups, _ in ends:
+        for turn in range(1, len(seen)):
+            if seen[turn] == seen[0] and groups[turn] != groups[0]:
+                words.append(f"a call left {groups[turn]} of {groups[0]}")
+    if not any(rank.is_dead for rank in job.ranks):
+        if max(len(rank.calls) for rank in job.ranks) > 2:
+            words.append("one retry was not enough")
+        if any(rank.calls[-1].kind not in {"", "KeyboardInterrupt"} for rank in job.ranks):
+            words.append("no call succeeded")
+    return words
+
+
+def points_of(case: str) -> int:
+    """Return how many steps a rank makes at most in a call without a fault."""
+    job = simulate_job(program, CASES[case][0], args=(case,), timeout_s=T)
+    assert broken(job) == [], job
+    assert all(call.error is None for rank in job.ranks for call in rank.calls), job
+    return max(rank.points for rank in job.ranks)
