@@ -478,9 +478,9 @@ def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGro
     job = current_or_none()
     if job is None:
         raise _not_initialized()
-    batch = Batch(owner, specs)
+    scope, batch = owner.grid_scope(job), Batch(owner, specs)
     batch.reserve()
-    return create_batches(owner.grid_scope(job), CREATE, {"": batch}, batch.limit_s())[""]
+    return create_batches(scope, CREATE, {"": batch}, batch.limit_s())[""]
 
 
 def create_batches(

@@ -287,8 +287,8 @@ class Rank:
     def __init__(self, number: int, job: Job) -> None:
         self.number, self.job = number, job
         self.held_s = 0.0
-        self.points = 0
-        self.is_dead = False
+        self.points = -math.inf
+        self.is_dead = self.is_calling = False
         self.calls: list[Made] = []
         self.value: Any = None
         self.error: BaseException | None = None
@@ -326,8 +326,9 @@ class Rank:
                 scheduler.end(self)
                 scheduler.notify(self.job.network)
                 scheduler.notify(self.job)
-            elif fault.kind == "is interrupted" and self.main is not None:
-                scheduler.throw(self.main, KeyboardInterrupt())
+            elif fault.kind == "is interrupted":
+                if self.main is not None and self.is_calling:
+                    scheduler.throw(self.main, KeyboardInterrupt())
             elif fault.kind == "pauses":
                 scheduler.hold(self, fault.seconds)
             else:
@@ -555,11 +556,12 @@ def mark() -> None:
 def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> Made:
     """Call something, and keep its result or error; `Rank.calls` lists it."""
     rank, began_s = this_rank(), now()
-    value, error = None, None
+    value, error, rank.is_calling = None, None, True
     try:
         value = function(*args, **keywords)
     except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the test looks at it
         error = raised
+    rank.is_calling = False
     if rank.is_dead:
         raise EndedError
     label = f"{getattr(function, '__name__', function)}{args or ''}{keywords or ''}"
