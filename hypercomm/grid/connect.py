@@ -159,7 +159,7 @@ def connect(
         if not _is_live():
             met.get()
             return Connections(tuple(item.row for item in items), met_s)
-        left_s = max(0.1, limit_s - met_s)
+        left_s = max(1.0, limit_s - met_s)
         second = attrs.evolve(scope, key=f"{scope.key} connect")
         title = f"{CALL} of each group"
         done = together(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import GroupCreationTimeout
+from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
 from simulated_job.job import Job, attempt, gate, mark, simulate_job, sleep, this_rank
@@ -58,61 +59,94 @@ def a_set() -> Call:
 def a_transfer() -> Call:
     """From rank 0 to ranks 1 and 2."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
-    got: list[list[float]] = []
-
     def make() -> None:
         tensor = torch.arange(4.0).reshape(4, 1) if dist.get_rank() == 0 else torch.zeros(2, 1)
         received = transfer(mapping, tensor, verify=True)
-        got.append([] if received is None else received.flatten().tolist())
+        first = 2.0 * (dist.get_rank() - 1)
+        assert received is None or received.flatten().tolist() == [first, first + 1.0]
 
-    return Call(make, lambda: len(got) > 0)
+    return Call(make, lambda: None)
+
+
+def a_consent() -> Call:
+    """What ranks agree on before a transfer."""
+    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
+    return Call(lambda: consent(mapping, "all"), lambda: None)
 
 
 def a_state() -> Call:
     """From two ranks to one."""
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
-    got: list[object] = []
-
     def make() -> None:
         rank, into = dist.get_rank(), {"w": torch.zeros(4)}
         sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
         ends: Any = {"into": into} if rank == 2 else {"state": sent}
         transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True)
-        got.append(into["w"].tolist())
+        assert rank != 2 or into["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
-    return Call(make, lambda: len(got) > 0)
+    return Call(make, lambda: None)
 
 
-CASES: dict[str, tuple[int, Callable[[], Call]]] = {
-    "create_pg": (3, lambda: of_grid(HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp"))),
-    "create_pg verified": (4, lambda: of_grid(square(verify=True), lambda g: g.create_pg("tp"))),
-    "create_pg lazy": (3, lambda: of_grid(
-        HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp", lazy_init=True))),
-    "create_pgs": (4, lambda: of_grid(square(), lambda grid: grid.create_pgs(["tp", "dp"]))),
-    "set": (3, a_set),
-    "verify": (4, lambda: of_grid(with_groups(), lambda grid: grid.verify())),
-    "reshape": (4, lambda: of_grid(
-        with_groups(), lambda grid: str(grid.layout) == "tp=4,dp=1" or grid.reshape("tp=4,dp=1"))),
-    "connect": (4, lambda: of_grid(with_groups(), lambda grid: grid.connect(pipelines=()))),
-    "transfer": (3, a_transfer),
-    "transfer_state": (3, a_state),
+class Case(NamedTuple):
+    """A call to try.
+
+    Attributes:
+        size: The number of ranks.
+        set_up: Returns the call.
+        retries: Whether it can be repeated whatever has happened: data under way is lost, and
+            torch cannot undo a collective.
+    """
+
+    size: int
+    set_up: Callable[[], Call]
+    retries: bool = True
+
+
+def grid_case(
+    size: int, build: Callable[[], HyperCommGrid], make: Callable[[HyperCommGrid], object]
+) -> Case:
+    """Return the case of a call of a grid."""
+    return Case(size, lambda: of_grid(build(), make))
+
+
+CASES = {
+    "create_pg": grid_case(3, lambda: HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp")),
+    "create_pg verified": grid_case(
+        4, lambda: square(verify=True), lambda grid: grid.create_pg("tp")
+    ),
+    "create_pg lazy": grid_case(
+        3,
+        lambda: HyperCommGrid([3], ["tp"], lazy_init=True),
+        lambda grid: grid.create_pg("tp"),
+    ),
+    "create_pgs": grid_case(4, square, lambda grid: grid.create_pgs(["tp", "dp"])),
+    "set": Case(3, a_set),
+    "verify": grid_case(4, with_groups, lambda grid: grid.verify()),
+    "reshape": grid_case(4, with_groups, lambda grid: grid.reshape("tp=4,dp=1")),
+    "connect": grid_case(4, with_groups, lambda grid: grid.connect(pipelines=()))._replace(
+        retries=False
+    ),
+    "transfer": Case(3, a_transfer, retries=False),
+    "transfer_state": Case(3, a_state, retries=False),
+    "consent": Case(3, a_consent),
 }
 
 
 def program(case: str) -> Any:
     """Make a call; then all that live repeat it until it succeeds."""
-    call = CASES[case][1]()
+    size, set_up, retries = CASES[case]
+    call = set_up()
     gate("is set up")
     mark()
     seen, groups = [call.seen()], [this_rank().groups()]
-    for turn in range(3):
+    for turn in range(3 if retries else 1):
         attempt(call.make)
         seen.append(call.seen())
         gate(f"turn {turn}")
         sleep(0.1)  # a thread that the call has left undoes what it did
         groups.append(this_rank().groups())
         if "" in this_rank().job.kinds(turn):
-            break  # an interrupted rank hears of it by its state alone
+            break  # one that was interrupted cannot tell by its error
     return seen, groups, call
 
 
@@ -157,34 +191,35 @@ def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
     return words
 
 
-def broken_by_fault(job: Job) -> list[str]:
+def broken_by_fault(job: Job, case: str) -> list[str]:
     """Return which promises a run of `program` with one fault has broken."""
-    faults = job.happened
-    words = broken(job, extra_s=sum(fault.seconds for fault in faults))
+    words = broken(job, extra_s=sum(fault.seconds for fault in job.happened))
     ends = [rank.value for rank in job.living() if rank.value is not None]
-    if not ends:
-        return words
-    for turn in range(max(len(seen) for seen, *_ in ends)):
-        if len({str(seen[turn]) for seen, *_ in ends if len(seen) > turn}) > 1:
-            words.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
-    for turn in range(max(len(rank.calls) for rank in job.living())):
-        if len({kind == "" for kind in job.kinds(turn) if kind != "KeyboardInterrupt"}) > 1:
+    for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
+        ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}
+        if len(ok) > 1:
             words.append(f"some ranks have failed: {job.kinds(turn)}")
+        if len({str(seen[turn + 1]) for seen, *_ in ends if len(seen) > turn + 1}) > 1:
+            words.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
     for seen, groups, _ in ends:
         for turn in range(1, len(seen)):
             if seen[turn] == seen[0] and groups[turn] != groups[0]:
                 words.append(f"a call left {groups[turn]} of {groups[0]}")
-    if not any(rank.is_dead for rank in job.ranks):
+    if CASES[case].retries and not any(rank.is_dead for rank in job.ranks):
         if max(len(rank.calls) for rank in job.ranks) > 2:
             words.append("one retry was not enough")
-        if any(rank.calls[-1].kind not in {"", "KeyboardInterrupt"} for rank in job.ranks):
+        if "" not in job.kinds(-1) or not {*job.kinds(-1)} <= {"", "KeyboardInterrupt"}:
             words.append("no call succeeded")
     return words
 
 
+_UNKNOWN = {"KeyboardInterrupt", "RuntimeError"}
+"""Of a rank that was interrupted the state tells, and torch's own error comes after the call."""
+
+
 def points_of(case: str) -> int:
     """Return how many steps a rank makes at most in a call without a fault."""
-    job = simulate_job(program, CASES[case][0], args=(case,), timeout_s=T)
+    job = simulate_job(program, CASES[case].size, args=(case,), timeout_s=T)
     assert broken(job) == [], job
     assert all(call.error is None for rank in job.ranks for call in rank.calls), job
     return max(int(rank.points) for rank in job.ranks)

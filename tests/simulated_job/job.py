@@ -420,7 +420,7 @@ class Job:
         return self.scheduler.now_s
 
     def calls(self, number: int) -> list[Made]:
-        """Return the n-th call of each living rank that made so many."""
+        """Return the n-th call of each living rank that made so many; -1: the last ones."""
         return [rank.calls[number] for rank in self.living() if len(rank.calls) > number]
 
     def kinds(self, number: int) -> list[str]:

@@ -376,13 +376,16 @@ class Call(Generic[T]):
     def _could_not_connect(self, error: ConnectionFailedError) -> Outcome:
         """Return the outcome where a backend could not connect: names members that are silent."""
         ticket, until = self._round, time.monotonic() + _SILENT_S
-        run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
-        while True:
+        outcome, silent = run(protocol.read_outcome(ticket)), list(error.ranks)
+        if outcome is None:
+            run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
+        while outcome is None and silent and time.monotonic() <= until:
+            time.sleep(0.02)
             states = run(protocol.read_arrivals(ticket))
             silent = [rank for rank in error.ranks if not states.get(rank)]
-            if not silent or time.monotonic() > until:
-                break
-            time.sleep(0.02)
+            outcome = run(protocol.read_outcome(ticket))
+        if outcome is not None:
+            return outcome
         if silent:
             silent = run(self._silent_of(silent)) or silent
             return run(self._missing(silent, "did not connect"))
@@ -404,9 +407,10 @@ class Call(Generic[T]):
             if all("+" in state for state in states.values()):
                 return protocol.AGREED  # one of them ended before it could count itself
             return Outcome("failed", "members could not connect; call it again on all ranks")
-        silent = (yield from self._silent_of(unfinished)) or unfinished
-        others = [rank for rank in silent if rank != own]
-        return (yield from self._missing(others or [own], "did not finish"))
+        silent = yield from self._silent_of(unfinished)
+        if not silent and not self._is_finished:  # all of them still wait for each other
+            return Outcome("failed", "timed out before all ranks had finished; call it again")
+        return (yield from self._missing(silent or unfinished, "did not finish"))
 
     def _silent_of(self, ranks: Sequence[int]) -> protocol.Steps[list[int]]:
         """Return the ranks that do not report that they wait in this round."""
