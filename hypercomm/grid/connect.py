@@ -152,18 +152,20 @@ def connect(
         return described
 
     try:
-        agree(scope, CALL, entries, limit_s).get()
+        met = agree(scope, CALL, entries, limit_s)
         met_s = time.monotonic() - begin
         if job.rank not in scope.ranks:
             return Connections()
         if not _is_live():
+            met.get()
             return Connections(tuple(item.row for item in items), met_s)
-        left_s = max(0.1, limit_s - met_s)
+        left_s = max(1.0, limit_s - met_s)
         second = attrs.evolve(scope, path=f"{scope.path} connect")
         title = f"{CALL} of each group"
         done = together(
             second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)
         )
+        met.get()  # what interrupted this rank then: the others had its consent
         return Connections(done.get(), met_s)
     except GroupCreationTimeout as error:
         specs = {title: spec for title, (spec, _) in groups.items()}

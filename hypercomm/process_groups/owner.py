@@ -495,9 +495,9 @@ def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGro
     if job is None:
         raise _not_initialized()
     check_once(specs)
-    batch = Batch(owner, specs)
+    scope, batch = owner.grid_scope(job), Batch(owner, specs)
     batch.reserve()
-    return create_batches(owner.grid_scope(job), CREATE, {"": batch}, batch.limit_s())[""]
+    return create_batches(scope, CREATE, {"": batch}, batch.limit_s())[""]
 
 
 def create_batches(

@@ -1,43 +1,73 @@
-"""The simulated job: real code on every rank, one at a time; the store and gloo are ours."""
+"""The simulated job: the real code on all ranks, with a store, gloo and a clock of ours."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import math
-import reprlib
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple
+from unittest import mock
 
 import attrs
+import torch
 import torch.distributed as dist
 
-from hypercomm.errors import SimulationError
-from hypercomm.testing.other_world import other_worlds
-from simulated_job.faults import Fault, RankFault, StoreGoes, StoreIsSlow
-from simulated_job.gloo import Network, SimulatedGloo, place
-from simulated_job.process import Call, JobState, ModuleState, RankProcess
-from simulated_job.scheduler import Choices, EndedError, Scheduler
-from simulated_job.schedules import AtRandom, ByPriority, Given
-from simulated_job.store import Client, Server
-from simulated_job.substitutes import Thread, running
+import hypercomm
+from hypercomm.grid import connect
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals import store as real_store
+from hypercomm.process_groups.torch_internals.gloo import LazyInit
+from hypercomm.testing.other_world import OtherWorld, other_worlds
+from hypercomm.testing.simulation.group import SimulatedGroup
+from simulated_job.scheduler import Clock, EndedError, Scheduler, Task, Threads
 
-Schedule: TypeAlias = Literal["random", "pct", "first"] | Choices
+assert hypercomm
 
-_SLACK_S = 0.001
+_LOST = "the link to the simulated store is lost"
 
-_REPLACED: dict[str, object] = {
-    "ProcessGroupGloo": SimulatedGloo,
-    "barrier": lambda *_, **__: None,
-    "monitored_barrier": lambda *_, **__: None,
-}
-"""What programs find in torch.distributed in place of its own."""
+
+class Fault(NamedTuple):
+    """What happens to one rank.
+
+    Attributes:
+        rank: The rank.
+        at: At which of its steps since `mark`, from 1 on.
+        kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
+            store: "loses a request", "loses a reply", "hangs".
+        seconds: How long it pauses or hangs.
+    """
+
+    rank: int
+    at: int
+    kind: str
+    seconds: float = 0.0
 
 
 @attrs.frozen
-class HeldGroup:
-    """A process group as one rank holds it at the end."""
+class Made:
+    """A call that a program made by `attempt`."""
+
+    label: str
+    value: Any
+    error: BaseException | None
+    began_s: float
+    took_s: float
+
+    @property
+    def kind(self) -> str:
+        """The class of its error; "" if it returned."""
+        return "" if self.error is None else type(self.error).__name__
+
+
+class Group(NamedTuple):
+    """A process group that a rank has."""
 
     name: str
     ranks: tuple[int, ...]
@@ -46,322 +76,545 @@ class HeldGroup:
     description: str
 
 
-@attrs.frozen
-class Outcome:
-    """What became of one rank.
+# ---- the store ---------------------------------------------------------------------------------
+
+
+@attrs.define
+class Server:
+    """What the store holds, and from when on it is gone or silent."""
+
+    held: dict[str, bytes] = attrs.field(factory=dict)
+    gone_s: float = math.inf
+    silent_s: float = math.inf
+    late_s: float = 0.0
+
+
+class Client:
+    """The store as one rank sees it; each operation is a step of the schedule."""
+
+    def __init__(self, server: Server, rank: Rank) -> None:
+        self._server, self._rank, self._held = server, rank, server.held
+
+    def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
+        scheduler, server = self._rank.job.scheduler, self._server
+        self._rank.asked[verb] += 1
+        scheduler.pause(f"{verb} {key}", server.late_s)
+        fault, self._rank.link = self._rank.link, None
+        if scheduler.now_s >= server.silent_s:
+            scheduler.pause("silence", 1e6)
+        if fault and fault.kind == "hangs":
+            scheduler.pause("the link is cut", fault.seconds)
+        if scheduler.now_s >= server.gone_s or (fault and fault.kind != "loses a reply"):
+            raise dist.DistNetworkError(_LOST)
+        reply = act()
+        if fault:
+            raise dist.DistNetworkError(_LOST)
+        return reply
+
+    def _put(self, key: str, value: str | bytes) -> bytes:
+        self._held[key] = value.encode() if isinstance(value, str) else bytes(value)
+        return self._held[key]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._do("set", key, lambda: self._put(key, value))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set keys."""
+        self._do("multi_set", keys[0], lambda: [*map(self._put, keys, values)])
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is set."""
+        while not self.check([key]):
+            self._rank.job.scheduler.pause("sleep in the store", 0.01)
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
+        found: list[bytes] = self._do("get", keys[0], lambda: [self._held[key] for key in keys])
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return bool(self._do("check", keys[0], lambda: self._held.keys() >= {*keys}))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that holds what is expected; return what it then holds."""
+
+        def act() -> bytes:
+            held = self._held.get(key)
+            if held == expected.encode() or (held is None and not expected):
+                return self._put(key, desired)
+            return expected.encode() if held is None else held
+
+        return bytes(self._do("compare_set", key, act))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number in a key."""
+        act = lambda: self._put(key, str(int(self._held.get(key, b"0")) + amount))  # noqa: E731
+        return int(self._do("add", key, act))
+
+    def append(self, key: str, value: str) -> None:
+        """Append to the text in a key."""
+        self._do("append", key, lambda: self._put(key, self._held.get(key, b"") + value.encode()))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return self._do("delete_key", key, lambda: self._held.pop(key, None)) is not None
+
+    def has_extended_api(self) -> bool:
+        """Return True."""
+        return True
+
+
+# ---- gloo --------------------------------------------------------------------------------------
+
+
+class Lane(dict[int, Any]):
+    """Tensors under way between members."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class JobGroup(SimulatedGroup):
+    """A process group of a simulated rank, connected as gloo connects it."""
+
+    rank_process: Rank
+    address = b""
+    peers: frozenset[bytes] = frozenset()
+    is_closed = False
+    supports_coalescing = False
+    calls = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.received: Counter[object] = Counter()
+
+    def connect(self, place: Any, timeout: timedelta) -> None:
+        """Publish an address, find those of the other members, and connect to all of them.
+
+        Raises:
+            RuntimeError: A member has gone, or did not connect in time.
+        """
+        job, key = self.rank_process.job, f"{self.group_name}//cpu//0"
+        self.address = f"{self.group_name} {self.rank_process} {len(job.network)}".encode()
+        host = b"simulated"
+        self.address = len(host).to_bytes(8, sys.byteorder) + host + self.address
+        job.network[self.address] = self
+        place.set(f"{key}/{self._rank}", self.address)
+        others = [other for other in range(self._size) if other != self._rank]
+        if self.rank_process.lazy.is_set:
+            return
+        self.peers = frozenset(bytes(place.get(f"{key}/{other}")) for other in others)
+        self.meet(job.network, lambda: [job.network[one] for one in self.peers], timeout)
+
+    def meet(self, on: object, find: Callable[[], list[JobGroup]], timeout: timedelta) -> None:
+        """Wait until the other members know this one."""
+        scheduler = self.rank_process.job.scheduler
+        until_s = scheduler.now_s + timeout.total_seconds()
+        scheduler.notify(on)
+        scheduler.pause("gloo connects")
+        while True:
+            peers = find()
+            if any(peer.is_closed or peer.rank_process.is_dead for peer in peers):
+                raise RuntimeError("simulated gloo: connection closed by peer")
+            if all(self.address in peer.peers for peer in peers):
+                return
+            if not scheduler.wait(on, until_s) and scheduler.now_s >= until_s:
+                raise RuntimeError("simulated gloo: connecting timed out")
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # noqa: ARG002 - torch's
+        """Sum over all members, once all of them have called it."""
+        self.calls += 1
+        lane = self._lane(self.calls)
+        lane[self._rank] = tensors[0].clone()
+        return self._work(
+            lane, self._size, lambda: tensors[0].copy_(torch.stack([*lane.values()]).sum(0))
+        )
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        """Leave a tensor for another member."""
+        lane = self._lane((self._rank, to, tag))
+        lane[len(lane)] = tensors[0].clone()
+        return self._work(lane, 0, int)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        """Wait for the next tensor of another member."""
+        key = (source, self._rank, tag)
+        at = self.received[key]
+        self.received[key] += 1
+        lane = self._lane(key)
+        return self._work(lane, at + 1, lambda: tensors[0].copy_(lane[at]))
+
+    def _lane(self, key: object) -> Lane:
+        return self.rank_process.job.lanes.setdefault((self.group_name, key), Lane())
+
+    def _work(self, lane: Lane, count: int, end: Callable[[], object]) -> Any:
+        scheduler = self.rank_process.job.scheduler
+        until_s = scheduler.now_s + self.options._timeout.total_seconds()
+        scheduler.notify(lane)
+
+        def wait(*_: object) -> bool:
+            while len(lane) < count:
+                if not scheduler.wait(lane, until_s):
+                    raise RuntimeError("simulated gloo: timed out")
+            end()
+            return True
+
+        return mock.Mock(wait=wait)
+
+    def end(self) -> None:
+        """Close all connections: members that connect fail."""
+        self.is_closed = True
+        self.rank_process.job.scheduler.notify(self.rank_process.job.network)
+
+
+# ---- one rank, and the job ---------------------------------------------------------------------
+
+
+class Rank:
+    """One rank of a simulated job.
 
     Attributes:
         value: What its program returned.
-        error: What it raised, if it did.
-        is_dead: Whether it died.
+        error: What its program raised.
         calls: What it called by `attempt`.
-        groups: The process groups that it holds at the end.
-        asked: How often it asked the store each question.
-        points: How often it could be stopped.
+        is_dead: Whether it has died.
+        points: How many steps it has made since `mark`.
+        asked: How often it called each operation of the store.
     """
 
-    value: Any
-    error: BaseException | None
-    is_dead: bool
-    calls: tuple[Call, ...]
-    groups: tuple[HeldGroup, ...]
-    asked: Counter[str]
-    points: int
+    def __init__(self, number: int, job: Job) -> None:
+        self.number, self.job = number, job
+        self.held_s = 0.0
+        self.points = -math.inf
+        self.is_dead = self.is_calling = False
+        self.calls: list[Made] = []
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.asked: Counter[str] = Counter()
+        self.link: Fault | None = None
+        self.main: Task | None = None
+        self.lazy = _Lazy()
+        self.gates: Counter[str] = Counter()
+        self._place: Any = None
+        self.world = OtherWorld(
+            lambda: self._group("0", [*range(job.size)], job.timeout, "default_pg"),
+            {rank: rank for rank in range(job.size)},
+            "gloo",
+            self._create,
+            store=Client(job.server, self),
+            end=lambda group: group.end(),
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.number}"
+
+    def enter(self) -> None:
+        """Show this rank's job to torch."""
+        self.world.show()
+
+    def arrive(self, task: Task, _what: str) -> None:
+        """Count a step, and let the fault happen that is due."""
+        self.points += 1
+        scheduler = self.job.scheduler
+        for fault in [one for one in self.job.faults if one[:2] == (self.number, self.points)]:
+            self.job.faults.remove(fault)
+            self.job.happened.append(fault)
+            if fault.kind == "dies":
+                self.is_dead = True
+                scheduler.end(self)
+                scheduler.notify(self.job.network)
+                scheduler.notify(self.job)
+            elif fault.kind == "is interrupted":
+                if self.main is not None and self.is_calling:
+                    scheduler.throw(self.main, KeyboardInterrupt())
+            elif fault.kind == "pauses":
+                scheduler.hold(self, fault.seconds)
+            else:
+                self.link = fault
+        del task
+
+    def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
+        """Create a group as torch's helper does, in the store that it is given."""
+        self._place = args[4]
+        return self.world.new_group(*args, **options)
+
+    def _group(self, name: str, ranks: Sequence[int], timeout: timedelta, text: str) -> JobGroup:
+        group = JobGroup(name, ranks.index(self.number), len(ranks), timeout, text)
+        group.rank_process = self
+        return group
+
+    def _create(
+        self, name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, text: str
+    ) -> JobGroup:
+        group = self._group(name, ranks, timeout, text)
+        if "gloo" in c10d.single_backends(backend):
+            try:
+                group.connect(self._place, timeout)
+            except BaseException:
+                group.end()
+                raise
+        return group
+
+    def groups(self) -> list[Group]:
+        """Return the process groups that torch has registered for it."""
+        self.world.show()
+        found = []
+        for group, name, backend in self.world.groups():
+            ranks = tuple(dist.get_process_group_ranks(group))
+            found.append(Group(name, ranks, backend, group.options._timeout, group.group_desc))
+        return found
 
 
-@attrs.frozen(repr=False)
-class JobRun:
-    """What a simulated job did.
+class _Lazy(LazyInit):
+    is_set = False  # type: ignore[assignment]
+
+
+class _LazyOfRank:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(this_rank().lazy, name)
+
+
+class _Workers:
+    """Replaces the pool of threads."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
+        current = self._scheduler.current
+        if current is not None and not current.is_ended:
+            self._scheduler.spawn(current.owner, lambda: (action(), done()))
+
+
+@attrs.define(eq=False, repr=False)
+class Job:
+    """A simulated job, and what became of it.
 
     Attributes:
-        ranks: What became of each rank.
-        digest: The same for the same seed, program and faults.
-        trace: What was done, in order: the virtual time, the task, what.
-        store: What the store holds at the end; may serve another job.
+        ranks: Its ranks.
+        server: The store.
+        happened: The faults that have happened.
         took_s: How long it took, in virtual time.
-        steps: How often it was decided who runs.
-        is_stuck: Why the run was given up, if it was.
-        faults: What has happened.
     """
 
-    ranks: tuple[Outcome, ...]
-    digest: str
-    trace: list[tuple[float, int, str]]
-    store: Server
-    took_s: float
-    steps: int
-    is_stuck: str | None
-    faults: tuple[object, ...]
+    scheduler: Scheduler
+    size: int
+    timeout: timedelta
+    faults: list[Fault]
+    server: Server
+    ranks: list[Rank] = attrs.field(factory=list)
+    network: dict[bytes, JobGroup] = attrs.field(factory=dict)
+    lanes: dict[Any, Lane] = attrs.field(factory=dict)
+    happened: list[Fault] = attrs.field(factory=list)
 
-    def calls(self, number: int) -> list[Call]:
-        """Return the n-th call of each rank that made so many."""
-        return [rank.calls[number] for rank in self.ranks if len(rank.calls) > number]
+    @property
+    def is_stuck(self) -> str:
+        """Why the run was given up; "" if it was not."""
+        return self.scheduler.is_stuck
+
+    @property
+    def took_s(self) -> float:
+        """How long it took, in virtual time."""
+        return self.scheduler.now_s
+
+    def calls(self, number: int) -> list[Made]:
+        """Return the n-th call of each living rank that made so many; -1: the last ones."""
+        return [rank.calls[number] for rank in self.living() if len(rank.calls) > number]
+
+    def kinds(self, number: int) -> list[str]:
+        """Return the classes of the errors of the n-th call of each living rank."""
+        return [call.kind for call in self.calls(number)]
+
+    def living(self) -> list[Rank]:
+        """Return the ranks that have not died."""
+        return [rank for rank in self.ranks if not rank.is_dead]
 
     def values(self) -> list[Any]:
-        """Return what the ranks returned.
-
-        Raises:
-            SimulationError: A rank raised or died, or the run was given up.
-        """
-        for number, rank in enumerate(self.ranks):
+        """Return what the programs returned; raise what one raised."""
+        for rank in self.ranks:
             if rank.error is not None or rank.is_dead or self.is_stuck:
-                raise SimulationError(
-                    f"rank {number} did not return: {rank.error!r} {self.is_stuck or ''}\n{self}"
-                ) from rank.error
+                raise AssertionError(str(self)) from rank.error
         return [rank.value for rank in self.ranks]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.ranks)} ranks, {self.steps} steps, {self.took_s:.3f} s, {self.digest}"]
-        lines += [f"stuck: {self.is_stuck}"] if self.is_stuck else []
-        lines += [f"fault: {fault}" for fault in self.faults]
-        for number, rank in enumerate(self.ranks):
-            end = "died" if rank.is_dead else reprlib.repr(rank.error or rank.value)
-            lines.append(f"rank {number}: {end}")
+        lines = [f"{self.size} ranks, {self.took_s:.3f} s {self.is_stuck} {self.happened}"]
+        for rank in self.ranks:
+            lines.append(f"{rank}: {'died' if rank.is_dead else repr(rank.error or rank.value)}")
             for call in rank.calls:
-                how = repr(call.error) if call.error is not None else "returned"
-                lines.append(f"  {call.began_s:.3f} +{call.took_s:.3f} {call.label}: {how}")
+                told = f"{call.kind}: {call.error}" if call.error is not None else "returned"
+                lines.append(f"  {call.began_s:.3f} +{call.took_s:.3f} {call.label}: {told}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
+_job: list[Job] = []
+
+
 def simulate_job(
     program: Callable[..., Any],
-    nprocs: int,
+    size: int,
     *,
     args: Sequence[object] = (),
     seed: int = 0,
-    schedule: Schedule = "random",
     faults: Iterable[Fault] = (),
-    timeout: timedelta = timedelta(seconds=10),
-    backend: str = "gloo",
-    store: Server | None = None,
-    most_steps: int = 100_000,
-) -> JobRun:
-    """Run a program on all ranks of a job at once, in this process, on a virtual clock.
-
-    All that the library does is real, down to what gloo asks its store; the store, the network,
-    clocks, locks and threads are simulated. One rank runs at a time, and each question to the
-    store and each pause may let another go on. The same arguments make the same run.
+    timeout_s: float = 10.0,
+    server: Server | None = None,
+    most_steps: int = 200_000,
+) -> Job:
+    """Run a program on all ranks of a job at once, in this process; the same seed, the same run.
 
     Args:
-        program: Called with `args` on every rank; collectives cannot be simulated.
-        nprocs: The number of ranks.
-        args: Arguments of the program.
-        seed: Draws the schedule.
-        schedule: "random", "pct" (by priorities), "first" (who began first goes on), or choices.
-        faults: What happens to ranks and to the store.
-        timeout: The timeout of WORLD.
-        backend: The backend of WORLD.
-        store: One that a job before has left.
-        most_steps: After how many decisions the run is given up.
-
-    Returns:
-        What each rank returned or raised, and all that was done.
-
-    Raises:
-        SimulationError: A simulated job starts another one.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> from hypercomm import HyperCommGrid
-        >>> from simulated_job import simulate_job
-        >>> def program():
-        ...     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        ...         return dist.get_process_group_ranks(grid.create_pg("tp"))
-        >>> simulate_job(program, 4, seed=7).values()
-        [[0, 1], [0, 1], [2, 3], [2, 3]]
+        program: Called with `args` on every rank.
+        size: The number of ranks.
+        args: Its arguments.
+        seed: Draws the order in which ranks run.
+        faults: What happens to ranks.
+        timeout_s: The timeout of WORLD.
+        server: The store; that of a job before continues.
+        most_steps: After how many steps the run is given up.
     """
-    if running.scheduler is not None:
-        raise SimulationError("simulate_job() was called by a program that it runs; leave it out")
-    faults = list(faults)
-    scheduler = Scheduler(_choices(schedule, seed), most_steps, _slack(schedule))
-    job = JobState(
-        scheduler,
-        {rank: rank for rank in range(nprocs)},
-        backend,
-        timeout,
-        [fault for fault in faults if isinstance(fault, RankFault)],
-        ModuleState(seed),
-        Network(scheduler),
-        {"": Server(dict(store.held)) if store is not None else Server()},
-    )
+    scheduler = Scheduler(seed, most_steps)
+    server = server or Server()
+    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # of gloo's WORLD
+    job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
+    clock, threads = Clock(scheduler), Threads(scheduler)
     was_collecting = gc.isenabled()
-    gc.disable()
-    running.scheduler = scheduler
-    place.find = lambda: (job.network, _alive(_process()))
+    gc.disable()  # collected grids warn, and their order would differ
+    _job.append(job)
+    functions = {
+        "_new_process_group_helper": lambda *args, **named: this_rank().new_group(*args, **named)
+    }
     try:
-        with job.state.in_place():
-            processes = [RankProcess(rank, job) for rank in range(nprocs)]
-            _plan_store_faults(faults, job, processes)
-            return _run(program, args, job, processes)
+        with contextlib.ExitStack() as stack:
+            for path, module in [*sys.modules.items()]:
+                for name, value in [*vars(module).items()] if path.startswith(_ROOMS) else ():
+                    if value is time or value is threading:
+                        ours: object = clock if value is time else threads
+                        stack.enter_context(mock.patch.object(module, name, ours))
+                    elif isinstance(value, LazyInit):
+                        stack.enter_context(mock.patch.object(module, name, _LazyOfRank()))
+            start = _Workers(scheduler).start
+            stack.enter_context(mock.patch.object(real_store.workers, "start", start))
+            stack.enter_context(mock.patch.object(connect, "_is_live", lambda: True))
+            stack.enter_context(other_worlds(lambda: this_rank().world, functions))
+            job.ranks += [Rank(number, job) for number in range(size)]
+            for rank in job.ranks:
+                main = functools.partial(_main, rank, program, args)
+                rank.main = scheduler.spawn(rank, main, is_main=True, worker=False)
+            scheduler.run()
     finally:
-        running.scheduler, place.find = None, None
+        _job.pop()
         if was_collecting:
             gc.enable()
-        gc.collect(0)  # not during a run, which must be repeatable; and no more than that run's
+    return job
 
 
-def _choices(schedule: Schedule, seed: int) -> Choices:
-    if schedule == "random":
-        return AtRandom(seed)
-    if schedule == "pct":
-        return ByPriority(seed, depth=1 + seed % 3)
-    if schedule == "first":
-        return Given([], 0)
-    return schedule
+_ROOMS = ("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.transfers.")
 
 
-def _slack(schedule: Schedule) -> float:
-    return _SLACK_S if isinstance(schedule, str) and schedule != "first" else 0.0
+def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> None:
+    rank.world.begin()
+    try:
+        rank.value = program(*args)
+    except EndedError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        rank.error = error
+    finally:
+        rank.gates["over"] = 1
+        rank.job.scheduler.notify(rank.job)
 
 
-def _plan_store_faults(
-    faults: Sequence[Fault], job: JobState, processes: Sequence[RankProcess]
-) -> None:
-    def slow_down(seconds: float) -> Callable[[], None]:
-        def act() -> None:
-            for process in processes:
-                for client in process.clients.values():
-                    client.late_s = seconds
-
-        return act
-
-    for fault in faults:
-        if isinstance(fault, StoreGoes):
-            job.servers[""].gone_s = fault.from_s
-        elif isinstance(fault, StoreIsSlow):
-            job.scheduler.at(fault.from_s, slow_down(fault.seconds))
-            job.scheduler.at(fault.until_s, slow_down(0.0))
+# ---- what programs call ------------------------------------------------------------------------
 
 
-def _run(
-    program: Callable[..., Any],
-    args: Sequence[object],
-    job: JobState,
-    processes: Sequence[RankProcess],
-) -> JobRun:
-    ends: dict[int, tuple[Any, BaseException | None, tuple[HeldGroup, ...]]] = {}
-
-    def main(process: RankProcess) -> Callable[[], None]:
-        def act() -> None:
-            value, error = None, None
-            process.world.begin()
-            try:
-                value = program(*args)
-            except EndedError:
-                raise
-            except BaseException as raised:  # noqa: BLE001 - it is what the rank ends by
-                error = raised
-            ends[process.rank] = value, error, tuple(_held(process))
-            process.is_gone()
-
-        return act
-
-    with other_worlds(lambda: _process().world, _REPLACED):
-        for process in processes:
-            process.main = job.scheduler.spawn(process, main(process), is_main=True)
-        job.scheduler.run()
-    outcomes = []
-    for process in processes:
-        value, error, groups = ends.get(process.rank, (None, None, ()))
-        asked = sum((client.asked for client in process.clients.values()), Counter[str]())
-        calls, is_dead = tuple(process.calls), not process.is_alive
-        outcomes.append(Outcome(value, error, is_dead, calls, groups, asked, process.points))
-    scheduler = job.scheduler
-    return JobRun(
-        tuple(outcomes),
-        scheduler.digest(),
-        scheduler.trace,
-        job.servers[""],
-        scheduler.now_s,
-        scheduler.steps,
-        scheduler.is_stuck,
-        tuple(job.happened),
-    )
-
-
-def _held(process: RankProcess) -> Iterable[HeldGroup]:
-    for group, name, backend in process.world.groups():
-        ranks = tuple(dist.get_process_group_ranks(group))
-        yield HeldGroup(name, ranks, backend, group.options._timeout, group.group_desc)
-
-
-def _process() -> RankProcess:
-    scheduler = running.now
-    if scheduler is None or scheduler.current is None:
-        raise SimulationError("no job is simulated now; call this in a program of simulate_job()")
-    process = scheduler.current.process
-    if not isinstance(process, RankProcess):
-        raise SimulationError("this is no rank of a simulated job")
-    return process
-
-
-def _alive(process: RankProcess) -> Callable[[], bool]:
-    return lambda: process.is_alive
-
-
-# ---- what programs call -----------------------------------------------------------------------
+def this_rank() -> Rank:
+    """Return the rank that runs."""
+    current = _job[-1].scheduler.current
+    if current is None or current.owner is None:
+        raise RuntimeError("no rank of a simulated job runs now")
+    rank: Rank = current.owner
+    return rank
 
 
 def now() -> float:
-    """Return the virtual time, in seconds."""
-    return _process().job.scheduler.now_s
+    """Return the virtual time."""
+    return this_rank().job.scheduler.now_s
 
 
 def sleep(seconds: float) -> None:
-    """Let this rank do nothing for so long, in virtual time."""
-    scheduler = _process().job.scheduler
-    scheduler.arrive("sleep of the program", scheduler.now_s + seconds)
+    """Let this rank do nothing for a while."""
+    this_rank().job.scheduler.pause("sleep of the program", seconds)
 
 
-def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> Call:
-    """Call something, and return what came of it and how long it took; `JobRun` keeps it, too.
+def mark() -> None:
+    """Count the steps of this rank from here, for faults."""
+    this_rank().points = 0
 
-    Errors are kept, and KeyboardInterrupt.
-    """
-    process, began_s = _process(), now()
-    value, error = None, None
+
+def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> Made:
+    """Call something, and keep its result or error; `Rank.calls` lists it."""
+    rank, began_s = this_rank(), now()
+    value, error, rank.is_calling = None, None, True
     try:
         value = function(*args, **keywords)
-    except EndedError:
-        raise
-    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the program looks at it
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the test looks at it
         error = raised
-    label = getattr(function, "__qualname__", repr(function))
-    shown = ", ".join([*map(repr, args), *(f"{key}={given!r}" for key, given in keywords.items())])
-    call = Call(f"{label}({shown})", value, error, began_s, now() - began_s)
-    process.calls.append(call)
-    return call
+    rank.is_calling = False
+    if rank.is_dead:
+        raise EndedError
+    label = f"{getattr(function, '__name__', function)}{args or ''}{keywords or ''}"
+    made = Made(label, value, error, began_s, now() - began_s)
+    rank.calls.append(made)
+    return made
 
 
 def gate(name: str) -> None:
-    """Wait until all ranks have called this, but for those that have ended; asks no store."""
-    process = _process()
-    job, key = process.job, f"gate {name}"
-    job.gates[key].add(process.rank)
-    job.scheduler.notify(job.gates)
-    job.scheduler.arrive(key)
-    while not job.everyone.keys() <= job.gates[key] | job.gone:
-        if not job.scheduler.wait(job.gates, math.inf):
-            raise SimulationError(f"nobody comes to {key}")
+    """Wait until all ranks have called this, but those that have ended; uses no store."""
+    rank = this_rank()
+    job = rank.job
+    rank.gates[name] += 1
+    job.scheduler.notify(job)
+    while not all(
+        other.is_dead or other.gates["over"] or other.gates[name] >= rank.gates[name]
+        for other in job.ranks
+    ):
+        job.scheduler.wait(job)
 
 
-def thread(action: Callable[[], object]) -> Thread:
-    """Start another thread of this rank; `join` it."""
-    started = Thread(target=action)
-    started.start()
-    return started
+class thread:  # noqa: N801 - called as a function
+    """Start another thread of this rank."""
 
+    def __init__(self, action: Callable[[], object]) -> None:
+        rank = this_rank()
+        self._scheduler, self._is_done = rank.job.scheduler, False
 
-def new_store(name: str) -> Client:
-    """Return another store of the job, for `torch.distributed.init_process_group(store=...)`."""
-    return _process().client(name)
+        def act() -> None:
+            try:
+                action()
+            finally:
+                self._is_done = True
+                self._scheduler.notify(self)
+
+        self._scheduler.spawn(rank, act, worker=False)
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        while not self._is_done:
+            self._scheduler.wait(self)
 
 
 def interrupt_in(seconds: float) -> None:
-    """Raise KeyboardInterrupt in the main thread of this rank after so long."""
-    process = _process()
-    scheduler, main = process.job.scheduler, process.main
-    if main is not None:
-        scheduler.at(scheduler.now_s + seconds, lambda: scheduler.throw(main, KeyboardInterrupt()))
+    """Raise KeyboardInterrupt in the main thread of this rank after a while."""
+    rank = this_rank()
+    scheduler, main = rank.job.scheduler, rank.main
+
+    def act() -> None:
+        scheduler.pause("before Ctrl-C", seconds)
+        if main is not None:
+            scheduler.throw(main, KeyboardInterrupt())
+
+    scheduler.spawn(None, act)

@@ -1,225 +1,164 @@
-"""Programs of ranks, drawn by hypothesis: what they call, and what one of them does otherwise."""
+"""Random programs of ranks, one of which may make a mistake."""
+
+from __future__ import annotations
 
 import random
-from datetime import timedelta
+from typing import Any
 
 import attrs
 import torch.distributed as dist
-from hypothesis import strategies as st
 
 from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout
-from simulated_job import attempt, gate, simulate_job
-from simulated_job.invariants import (
-    late_calls,
-    partial_groups,
-    unlike_groups,
-)
+from simulated_job.cases import GRACE_S, T
+from simulated_job.job import Job, Made, attempt, gate, simulate_job
 
-T = 10.0
-SHAPES = {2: "tp=2,dp=1", 3: "tp=3,dp=1", 4: "tp=2,dp=2"}
-TARGETS = {2: ["tp=1,dp=2"], 3: ["tp=1,dp=3"], 4: ["tp=4,dp=1", "tp=1,dp=4"]}
-DIMS = ["tp", "dp", ["tp", "dp"]]
+SHAPES = {2: [2, 1], 3: [3, 1], 4: [2, 2]}
+TARGETS = {2: "tp=1,dp=2", 3: "tp=1,dp=3", 4: "tp=4,dp=1"}
+KINDS = ["create", "batch", "view", "set", "verify", "reshape", "create and destroy", "ensure"]
+BY_ALL = {"batch", "set", "verify", "reshape"}
 DEEDS = ["skips", "repeats", "swaps", "another size", "another option"]
 
 
 @attrs.frozen
 class Step:
-    """One call: what it is, and of what."""
+    """One call; the number tells calls of one kind apart."""
 
     kind: str
-    number: int = 0
-    dims: tuple = ()
-    name: str | None = None
+    number: int
+    dims: tuple[str, ...]
+    name: str
+    size: int
+
+    def make(self, grid: HyperCommGrid, grids: GridSet) -> None:
+        """Make the call."""
+        if self.kind == "create":
+            grid.create_pg(["tp", "dp", ["tp", "dp"]][self.number % 3], name=self.name)
+        elif self.kind == "batch":
+            names = enumerate(self.dims)
+            grid.create_pgs([{"dims": dim, "name": f"{self.name} {at}"} for at, dim in names])
+        elif self.kind == "view":
+            grid.create_pg(["ep", "rest"], view="e", name=self.name)
+        elif self.kind == "set":
+            grids.create_pgs({key: [{"dims": dim, "name": self.name}] for key, dim in _OF_SET})
+        elif self.kind == "verify":
+            grid.verify()
+        elif self.kind == "reshape":
+            grid.reshape(str(grid.layout) if self.name == "mine" else TARGETS[self.size])
+        elif self.kind == "ensure":
+            grid.ensure_pg("dp", name="ensured")
+        else:
+            grid.create_pg("tp", name=self.name)
+            grid.destroy_pg("tp", name=self.name)
 
 
-@attrs.frozen
-class End:
-    """What became of a rank: which steps succeeded, and whether it could go on afterwards."""
-
-    steps: dict
-    can_go_on: bool
-
-
-@attrs.frozen
-class Oddity:
-    """What one rank does otherwise, at one of the steps."""
-
-    rank: int
-    step: int
-    deed: str
+_OF_SET = [("a", "tp"), ("b", "dp")]
 
 
 @attrs.frozen
 class Program:
-    """What every rank calls, in order, and who does otherwise."""
+    """What every rank calls, and what one does otherwise: (rank, step, deed)."""
 
     ranks: int
-    steps: tuple
+    steps: tuple[Step, ...]
     verify: bool
-    oddity: Oddity | None = None
+    odd: tuple[int, int, str] | None
 
-    @property
-    def culprits(self):
-        return set() if self.oddity is None else {self.oddity.rank}
+    @classmethod
+    def draw(cls, seed: int, *, odd: bool) -> Program:
+        """Draw a program."""
+        chance = random.Random(seed)
+        count, ranks = chance.randint(1, 4), chance.randint(2, 4)
+        steps = tuple(
+            Step(
+                chance.choice(KINDS),
+                number,
+                tuple(chance.choices(["tp", "dp"], k=chance.randint(1, 3))),
+                f"{number}",
+                ranks,
+            )
+            for number in range(count)
+        )
+        deed = chance.randrange(ranks), chance.randrange(count), chance.choice(DEEDS)
+        return cls(ranks, steps, chance.random() < 0.5, deed if odd else None)
 
-    def of(self, rank):
-        """The steps of one rank."""
-        odd, steps = self.oddity, list(self.steps)
-        if odd is None or odd.rank != rank:
+    def steps_of(self, rank: int) -> list[Step]:
+        """Return the steps of one rank."""
+        steps = list(self.steps)
+        if self.odd is None or self.odd[0] != rank:
             return steps
-        at = odd.step % len(steps)
-        if odd.deed == "skips":
+        _, at, deed = self.odd
+        if deed == "skips":
             del steps[at]
-        elif odd.deed == "repeats":
+        elif deed == "repeats":
             steps.insert(at, steps[at])
-        elif odd.deed == "swaps":
+        elif deed == "swaps":
             steps[at - 1], steps[at] = steps[at], steps[at - 1]
-        elif odd.deed == "another option":
+        elif deed == "another option":
             steps[at] = attrs.evolve(steps[at], name="mine")
         return steps
 
-    def __call__(self):
-        """Call all, and stop at the first error; then all build a grid anew, which must work."""
+    def __call__(self) -> Any:
+        """Make all calls up to the first error; then all ranks build another grid."""
         rank = dist.get_rank()
-        is_odd = self.oddity is not None and self.oddity.rank == rank
         shape = SHAPES[self.ranks]
-        if is_odd and self.oddity.deed == "another size":
-            shape = TARGETS[self.ranks][0]
-        sizes, dims = zip(*[part.split("=")[::-1] for part in shape.split(",")], strict=True)
-        grid = HyperCommGrid(map(int, sizes), dims, verify=self.verify)
+        if self.odd is not None and self.odd[0] == rank and self.odd[2] == "another size":
+            shape = [1, self.ranks]
+        grid = HyperCommGrid(shape, ["tp", "dp"], verify=self.verify)
         grid.register_view("e", [1, self.ranks], ["ep", "rest"])
-        grids = GridSet.colocated(a=f"tp={self.ranks}", b="dp")
-        ends = {}
-        for step in self.of(rank):
-            made = attempt(call, grid, grids, step)
-            ends.setdefault(step.number, made.is_ok)
-            if not made.is_ok:
+        grids = GridSet.colocated(self.ranks, a=f"tp={self.ranks}", b=f"dp={self.ranks}")
+        made: list[tuple[int, Made]] = []
+        for step in self.steps_of(rank):
+            made.append((step.number, attempt(step.make, grid, grids)))
+            if made[-1][1].error is not None:
                 break
         gate("all have stopped")
         grid.destroy()
         grids.destroy()
         gate("all is destroyed")
         with HyperCommGrid([self.ranks], ["dp"], name="anew") as anew:
-            return End(ends, attempt(anew.create_pg, "dp").is_ok)
+            attempt(anew.create_pg, "dp")
+        return made
+
+    def run(self, seed: int) -> Job:
+        """Run it in a simulated job."""
+        return simulate_job(self, self.ranks, seed=seed, timeout_s=T)
 
 
-def call(grid, grids, step):
-    """Make one call; names tell calls of the same kind apart."""
-    name = step.name or f"of step {step.number}"
-    options = [{"dims": dims, "name": f"{name} {at}"} for at, dims in enumerate(step.dims)]
-    if step.kind == "create":
-        grid.create_pg(DIMS[step.number % 3], name=name)
-    elif step.kind == "batch":
-        grid.create_pgs(options)
-    elif step.kind == "view":
-        grid.create_pg(["ep", "rest"], view="e", name=name)
-    elif step.kind == "set":
-        dims = [{"dims": "dp", "name": name}]
-        grids.create_pgs({"a": [{"dims": "tp", "name": name}], "b": dims})
-    elif step.kind == "verify":
-        grid.verify()
-    elif step.kind == "create and destroy":
-        grid.create_pg("tp", name=name)
-        grid.destroy_pg("tp", name=name)
-    elif step.kind == "ensure":
-        grid.ensure_pg("dp", name="ensured")
-    elif step.kind == "reshape":
-        grid.reshape(TARGETS[len(grid.layout.ranks)][-1] if step.name is None else str(grid.layout))
-
-
-KINDS = ["create", "batch", "view", "set", "verify", "reshape", "create and destroy", "ensure"]
-kinds = st.sampled_from(KINDS)
-batches = st.lists(st.sampled_from(["tp", "dp"]), min_size=1, max_size=3).map(tuple)
-
-
-@st.composite
-def programs(draw, *, odd=False):
-    """Draw programs; with an oddity, one rank does otherwise at one step."""
-    ranks = draw(st.integers(2, 4))
-    drawn = draw(st.lists(st.tuples(kinds, batches), min_size=1, max_size=4))
-    steps = tuple(Step(kind, number, dims) for number, (kind, dims) in enumerate(drawn))
-    oddity = None
-    if odd:
-        rank, step = draw(st.integers(0, ranks - 1)), draw(st.integers(0, len(steps) - 1))
-        oddity = Oddity(rank, step, draw(st.sampled_from(DEEDS)))
-    return Program(ranks, steps, draw(st.booleans()), oddity)
-
-
-def drawn(seed, *, odd=False):
-    """Do as `programs`, by a seed alone."""
-    chance = random.Random(seed)
-    count, ranks = chance.randint(1, 4), chance.randint(2, 4)
-    dims = [tuple(chance.choices(["tp", "dp"], k=chance.randint(1, 3))) for _ in range(count)]
-    steps = tuple(Step(chance.choice(KINDS), at, each) for at, each in enumerate(dims))
-    deed = Oddity(chance.randrange(ranks), chance.randrange(count), chance.choice(DEEDS))
-    return Program(ranks, steps, chance.random() < 0.5, deed if odd else None)
-
-
-def run(program, seed, schedule="random", faults=()):
-    return simulate_job(
-        program,
-        program.ranks,
-        seed=seed,
-        schedule=schedule,
-        faults=faults,
-        timeout=timedelta(seconds=T),
-    )
-
-
-def all_or_none(program, job, but=()):
-    """Steps that wait for all, and succeeded on some of those ranks only that came to them."""
-    ends = [job.ranks[rank].value for rank in range(program.ranks) if rank not in but]
-    return [
-        step
-        for step in program.steps
-        if step.kind in {"set", "reshape", "verify"}
-        if len({end.steps[step.number] for end in ends if end and step.number in end.steps}) > 1
-    ]
-
-
-MEETINGS = {"batch", "set", "verify", "reshape"}
-
-
-def accused(program, job, culprits):
-    """Ranks that a timeout blames though they are no culprits, and are where they should be.
-
-    A rank that has stopped before, as it has heard of a failure or waits elsewhere for the culprit,
-    is late: it may be blamed. So may be one that the culprit waits for in vain, who seems late to
-    all that wait for the culprit; and one that waits in a meeting, which it does not say.
-    """
-    awaited = {
-        one
-        for rank in culprits
-        for call in job.ranks[rank].calls
-        if isinstance(call.error, GroupCreationTimeout)
-        for one in call.error.missing
-    }
-    ends = {rank: outcome.value for rank, outcome in enumerate(job.ranks) if outcome.value}
-
-    def is_just(one, stopped):
-        if one in culprits or one not in ends or one in awaited:
-            return one in culprits or one in awaited
-        last, how = list(ends[one].steps)[-1], ends[one].steps.get(stopped)
-        waits = program.steps[last].kind in MEETINGS and not ends[one].steps[last]
-        return how is None or waits
-
-    words = []
-    for rank in ends.keys() - set(culprits):
-        steps = list(ends[rank].steps)
-        error = job.ranks[rank].calls[len(steps) - 1].error
-        if isinstance(error, GroupCreationTimeout):
-            unjust = [one for one in error.missing if not is_just(one, steps[-1])]
-            if unjust or not error.missing:
-                words.append(f"rank {rank} blames {unjust} at step {steps[-1]}: {error}")
+def broken_by(program: Program, job: Job) -> list[str]:
+    """Return which promises a run of a program has broken."""
+    culprit = -1 if program.odd is None else program.odd[0]
+    words = [job.is_stuck] if job.is_stuck else []
+    words += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
+    words += [f"cannot go on: {job}"] if {*job.kinds(-1)} != {""} else []
+    if words:
+        return words
+    ends: list[dict[int, Made]] = [dict(rank.value) for rank in job.ranks]
+    for rank, made in enumerate(ends):
+        for number, call in made.items():
+            if call.took_s > T + GRACE_S:
+                words.append(f"rank {rank}: step {number} took {call.took_s:.1f} s")
+            if call.error is not None and program.odd is None:
+                words.append(f"rank {rank}: {call.error!r}")
+            if isinstance(call.error, GroupCreationTimeout) and rank != culprit:
+                unjust = [
+                    one
+                    for one in call.error.missing
+                    if one != culprit and number in ends[one] and _meet(call, ends[one][number])
+                ]
+                if unjust or not call.error.missing:
+                    words.append(f"rank {rank} accuses {unjust} in step {number}")
+    for step in program.steps:
+        made_it = {
+            made[step.number].error is None
+            for rank, made in enumerate(ends)
+            if rank != culprit and step.number in made
+        }
+        if step.kind in BY_ALL and len(made_it) > 1:
+            words.append(f"step {step.number} succeeded on some ranks alone")
     return words
 
 
-def violations(job, but=()):
-    """What does not hold of a run, of all that must hold of every run."""
-    return [
-        *([job.is_stuck] if job.is_stuck else []),
-        *unlike_groups(job),
-        *(partial_groups(job) if not but else []),
-        *late_calls(job, T, but),
-    ]
+def _meet(one: Made, other: Made) -> bool:
+    """Return whether two ranks were in a call at one time."""
+    return one.began_s < other.began_s + other.took_s and other.began_s < one.began_s + one.took_s

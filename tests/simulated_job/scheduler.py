@@ -1,164 +1,118 @@
-"""Scheduler: threads of which one runs at a time, on a virtual clock; who does is decided here."""
+"""Threads that run one at a time on a virtual clock; random delays decide their order."""
 
 from __future__ import annotations
 
 import contextvars
-import hashlib
-import heapq
+import functools
 import math
+import random
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
-import attrs
-
-from hypercomm.errors import SimulationError
+from hypercomm.process_groups.torch_internals import store
 
 
 class EndedError(BaseException):
-    """The simulated process that a thread belongs to has ended."""
+    """The simulated process of this thread has ended."""
 
 
-class Process(Protocol):
-    """What threads belong to: entered when one of them comes to run.
-
-    Attributes:
-        held_s: Until when none of them runs.
-    """
-
-    held_s: float
-
-    def enter(self) -> None:
-        """Be the one whose state the program sees."""
-        ...
-
-    def leave(self) -> None:
-        """Keep that state for the next time."""
-        ...
-
-    def arrive(self, task: Task, what: str) -> None:
-        """Hear that one of its threads may be stopped here, and what it is about to do."""
-        ...
-
-
-class Choices(Protocol):
-    """Decides which thread runs next; the same answers make the same run."""
-
-    def choose(self, current: Task | None, ready: list[Task]) -> Task:
-        """Return one of those that could run, in the order in which they began."""
-        ...
-
-
-@attrs.define(eq=False)
 class Task:
     """A simulated thread.
 
-    Attributes:
-        number: Its place in the order in which threads began.
-        process: What it belongs to.
-        action: What it does; raises nothing but `EndedError`.
-        wake_s: From when on it can run; infinity while it waits for something.
-        awaits: What it waits for, if so.
-        error: What is raised in it when it runs next.
+    Args:
+        owner: The process that it belongs to; None: the job's.
+        action: What it does.
         is_main: Whether the job lasts until it ends.
+
+    Attributes:
+        wake_s: When it can continue; infinity while it waits for something.
+        awaits: What it waits for.
+        error: What is raised in it when it runs next.
+        is_ended: Whether its process has ended.
     """
 
-    number: int
-    process: Process
-    action: Callable[[], None]
-    is_main: bool
-    wake_s: float = 0.0
-    awaits: object = None
-    error: BaseException | None = None
-    ended: BaseException | None = None
-    is_done: bool = False
-    baton: threading.Lock = attrs.field(factory=threading.Lock)
+    def __init__(self, owner: Any, action: Callable[[], object], *, is_main: bool) -> None:
+        self.owner, self.action, self.is_main = owner, action, is_main
+        self.wake_s = 0.0
+        self.awaits: object = None
+        self.error: BaseException | None = None
+        self.is_ended = False
+        self.speed_s = 0.0
+        self.thread = _Thread.idle.pop() if _Thread.idle else _Thread()
 
 
 class Scheduler:
-    """Runs tasks until all of the main ones are done.
+    """Runs tasks until all main ones are done.
 
     Args:
-        choices: Decides who runs.
-        most_steps: After how many decisions a run has failed.
-        slack_s: How much later than the first a thread may come that could run before.
+        seed: Draws all delays.
+        most_steps: After how many steps a run is given up.
 
     Attributes:
         now_s: The virtual time.
         current: The task that runs.
-        steps: The decisions so far.
-        trace: What was done, in order: the time, the task, what.
-        is_stuck: Why the run was given up, if it was.
+        trace: What was done: the time, the owner, what.
+        is_stuck: Why the run was given up; "" if it was not.
     """
 
-    def __init__(self, choices: Choices, most_steps: int = 200_000, slack_s: float = 0.0) -> None:
+    def __init__(self, seed: int, most_steps: int) -> None:
+        self.random = random.Random(seed)
         self.now_s = 0.0
         self.current: Task | None = None
-        self.steps = 0
-        self.trace: list[tuple[float, int, str]] = []
-        self.is_stuck: str | None = None
-        self._choices = choices
-        self._most_steps = most_steps
-        self._slack_s = slack_s
+        self.trace: list[tuple[float, str, str]] = []
+        self.is_stuck = ""
+        self._left = most_steps
         self._tasks: list[Task] = []
-        self._begun = 0
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timed = 0
         self._finished = threading.Lock()
 
-    # ---- what a run is made of --------------------------------------------------------------
+    def run(self) -> None:
+        """Run all tasks."""
+        self._finished.acquire()
+        self._pass_on()
+        self._finished.acquire()
+        self.current = None
 
-    def spawn(self, process: Process, action: Callable[[], None], *, is_main: bool = False) -> Task:
-        """Let another thread begin, which runs when it is chosen."""
-        wake_s = max(self.now_s, process.held_s)
-        task = Task(self._begun, process, action, is_main, wake_s=wake_s)
-        self._begun += 1
+    def spawn(
+        self,
+        owner: Any,
+        action: Callable[[], object],
+        *,
+        is_main: bool = False,
+        worker: bool = True,
+    ) -> Task:
+        """Start a thread; the operations of a worker on the store run inline."""
+
+        def act() -> None:
+            vars(store)["_in_thread"].is_set = worker
+            action()
+
+        task = Task(owner, act, is_main=is_main)
+        task.speed_s = 10 ** self.random.uniform(-5, -3)  # some ranks are slower than others
+        task.thread.action = functools.partial(self._run, task)
+        self._wake(task)
         self._tasks.append(task)
-        task.baton.acquire()
-        _threads.start(lambda: self._run(task))
         return task
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Do something at a time, between two steps of threads."""
-        self._timed += 1
-        heapq.heappush(self._timers, (time_s, self._timed, action))
+    # ---- what tasks call ------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run all tasks, and return when the main ones are done, and the others have ended."""
-        self._finished.acquire()
-        try:
-            first = self._next()
-            if first is None:
-                return
-            self._enter(first)
-            first.baton.release()
-            self._finished.acquire()
-        finally:
-            self.current = None
-            self._finished.release()
-
-    # ---- what tasks call ----------------------------------------------------------------------
-
-    def arrive(self, what: str, until_s: float | None = None) -> None:
-        """Let another task run, and go on when this one is chosen.
-
-        Args:
-            what: What this task is about to do.
-            until_s: When it can go on at the earliest; default: now.
+    def pause(self, what: str, seconds: float = 0.0) -> None:
+        """Let other tasks run; faults happen here.
 
         Raises:
             EndedError: The process has ended.
-            BaseException: What was raised in this task, such as KeyboardInterrupt.
+            BaseException: What was thrown into this task.
         """
         me = self._me()
         self._check(me)
-        self.trace.append((self.now_s, me.number, what))
-        me.wake_s = self.now_s if until_s is None else until_s
-        me.process.arrive(me, what)
+        self.trace.append((self.now_s, str(me.owner), what))
+        self._wake(me, seconds)
+        if me.owner is not None:
+            me.owner.arrive(me, what)
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
-        """Wait until `notify` is called with the same object; False if that took too long."""
+        """Wait until `notify` is called with the same object; return False if that took too long."""
         me = self._me()
         self._check(me)
         me.awaits, me.wake_s = on, until_s
@@ -169,153 +123,213 @@ class Scheduler:
             me.awaits = None
 
     def notify(self, on: object) -> None:
-        """Let all tasks go on that wait for an object."""
+        """Wake all tasks that wait for an object."""
         for task in self._tasks:
             if task.awaits is on:
-                task.awaits, task.wake_s = None, max(self.now_s, task.process.held_s)
+                task.awaits = None
+                self._wake(task)
 
     def throw(self, task: Task, error: BaseException) -> None:
-        """Raise an error in a task when it runs next, which is now at the earliest."""
+        """Raise an error in a task when it runs next."""
         task.error, task.wake_s = error, min(task.wake_s, self.now_s)
 
-    def end(self, process: Process) -> None:
-        """End all tasks of a process: whatever they call from now on raises."""
+    def end(self, owner: object = None) -> None:
+        """End all tasks of a process, or all: they run to their end without effect."""
         for task in self._tasks:
-            if task.process is process:
-                task.ended, task.wake_s = EndedError(), self.now_s
+            if owner is None or task.owner is owner:
+                task.is_ended, task.wake_s = True, self.now_s
 
-    def hold(self, process: Process, until_s: float) -> None:
-        """Let no task of a process run before a time."""
-        process.held_s = until_s
+    def hold(self, owner: Any, seconds: float) -> None:
+        """Let no task of a process run for a while."""
+        owner.held_s = self.now_s + seconds
         for task in self._tasks:
-            if task.process is process:
-                task.wake_s = max(task.wake_s, until_s)
+            if task.owner is owner:
+                task.wake_s = max(task.wake_s, owner.held_s)
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the process of the current task has ended."""
-        return self.current is not None and self.current.ended is not None
-
-    def digest(self) -> str:
-        """Return a hash of all that was done."""
-        lines = "\n".join(f"{time:.6f} {task} {what}" for time, task, what in self.trace)
-        return hashlib.sha256(lines.encode()).hexdigest()[:16]
-
-    # ---- the baton ----------------------------------------------------------------------------
+    # ---- switching ------------------------------------------------------------------------------
 
     def _me(self) -> Task:
         if self.current is None:
-            raise SimulationError("nothing is simulated now")
+            raise RuntimeError("nothing is simulated now")
         return self.current
 
     def _check(self, me: Task) -> None:
-        if me.ended is not None:
-            raise me.ended
+        if me.is_ended:
+            raise EndedError
         if me.error is not None:
             error, me.error = me.error, None
             raise error
 
+    def _wake(self, task: Task, seconds: float = 0.0) -> None:
+        held_s = 0.0 if task.owner is None else task.owner.held_s
+        delay_s = seconds + task.speed_s * self.random.expovariate(1.0)
+        task.wake_s = max(self.now_s + delay_s, held_s)
+
     def _switch(self, me: Task) -> None:
-        chosen = self._next()
-        if chosen is not me:
-            if chosen is None:
-                raise SimulationError("a task waits for what nobody does")
-            self._enter(chosen)
-            chosen.baton.release()
-            me.baton.acquire()
+        thread = me.thread
+        if self._pass_on(but=me):
+            thread.baton.acquire()
         self._check(me)
 
-    def _enter(self, task: Task) -> None:
-        before = self.current
-        if before is None or before.process is not task.process:
-            if before is not None:
-                before.process.leave()
-            task.process.enter()
-        self.current = task
-
     def _run(self, task: Task) -> None:
-        task.baton.acquire()
         try:
-            self._check(task)
-            contextvars.Context().run(task.action)
+            if not task.is_ended:
+                contextvars.Context().run(task.action)
         except EndedError:
             pass
         finally:
-            task.is_done = True
             self._tasks.remove(task)
-            if not any(other.is_main for other in self._tasks):
-                self._end_all()
-            chosen = self._next()
-            if chosen is None:
-                self._finished.release()
-            else:
-                self._enter(chosen)
-                chosen.baton.release()
+            if task.is_main and not any(other.is_main for other in self._tasks):
+                self.end()
+            _Thread.idle.append(task.thread)
+            self._pass_on()
 
-    def _end_all(self) -> None:
-        for task in self._tasks:
-            if task.ended is None:
-                task.ended, task.wake_s = EndedError(), self.now_s
-
-    def _next(self) -> Task | None:
-        """Choose who runs; the clock goes on where nobody can."""
+    def _pass_on(self, but: Task | None = None) -> bool:
+        """Let the next task run; return whether that is another one."""
         if not self._tasks:
-            return None
-        self.steps += 1
-        if self.steps > self._most_steps and self.is_stuck is None:
-            self.is_stuck = f"no end after {self._most_steps:,} steps"
-            self._end_all()
-        soonest = min([task.wake_s for task in self._tasks])
-        while self._timers and self._timers[0][0] <= max(soonest, self.now_s):
-            time_s, _, action = heapq.heappop(self._timers)
-            self.now_s = max(self.now_s, time_s)
-            action()
-            soonest = min([task.wake_s for task in self._tasks])
-        if soonest == math.inf:
-            self.is_stuck = self.is_stuck or "all wait for each other, without end"
-            self._end_all()
-            soonest = self.now_s
-        self.now_s = max(self.now_s, soonest)
-        latest = self.now_s + self._slack_s
-        ready = [task for task in self._tasks if task.wake_s <= latest]
-        chosen = ready[0] if len(ready) == 1 else self._choices.choose(self.current, ready)
-        self.now_s = max(self.now_s, chosen.wake_s)
-        return chosen
-
-
-class _Threads:
-    """Threads that stay for the next run: a new one is slow to begin."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Thread] = []
-
-    def start(self, action: Callable[[], None]) -> None:
-        try:
-            thread = self._idle.pop()
-        except IndexError:
-            thread = _Thread(self._idle)
-        thread.begin(action)
+            self._finished.release()
+            return True
+        self._left -= 1
+        task = min(self._tasks, key=lambda one: one.wake_s)
+        if (task.wake_s == math.inf or self._left < 0) and not self.is_stuck:
+            self.is_stuck = "no end" if self._left < 0 else "all wait for each other"
+            self.end()
+            task = self._tasks[0]
+        self.now_s = max(self.now_s, task.wake_s)
+        self.current = task
+        if task.owner is not None:
+            task.owner.enter()
+        if task is but:
+            return False
+        task.thread.baton.release()
+        return True
 
 
 class _Thread:
-    def __init__(self, idle: list[_Thread]) -> None:
-        self._idle = idle
-        self._begin = threading.Lock()
-        self._begin.acquire()
-        self._action: Callable[[], None] = lambda: None
-        threading.Thread(target=self._work, name="simulated", daemon=True).start()
+    """A real thread, which stays for the next task: a new one is slow to start."""
 
-    def begin(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._begin.release()
+    idle: list[_Thread] = []
+
+    def __init__(self) -> None:
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.action: Callable[[], object] = int
+        threading.Thread(target=self._work, name="simulated", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            self._begin.acquire()
-            action, self._action = self._action, lambda: None
+            self.baton.acquire()
+            action, self.action = self.action, int
             action()
             del action
-            self._idle.append(self)
 
 
-_threads = _Threads()
+# ---- in place of Python's modules ---------------------------------------------------------------
+
+
+class Clock:
+    """Replaces the module `time`; for an ended process all time is over."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def monotonic(self) -> float:
+        """Return the virtual time."""
+        task = self._scheduler.current
+        return math.inf if task is None or task.is_ended else self._scheduler.now_s
+
+    time = perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run."""
+        self._scheduler.pause("sleep", seconds)
+
+
+class Threads:
+    """Replaces the module `threading`; an ended process waits for nothing."""
+
+    TIMEOUT_MAX = threading.TIMEOUT_MAX
+    local = threading.local
+    get_ident = threading.get_ident
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.Event = functools.partial(Event, scheduler)
+        self.Lock = functools.partial(Lock, scheduler)
+        self.RLock = functools.partial(Lock, scheduler, is_reentrant=True)
+        self.Condition = functools.partial(Condition, scheduler)
+
+
+class Event:
+    """Replaces `threading.Event`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake those that wait."""
+        self._is_set = True
+        self._scheduler.notify(self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, or for a time."""
+        scheduler = self._scheduler
+        until_s = math.inf if timeout is None else scheduler.now_s + timeout
+        while not self._is_set and not (scheduler.current is None or scheduler.current.is_ended):
+            if not scheduler.wait(self, until_s):
+                break
+        return self._is_set
+
+
+class Lock:
+    """Replaces `threading.Lock` and `threading.RLock`."""
+
+    def __init__(self, scheduler: Scheduler, *, is_reentrant: bool = False) -> None:
+        self._scheduler = scheduler
+        self._is_reentrant = is_reentrant
+        self._owner: object = None
+        self._count = 0
+
+    def acquire(self, timeout: float = -1.0) -> bool:
+        """Take it once it is free."""
+        scheduler, me = self._scheduler, self._scheduler.current
+        until_s = math.inf if timeout < 0 else scheduler.now_s + timeout
+        while self._count and not (self._is_reentrant and self._owner is me):
+            if me is None or me.is_ended or not scheduler.wait(self, until_s):
+                break
+        if self._count and not (self._is_reentrant and self._owner is me):
+            return False
+        self._owner, self._count = me, self._count + 1
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        self._count = max(0, self._count - 1)
+        if not self._count:
+            self._scheduler.notify(self)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Condition(Lock):
+    """Replaces `threading.Condition`: only its waits for a predicate."""
+
+    def wait_for(self, predicate: Callable[[], bool]) -> bool:
+        """Wait until something is so."""
+        while not predicate():
+            self.release()
+            self._scheduler.wait(self)
+            self.acquire()
+        return True
+
+    def notify_all(self) -> None:
+        """Wake those that wait."""
+        self._scheduler.notify(self)

@@ -61,6 +61,9 @@ _SLOW_S = 0.2
 _FINISHED_S = 0.6
 """How much longer ranks wait that have finished: those that have not can name who is missing."""
 
+_BEAT_S = 1.0
+"""How often the calling thread looks whether the process was stopped, and reports that it lives."""
+
 _STUCK_S = 1.0
 """How long after the deadline the calling thread waits for its worker."""
 
@@ -194,6 +197,8 @@ class Call(Generic[T]):
         self._result: T | None = None
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
+        self._beat_s = self.began
+        self._stopped_s = 0.0
         self._is_finished = False
         self._is_interrupted = False
         self._is_abandoned = False
@@ -223,8 +228,9 @@ class Call(Generic[T]):
             while True:
                 try:
                     left_s = max(0.0, end - time.monotonic())
-                    if done.wait(min(left_s, threading.TIMEOUT_MAX)) or left_s == 0.0:
+                    if done.wait(min(left_s, _BEAT_S)) or left_s == 0.0:
                         break
+                    self._beat()
                 except BaseException as error:  # noqa: BLE001 - raised once the others know
                     self._is_interrupted, pending = True, pending or error
                     end = min(end, time.monotonic() + _STUCK_S)
@@ -240,6 +246,18 @@ class Call(Generic[T]):
         if pending is not None:
             raise pending
         raise self._failure()
+
+    def _beat(self) -> None:
+        """Note how long the process was stopped; report for a worker that connects in gloo."""
+        now = time.monotonic()
+        self._stopped_s += max(0.0, now - self._beat_s - 2 * _BEAT_S)
+        self._beat_s = now
+        if self._ticket is not None and self._waits_for is None and not self._was_stopped():
+            workers.start(self._report_waiting, lambda: None)
+
+    def _was_stopped(self) -> bool:
+        """Return whether the process was stopped during the call: others may wait for it."""
+        return self._stopped_s > 0.0 or time.monotonic() - self._beat_s > 2 * _BEAT_S
 
     def _leave_worker(self, pending: BaseException | None) -> None:
         """End the round without the worker, which is stuck in the store or in a backend."""
@@ -321,6 +339,8 @@ class Call(Generic[T]):
         if ticket.record.outcome is not None:
             return ticket.record.outcome
         first = ticket.record.first
+        if time.monotonic() > self.deadline:
+            return self._arrived_late()
         if first.refusal and first is not self._proposal:
             return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
         text = protocol.first_difference(self._proposal, first)
@@ -336,6 +356,13 @@ class Call(Generic[T]):
         if stale:
             run_one(protocol.Delete(take_stale()))
         return None
+
+    def _arrived_late(self) -> Outcome:
+        """Return the outcome for this rank alone: its time was over before it arrived."""
+        ticket, late = self._round, _late(self.scope.job.rank)
+        if ticket.record.first == self._proposal:
+            return run(protocol.decide(ticket, late))
+        return late  # the others go on: this rank may join them at its next call
 
     def _finish(self) -> Outcome:
         ticket = self._round
@@ -381,31 +408,50 @@ class Call(Generic[T]):
     def _could_not_connect(self, error: ConnectionFailedError) -> Outcome:
         """Return the outcome where a backend could not connect: names members that are silent."""
         ticket, until = self._round, time.monotonic() + _SILENT_S
-        run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
-        while True:
+        outcome, silent = run(protocol.read_outcome(ticket)), list(error.ranks)
+        if outcome is None:
+            run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
+        while outcome is None and silent and time.monotonic() <= until:
+            time.sleep(0.02)
             states = run(protocol.read_arrivals(ticket))
             silent = [rank for rank in error.ranks if not states.get(rank)]
-            if not silent or time.monotonic() > until:
-                break
-            time.sleep(0.02)
+            outcome = run(protocol.read_outcome(ticket))
+        if outcome is not None:
+            return outcome
         if silent:
+            silent = run(self._silent_of(silent)) or silent
             return run(self._missing(silent, "unfinished", "did not connect"))
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _timed_out(self) -> protocol.Steps[Outcome]:
-        ticket = self._round
+        ticket, own = self._round, self.scope.job.rank
         states = yield from protocol.read_arrivals(ticket)
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
+            before = (ticket.record.failed or (None,))[-1]
+            if before is not None and own in before.absent and states.keys() <= {own}:
+                return _late(own)
             return (yield from self._missing(absent, "missing", "did not join"))
-        own = self.scope.job.rank
-        unfinished = [rank for rank in self.scope.ranks if not states[rank] and rank != own]
-        silent = []
-        for rank in unfinished:
-            status = yield from read_status(self.scope.job.namespace, rank)
-            if status is None or (status.key, status.round) != (ticket.key, ticket.round):
-                silent.append(rank)
+        if self._was_stopped():
+            return _late(own)
+        unfinished = [rank for rank in self.scope.ranks if not states[rank]]
+        if not unfinished:
+            if all("+" in state for state in states.values()):
+                return protocol.AGREED  # one of them ended before it could count itself
+            return Outcome("failed", "members could not connect; call it again on all ranks")
+        silent = yield from self._silent_of(unfinished)
+        if not silent and not self._is_finished:  # all of them still wait for each other
+            return Outcome("unfinished", "timed out before all ranks had finished; call it again")
         return (yield from self._missing(silent or unfinished, "unfinished", "did not finish"))
+
+    def _silent_of(self, ranks: Sequence[int]) -> protocol.Steps[list[int]]:
+        """Return the ranks that do not report that they wait in this round."""
+        silent, here = [], (self._round.key, self._round.round)
+        for rank in ranks:
+            status = yield from read_status(self.scope.job.namespace, rank)
+            if status is None or (status.key, status.round) != here:
+                silent.append(rank)
+        return silent
 
     def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
@@ -459,7 +505,7 @@ class Call(Generic[T]):
         states = run(protocol.read_arrivals(ticket))
         missing = tuple(rank for rank in self.scope.ranks if rank not in states)
         own = self._status(missing)
-        if missing != self._waits_for:
+        if missing != self._waits_for and not self._was_stopped():
             self._waits_for, job.is_reporting = missing, True
             run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))
         known: dict[int, Status | None] = {}
@@ -475,6 +521,13 @@ class Call(Generic[T]):
             found = None if peer is None else peer.outcome
             if found and own.grid in found.grids and found.token not in job.reported:
                 raise _EndedError(run(protocol.decide(ticket, found)))
+
+    def _report_waiting(self) -> None:
+        self._waits_for, job = (), self.scope.job
+        job.is_reporting = True
+        with contextlib.suppress(RuntimeError):
+            key, text = status_key(job.namespace, job.rank), self._status(()).text()
+            run_one(protocol.Write(key, text))
 
     def _end_elsewhere(self, status: Status, outcome: Outcome) -> None:
         text = run_one(protocol.Read(status.key))
@@ -516,6 +569,10 @@ def run_one(operation: protocol.Operation) -> Any:
         return (yield operation)
 
     return run(steps())
+
+
+def _late(rank: int) -> Outcome:
+    return Outcome("missing", f"rank {rank} arrived late", (rank,), (rank,))
 
 
 def ask(title: str, question: Callable[[], V], limit_s: float) -> V:

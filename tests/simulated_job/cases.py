@@ -1,0 +1,229 @@
+"""Every call that ranks make together, as a program of a simulated job; and what holds of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm.errors import GroupCreationTimeout
+from hypercomm.transfers.consent import consent
+from hypercomm.transfers.state import transfer_state
+from hypercomm.transfers.transfer import transfer
+from simulated_job.job import Job, attempt, gate, mark, simulate_job, sleep, this_rank
+
+T = 10.0
+GRACE_S = 2.0
+"""How much longer than its timeout a call may take."""
+
+
+class Call(NamedTuple):
+    """A call of one rank; `seen` returns what it changes, as far as ranks have it in common."""
+
+    make: Callable[[], object]
+    seen: Callable[[], object]
+    keep: object = None
+
+
+def of_grid(grid: HyperCommGrid, make: Callable[[HyperCommGrid], object]) -> Call:
+    """Return a call of a grid."""
+    return Call(lambda: make(grid), lambda: (str(grid.layout), sorted(map(str, grid.pgs))), grid)
+
+
+def square(**options: Any) -> HyperCommGrid:
+    """Return a grid of four ranks."""
+    return HyperCommGrid([2, 2], ["tp", "dp"], **options)
+
+
+def with_groups() -> HyperCommGrid:
+    """Return a grid that has groups."""
+    grid = square()
+    grid.create_pgs(["tp", ["tp", "dp"]])
+    return grid
+
+
+def a_set() -> Call:
+    """Two grids that share ranks."""
+    grids = GridSet.colocated(3, a="tp=3", b="dp=3")
+    return Call(
+        lambda: grids.create_pgs({"a": ["tp"], "b": ["dp"]}),
+        lambda: [sorted(map(str, grid.pgs)) for grid in grids.values()],
+        grids,
+    )
+
+
+def a_transfer() -> Call:
+    """From rank 0 to ranks 1 and 2."""
+    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
+
+    def make() -> None:
+        tensor = torch.arange(4.0).reshape(4, 1) if dist.get_rank() == 0 else torch.zeros(2, 1)
+        received = transfer(mapping, tensor, verify=True)
+        first = 2.0 * (dist.get_rank() - 1)
+        assert received is None or received.flatten().tolist() == [first, first + 1.0]
+
+    return Call(make, lambda: None)
+
+
+def a_consent() -> Call:
+    """What ranks agree on before a transfer."""
+    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
+    return Call(lambda: consent(mapping, "all"), lambda: None)
+
+
+def a_state() -> Call:
+    """From two ranks to one."""
+    mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
+
+    def make() -> None:
+        rank, into = dist.get_rank(), {"w": torch.zeros(4)}
+        sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
+        ends: Any = {"into": into} if rank == 2 else {"state": sent}
+        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True)
+        assert rank != 2 or into["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+    return Call(make, lambda: None)
+
+
+class Case(NamedTuple):
+    """A call to try.
+
+    Attributes:
+        size: The number of ranks.
+        set_up: Returns the call.
+        retries: Whether it can be repeated whatever has happened: data under way is lost, and
+            torch cannot undo a collective.
+    """
+
+    size: int
+    set_up: Callable[[], Call]
+    retries: bool = True
+
+
+def grid_case(
+    size: int, build: Callable[[], HyperCommGrid], make: Callable[[HyperCommGrid], object]
+) -> Case:
+    """Return the case of a call of a grid."""
+    return Case(size, lambda: of_grid(build(), make))
+
+
+CASES = {
+    "create_pg": grid_case(
+        3, lambda: HyperCommGrid([3], ["tp"]), lambda grid: grid.create_pg("tp")
+    ),
+    "create_pg verified": grid_case(
+        4, lambda: square(verify=True), lambda grid: grid.create_pg("tp")
+    ),
+    "create_pg lazy": grid_case(
+        3,
+        lambda: HyperCommGrid([3], ["tp"], lazy_init=True),
+        lambda grid: grid.create_pg("tp"),
+    ),
+    "create_pgs": grid_case(4, square, lambda grid: grid.create_pgs(["tp", "dp"])),
+    "set": Case(3, a_set),
+    "verify": grid_case(4, with_groups, lambda grid: grid.verify()),
+    "reshape": grid_case(4, with_groups, lambda grid: grid.reshape("tp=4,dp=1")),
+    "connect": grid_case(4, with_groups, lambda grid: grid.connect(pipelines=()))._replace(
+        retries=False
+    ),
+    "transfer": Case(3, a_transfer, retries=False),
+    "transfer_state": Case(3, a_state, retries=False),
+    "consent": Case(3, a_consent),
+}
+
+
+def program(case: str) -> Any:
+    """Make a call; then all that live repeat it until it succeeds."""
+    size, set_up, retries = CASES[case]
+    call = set_up()
+    gate("is set up")
+    mark()
+    seen, groups = [call.seen()], [this_rank().groups()]
+    for turn in range(3 if retries else 1):
+        attempt(call.make)
+        seen.append(call.seen())
+        gate(f"turn {turn}")
+        sleep(0.1)  # a thread that the call has left undoes what it did
+        groups.append(this_rank().groups())
+        if "" in this_rank().job.kinds(turn):
+            break  # one that was interrupted cannot tell by its error
+    return seen, groups, call
+
+
+# ---- what holds of each run ---------------------------------------------------------------------
+
+
+def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
+    """Return which promises a run has broken, of those that hold of all runs.
+
+    Args:
+        job: The run.
+        timeout_s: The timeout of each call.
+        extra_s: How much longer the ranks that had a fault may take.
+    """
+    odd = {fault.rank for fault in job.happened}
+    words = [job.is_stuck] if job.is_stuck else []
+    held: dict[str, tuple[int, object]] = {}
+    for rank in job.living():
+        if rank.error is not None:
+            words.append(f"{rank} raised {rank.error!r}")
+        limit_s = timeout_s + GRACE_S + (extra_s if rank.number in odd else 0.0)
+        for call in rank.calls:
+            if call.took_s > limit_s:
+                words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
+            if isinstance(call.error, GroupCreationTimeout):
+                if not call.error.missing or not set(call.error.missing) <= odd:
+                    words.append(f"{rank} accuses {call.error.missing}")
+        for group in rank.groups():
+            first, like = held.setdefault(group.name, (rank.number, group))
+            if group != like:
+                words.append(f"rank {first} has {like}, {rank} has {group}")
+            if rank.number not in group.ranks:
+                words.append(f"{rank} has {group}")
+    for name, (_, group) in held.items():
+        lack = [
+            other.number
+            for other in job.living()
+            if other.number in group.ranks and name not in {own.name for own in other.groups()}
+        ]
+        if lack:
+            words.append(f"ranks {lack} lack {group}")
+    return words
+
+
+def broken_by_fault(job: Job, case: str) -> list[str]:
+    """Return which promises a run of `program` with one fault has broken."""
+    words = broken(job, extra_s=sum(fault.seconds for fault in job.happened))
+    ends = [rank.value for rank in job.living() if rank.value is not None]
+    for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
+        ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}
+        if len(ok) > 1:
+            words.append(f"some ranks have failed: {job.kinds(turn)}")
+        if len({str(seen[turn + 1]) for seen, *_ in ends if len(seen) > turn + 1}) > 1:
+            words.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
+    for seen, groups, _ in ends:
+        for turn in range(1, len(seen)):
+            if seen[turn] == seen[0] and groups[turn] != groups[0]:
+                words.append(f"a call left {groups[turn]} of {groups[0]}")
+    if CASES[case].retries and not any(rank.is_dead for rank in job.ranks):
+        if max(len(rank.calls) for rank in job.ranks) > 2:
+            words.append("one retry was not enough")
+        if "" not in job.kinds(-1) or not {*job.kinds(-1)} <= {"", "KeyboardInterrupt"}:
+            words.append("no call succeeded")
+    return words
+
+
+_UNKNOWN = {"KeyboardInterrupt", "RuntimeError"}
+"""Of a rank that was interrupted the state tells, and torch's own error comes after the call."""
+
+
+def points_of(case: str) -> int:
+    """Return how many steps a rank makes at most in a call without a fault."""
+    job = simulate_job(program, CASES[case].size, args=(case,), timeout_s=T)
+    assert broken(job) == [], job
+    assert all(call.error is None for rank in job.ranks for call in rank.calls), job
+    return max(int(rank.points) for rank in job.ranks)

@@ -1,0 +1,209 @@
+"""Every interleaving of the calls of two or three ranks: the protocol's generators, on a dict.
+
+A state is what each rank has been answered, and what the store holds; each is visited once.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+from hypercomm.process_groups.agreement import protocol
+from hypercomm.process_groups.agreement.protocol import Outcome, Proposal
+
+KEY = "record"
+
+
+class Look(NamedTuple):
+    """Wait until the record holds something else; the reply is "late" if that takes too long."""
+
+    text: str
+
+
+class Ended(NamedTuple):
+    """A call of a rank has ended."""
+
+    round: int
+    kind: str
+
+
+def member(rank, size, deed):
+    """Make a call as `Call` does, and again without the deed until all agree."""
+    heard = -1
+    for turn in range(4):
+        does = "" if turn else deed
+        own = Proposal(rank, "host", ("other" if does == "differs" else "same",))
+        if does == "refuses":
+            own = Proposal(rank, "host", refusal="no such file")
+            heard = yield from protocol.refuse(KEY, own, heard)
+            yield Ended(heard, "refused")
+            continue
+        ticket = yield from protocol.propose(KEY, own, heard)
+        heard, outcome = ticket.round, ticket.record.outcome
+        if outcome is None and ticket.record.first.refusal:
+            outcome = yield from protocol.decide(ticket, Outcome("failed", "refused"))
+        if outcome is None and protocol.first_difference(own, ticket.record.first):
+            outcome = yield from protocol.decide(ticket, Outcome("differs", "entries"))
+        if outcome is None:
+            yield protocol.Append(ticket.arrivals, f"{rank},")
+            if does == "fails":
+                outcome = yield from protocol.decide(ticket, Outcome("failed", "no memory"))
+            else:
+                outcome = yield from protocol.finish(ticket, rank, size)
+        while outcome is None:
+            if (yield Look(ticket.record.text())) == "late":
+                states = yield from protocol.read_arrivals(ticket)
+                absent = tuple({*range(size)} - {one for one in states if "+" in states[one]})
+                outcome = yield from protocol.decide(ticket, Outcome("missing", "", absent, absent))
+            else:
+                outcome = yield from protocol.read_outcome(ticket)
+        yield Ended(ticket.round, outcome.kind)
+        if outcome.kind == "agreed":
+            return
+
+
+def perform(held, operation):
+    """Perform an operation on a dict, and return the reply."""
+    match operation:
+        case protocol.Exchange(key, expected, text):
+            if held.get(key, "") == expected:
+                held[key] = text
+            return held.get(key, expected)
+        case protocol.Read(key):
+            return held.get(key)
+        case protocol.Add(key):
+            held[key] = str(int(held.get(key, "0")) + 1)
+            return int(held[key])
+        case protocol.Append(key, text):
+            held[key] = held.get(key, "") + text
+        case protocol.Delete(keys):
+            for key in keys:
+                held.pop(key, None)
+    return None
+
+
+class State(NamedTuple):
+    """The replies to each rank, what the store holds, who has died, and what may still happen."""
+
+    replies: tuple
+    items: frozenset
+    dead: frozenset
+    deaths: int
+    late: int
+
+
+class Search:
+    """Visits every state.
+
+    Args:
+        deeds: What each rank does at its first call.
+        deaths: How many ranks may die, each at any operation.
+        late: How often a rank may wait for too long.
+    """
+
+    def __init__(self, deeds, deaths=0, late=0):
+        self.makes = [partial(member, rank, len(deeds), deed) for rank, deed in enumerate(deeds)]
+        self.known = {}
+        first = State(((),) * len(deeds), frozenset(), frozenset(), deaths, late)
+        self.seen, waiting = {first}, [first]
+        self.ends = set()
+        while waiting:
+            state = waiting.pop()
+            after = [*self.after(state)]
+            if not after:
+                ended = [self.at(rank, replies)[1] for rank, replies in enumerate(state.replies)]
+                self.ends.add((tuple(ended), state.dead))
+            fresh = {*after} - self.seen
+            self.seen |= fresh
+            waiting += fresh
+
+    def at(self, rank, replies):
+        """Return what a rank asks after some replies, and how its calls have ended."""
+        if (rank, replies) not in self.known:
+            run, ended = self.makes[rank](), []
+            left, asks = [*replies], None
+            try:
+                asks = next(run)
+                while isinstance(asks, Ended) or left:
+                    if isinstance(asks, Ended):
+                        ended.append(asks)
+                        asks = next(run)
+                    else:
+                        asks = run.send(left.pop(0))
+            except StopIteration:
+                asks = None
+            self.known[rank, replies] = asks, tuple(ended)
+        return self.known[rank, replies]
+
+    def after(self, state):
+        """Yield the states that may come next."""
+        for rank, replies in enumerate(state.replies):
+            asks, _ = self.at(rank, replies)
+            if asks is None or rank in state.dead:
+                continue
+
+            def answered(reply, rank=rank):
+                all_replies = list(state.replies)
+                all_replies[rank] = (*all_replies[rank], reply)
+                return state._replace(replies=tuple(all_replies))
+
+            if state.deaths:
+                yield state._replace(dead=state.dead | {rank}, deaths=state.deaths - 1)
+            held = dict(state.items)
+            if isinstance(asks, Look):
+                if held.get(KEY) != asks.text:
+                    yield answered("news")
+                elif state.late:
+                    yield answered("late")._replace(late=state.late - 1)
+            else:
+                reply = perform(held, asks)
+                yield answered(reply)._replace(items=frozenset(held.items()))
+
+    def broken(self):
+        """Return the ends that break a promise."""
+        found = []
+        for ranks, dead in self.ends:
+            rounds = {}
+            for ended in ranks:
+                for round_, kind in ended:
+                    if kind != "refused":
+                        rounds.setdefault(round_, set()).add(kind)
+                if len({round_ for round_, _ in ended}) < len(ended):
+                    found.append((ranks, dead))  # a call has heard of an end twice
+            living = [end for rank, end in enumerate(ranks) if rank not in dead]
+            all_agree = all(ended and ended[-1].kind == "agreed" for ended in living)
+            if any(len(kinds) > 1 for kinds in rounds.values()) or not (dead or all_agree):
+                found.append((ranks, dead))
+        return found
+
+
+DEEDS = ["", "differs", "fails", "refuses"]
+
+
+# Whatever one of two ranks does, in every order: a round ends alike for both, and both agree at
+# once when nobody does otherwise any more.
+@pytest.mark.parametrize("first", DEEDS)
+@pytest.mark.parametrize("second", DEEDS)
+def test_two_ranks(first, second):
+    search = Search([first, second])
+    assert search.ends
+    assert search.broken() == []
+
+
+# The same of three ranks, of which one does otherwise.
+@pytest.mark.parametrize(
+    "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
+)
+def test_three_ranks(deed):
+    search = Search(["", "", deed])
+    assert search.ends
+    assert search.broken() == []
+
+
+# A rank that waits for too long, or dies, at every operation: the living end alike.
+@pytest.mark.parametrize("deed", ["", "fails"])
+@pytest.mark.parametrize(("deaths", "late"), [(0, 1), (1, 1)])
+def test_faults(deed, deaths, late):
+    search = Search(["", deed], deaths, late)
+    assert search.ends
+    assert search.broken() == []
