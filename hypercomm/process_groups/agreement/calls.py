@@ -116,9 +116,9 @@ class Scope:
         """The last round that this rank has left; -1 if there is none."""
         return self.job.seen.get(self.path, -1)
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, number: int) -> None:
         """Note that this rank has left a round."""
-        self.job.seen[self.path] = max(self.seen, ticket.round)
+        self.job.seen[self.path] = max(self.seen, number)
 
     def refuse(self, proposal: Proposal) -> None:
         """Fail the next round that is open on other ranks, or that they begin."""
@@ -239,7 +239,7 @@ class Call(Generic[T]):
         if not done.is_set():
             self._leave_worker(pending)
         if self._ticket is not None:
-            self.scope.leave(self._ticket)
+            self.scope.leave(self._ticket.round)
         if self._outcome is not None and self._outcome.kind == "agreed":
             self.scope.job.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]

@@ -328,12 +328,12 @@ def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
     return found
 
 
-def refuse(key: str, proposal: Proposal, seen: int) -> Steps[Ticket]:
-    """End the open round of a record, or begin one with a refusal; wait for nobody."""
+def refuse(key: str, proposal: Proposal, seen: int) -> Steps[int]:
+    """End the open round of a record, or begin one with a refusal; return it; wait for nobody."""
     ticket = yield from propose(key, proposal, seen)
     if ticket.record.outcome is None and ticket.record.first != proposal:
         yield from decide(ticket, Outcome("failed", proposal.refusal))
-    return ticket
+    return ticket.round
 
 
 # ---- differences -------------------------------------------------------------------------------
