@@ -1,7 +1,6 @@
 """What changes between two layouts, against sets of tuples made by walking over coordinates."""
 
 import itertools
-import time
 
 import pytest
 from hypothesis import given
@@ -94,26 +93,20 @@ def test_changes(pair):
     named = [change.before for change in changes.changes if change.before]
     assert list(dict.fromkeys(named)) == list(before)
     assert {change.after for change in changes.changes if change.after} == set(after)
-    pairs = [(change.before, change.after) for change in changes.changes]
-    assert len(set(pairs)) == len(pairs)
-    for here, there in itertools.product(before, after):
-        assert ((here, there) in pairs) == bool(before[here] & after[there])
+    pairs = [(change.before, change.after) for change in changes.changes if change.kept]
+    shared = [pair for pair in itertools.product(before, after) if before[pair[0]] & after[pair[1]]]
+    assert sorted(pairs) == sorted(shared)
+    alone = [{*side} - {pair[at] for pair in shared} for at, side in enumerate((before, after))]
+    assert len(changes.changes) == len(shared) + sum(map(len, alone))
     for change in changes.changes:
         ours = before.get(change.before, frozenset())
         theirs = after.get(change.after, frozenset())
         assert (change.groups_before, change.groups_after) == (len(ours), len(theirs))
         assert {len(group) for group in ours | theirs} == {change.size}
         assert change.kept == len(ours & theirs)
-        if change.result == "kept":
-            assert ours == theirs
-        elif change.result == "partly":
-            assert ours & theirs
-            assert ours != theirs
-        elif change.result == "gone":
-            assert not any(ours & others for others in after.values())
-        else:
-            assert change.result == "new"
-            assert not any(theirs & others for others in before.values())
+        known = {"kept": ours == theirs, "partly": bool(ours & theirs) and ours != theirs}
+        known |= {"gone": not change.after, "new": not change.before}
+        assert [result for result, is_so in known.items() if is_so] == [change.result]
 
 
 # The totals are those of the unions of all sets. A rank moves when some dim's index changes, and a
@@ -145,22 +138,6 @@ def test_nothing_changes(layout):
         assert where(changes, "kept") == list(changes.changes)
         assert changes.groups_gone == changes.groups_new == 0
     assert difference(layout, layout).ranks_moved == 0
-
-
-# On the way back, what was gone is new, and what was new is gone.
-@given(PAIRS)
-def test_the_way_back(pair):
-    there, back = difference(*pair), difference(*reversed(pair))
-
-    def pairs(changes, *results):
-        found = [change for result in results for change in where(changes, result)]
-        return {(change.before, change.after, change.kept) for change in found}
-
-    turned = {(after, before, kept) for before, after, kept in pairs(back, "kept", "partly")}
-    assert pairs(there, "kept", "partly") == turned
-    assert {one[0] for one in pairs(there, "gone")} == {one[1] for one in pairs(back, "new")}
-    assert {one[1] for one in pairs(there, "new")} == {one[0] for one in pairs(back, "gone")}
-    assert there.ranks_moved == back.ranks_moved
 
 
 # Worked by hand: 8 ranks whose cp becomes a part of tp. The former tp+cp is the new tp.
@@ -228,16 +205,6 @@ def test_most_dims():
     changes = difference(layout, layout)
     assert len(where(changes, "kept")) == 2**MOST_DIMS - 1
     assert changes.groups_kept == 3**MOST_DIMS - 2**MOST_DIMS
-
-
-# A large cluster is compared in less than a second of a processor's time.
-def test_is_fast():
-    before = RankLayout.parse("tp=8,cp=2,ep=4,dp=32,pp=8")
-    after = RankLayout.parse("tp=4,cp=4,ep=4,dp=32,pp=8", rank_offset=64)
-    begin = time.process_time()
-    changes = difference(before, after)
-    assert time.process_time() - begin < 1
-    assert changes.ranks_shared == 16_384 - 64
 
 
 # ---- lost ranks ---------------------------------------------------------------------------------
