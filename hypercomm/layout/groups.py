@@ -249,8 +249,6 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> list(pp.pick(lambda group: (group[0], group[-1])))
             [(0, 4), (1, 5)]
         """
-        if not callable(function):
-            raise LayoutError(f"pick() takes a function of a group, got {shown(function)}")
         return PickedGroups(self, function)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]

@@ -114,8 +114,8 @@ class RankLayout:
     Raises:
         LayoutError: The lengths differ or are 0, a size is not a positive int, a name is empty,
             duplicate or not printable, the offset is negative, `ranks` does not hold one rank for
-            each position, each once, or arguments exclude each other.
-        LayoutError: The text cannot be read, or a size is unspecified without a world size.
+            each position, each once, arguments exclude each other, the text cannot be read, or a
+            size is unspecified without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
     Example:
@@ -287,8 +287,8 @@ class RankLayout:
         at its end, as in Megatron's `RankGenerator`.
 
         Raises:
-            LayoutError: The order cannot be read, or several sizes are unspecified.
-            LayoutError: A size larger than 1 belongs to no dim of the order.
+            LayoutError: The order cannot be read, several sizes are unspecified, or one larger
+                than 1 belongs to no dim of the order.
             WorldSizeError: The sizes do not multiply to `world_size`.
 
         Example:
@@ -868,7 +868,6 @@ def read_layout(
 
     Raises:
         LayoutError: As for `RankLayout`, or there are no sizes.
-        LayoutError: A text cannot be read, or an unspecified size cannot be inferred.
         WorldSizeError: The layout does not fit into the world.
 
     Example:

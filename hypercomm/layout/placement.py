@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Literal, TypeVar
 
@@ -43,8 +44,8 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, or a layout has gaps.
-        LayoutError: A text cannot be read, or several sizes are unspecified.
+        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+            or several sizes are unspecified.
         WorldSizeError: The ranks left are not a multiple of that layout's other sizes.
 
     Example:
@@ -82,8 +83,8 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, or a layout has gaps.
-        LayoutError: A text cannot be read, or several of its sizes are unspecified.
+        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+            or several of its sizes are unspecified.
         WorldSizeError: The layouts have different numbers of ranks.
 
     Example:
@@ -101,7 +102,7 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
     return {name: _placed(name, own, room, why, rank_offset) for name, own in sizes.items()}
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Placement:
     """Where several layouts lie in a world.
 
@@ -125,20 +126,19 @@ class Placement:
 
     layouts: Mapping[str, RankLayout] = attrs.field(hash=False)
     world_size: int = attrs.field(converter=as_world_size)
-    overlaps: Mapping[tuple[str, str], Sequence[int]] = attrs.field(
-        init=False, eq=False, repr=False
-    )
-    """The ranks that two layouts both hold, ascending, by their names; no pair without."""
 
     def __attrs_post_init__(self) -> None:
         for name, layout in self.layouts.items():
             if layout.last_rank >= self.world_size:
                 what = f"grid {name!r} ({layout} at rank_offset {layout.rank_offset})"
                 raise world_too_small(what, layout.last_rank, self.world_size)
+
+    @cached_property
+    def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
+        """The ranks that two layouts both hold, ascending, by their names; no pair without."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
-        overlaps = {pair: ranks for pair, ranks in common.items() if ranks}
-        object.__setattr__(self, "overlaps", overlaps)
+        return {pair: ranks for pair, ranks in common.items() if ranks}
 
     @property
     def kind(self) -> Kind:

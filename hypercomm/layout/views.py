@@ -82,19 +82,16 @@ class Views(Mapping[str, View]):
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
         given = shape.sizes if isinstance(shape, RankLayout) else shape
-        sizes = self._sizes_of(name, read_sizes(given, dim_names))
+        sizes, size = read_sizes(given, dim_names), self.base.size
+        try:
+            sizes = close_sizes(sizes, size, f"the grid size is {size}")
+        except WorldSizeError as error:
+            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         shared = self._shared(name, layout, () if lone is None else as_strings(lone, "shared_dims"))
         self._views[name] = View(name, layout, shared, shared)
         return self._views[name]
-
-    def _sizes_of(self, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Infer the unspecified size of a view."""
-        try:
-            return close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
-        except WorldSizeError as error:
-            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
 
     def refactored(self, base: RankLayout, sizes: Mapping[str, str]) -> Views:
         """Return these views for another base layout of the same ranks.
@@ -130,8 +127,7 @@ class Views(Mapping[str, View]):
         Dims that a view shares are the base's.
 
         Raises:
-            UnknownDimError: There is no such view.
-            UnknownDimError: There is no such dim; names the view that has it, if one does.
+            UnknownDimError: There is no such view or dim; names the view that has the dim, if any.
         """
         found = None if view is None else self.asked(view)
         try:

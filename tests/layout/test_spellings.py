@@ -44,12 +44,10 @@ def test_layouts_in_a_world(monkeypatch):
     assert read_layout("tp=2,dp=2", world_size=12).size == 4
     monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp=2,dp=-1")
     assert read_layout(None, world_size=6).shape == (2, 3)
-    monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp:2")
-    with pytest.raises(LayoutError, match="HYPERCOMM_LAYOUT"):
-        read_layout(None)
-    monkeypatch.delenv("HYPERCOMM_LAYOUT")
-    with pytest.raises(LayoutError, match="HYPERCOMM_LAYOUT"):
-        read_layout(None)
+    for change in (lambda name: monkeypatch.setenv(name, "tp:2"), monkeypatch.delenv):
+        change("HYPERCOMM_LAYOUT")
+        with pytest.raises(LayoutError, match="HYPERCOMM_LAYOUT"):
+            read_layout(None)
 
 
 # Sizes that do not fit are said in one sentence, with the ranks that they need and that there are.

@@ -103,8 +103,7 @@ class Drawing:
             force: Whether to replace a file that exists.
 
         Raises:
-            LayoutError: The ending is neither of these, or the file cannot be written.
-            LayoutError: The file exists (a FileExistsError).
+            LayoutError: The ending is neither of these, or the file exists or cannot be written.
             MissingPackageError: As for `png`.
 
         Example:
@@ -169,8 +168,7 @@ def draw(
     Raises:
         UnknownDimError: A dim is not one of the layout's.
         LayoutError: `what` is something else, has ranks above 2**24, or is a change or a mapping
-            and has `groups`.
-        LayoutError: `on` cannot be read, or holds fewer ranks.
+            and has `groups`; or `on` cannot be read, or holds fewer ranks.
 
     Example:
         >>> import hypercomm

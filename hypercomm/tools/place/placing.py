@@ -213,8 +213,8 @@ class Placed:
         """Return how the groups over some dims are spread over one level.
 
         Raises:
-            LayoutError: These groups are not in the report; pass them as `groups` to `place`.
-            LayoutError: There is no such level.
+            LayoutError: There is no such level, or these groups are not in the report; pass them
+                as `groups` to `place`.
         """
         wanted = self.layout.order_dims(dims)
         found = [spread for spread in self.on(level) if spread.dims == wanted]
@@ -391,8 +391,8 @@ def place(
         The report; `print` shows it.
 
     Raises:
-        LayoutError: An argument cannot be read or names an unknown dim or level.
-        LayoutError: The machine cannot be read, or has fewer GPUs than the layout has ranks.
+        LayoutError: An argument or the machine cannot be read, a dim or level is unknown, or the
+            machine has fewer GPUs than the layout has ranks.
         WorldSizeError: The omitted size does not fit the machine.
 
     Example:

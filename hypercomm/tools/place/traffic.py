@@ -96,8 +96,8 @@ def read_traffic(
         overlapped: Dims whose traffic overlaps with computation, as "dp,dp+cp" or a list.
 
     Raises:
-        LayoutError: The text cannot be read.
-        LayoutError: A dim is unknown, dims are given twice, or a value is not a number.
+        LayoutError: The text cannot be read, a dim is unknown, dims are given twice, or a value is
+            not a number.
 
     Example:
         >>> from hypercomm import RankLayout
