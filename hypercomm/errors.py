@@ -13,9 +13,6 @@ __all__ = [
     "ConnectTimeout",
     "CreationError",
     "DisagreementError",
-    "DrawingError",
-    "DumpError",
-    "FileKeptError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -32,8 +29,6 @@ __all__ = [
     "NcclConfigError",
     "NotInitializedError",
     "NotPicklableError",
-    "NotationError",
-    "OrderError",
     "OutcomeUnknownError",
     "PlanMismatchError",
     "RankFailedError",
@@ -41,13 +36,11 @@ __all__ = [
     "SimulationError",
     "StateError",
     "StateTransferError",
-    "TopologyError",
     "TorchVersionError",
     "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
-    "UnknownViewError",
     "WatchError",
     "WorldSizeError",
 ]
@@ -61,27 +54,11 @@ class HyperCommError(Exception):
 
 
 class LayoutError(HyperCommError, ValueError):
-    """The sizes, names, ranks or coordinates in a call do not make sense: mend the call."""
-
-
-class NotationError(LayoutError):
-    """A text form ("tp=2,dp=4") cannot be read: mend the text."""
-
-
-class TopologyError(LayoutError):
-    """What says where ranks are cannot be read, or contradicts itself: mend file or call."""
+    """The sizes, ranks, machine, text or file of a call make no sense: correct the call."""
 
 
 class UnknownDimError(LayoutError, KeyError):
-    """A dim is not one of the layout's: use one of the names listed."""
-
-
-class UnknownViewError(LayoutError, KeyError):
-    """A view is not one of the grid's: use one of the names listed, or register it."""
-
-
-class OrderError(LayoutError, RuntimeError):
-    """An order of dims leaves out one that is larger than 1: add it to the order."""
+    """A dim or a view does not exist: use one of the names listed, or register the view."""
 
 
 class RankOutsideError(LayoutError):
@@ -197,10 +174,6 @@ class NotPicklableError(HyperCommError, TypeError):
     """A grid owns live process groups, which stay in their process: send its layout instead."""
 
 
-class FileKeptError(HyperCommError, FileExistsError):
-    """A file that would be written exists: name another, or say that it may be replaced."""
-
-
 class ForkedError(HyperCommError, RuntimeError):
     """The grid belongs to the process that forked this one: build what this process needs anew."""
 
@@ -236,10 +209,6 @@ class TorchVersionError(HyperCommError, ImportError):
     """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
 
 
-class DrawingError(HyperCommError, ValueError):
-    """A picture cannot be drawn or written as asked: take another kind, or another file."""
-
-
 class MissingPackageError(HyperCommError, ImportError):
     """A call needs a package that is not installed: install it, or do without the call."""
 
@@ -253,11 +222,7 @@ class JoinError(HyperCommError, RuntimeError):
 
 
 class WatchError(HyperCommError, RuntimeError, ValueError):
-    """A watch cannot be kept as asked: change its seconds or its folder, or stop the other."""
-
-
-class DumpError(HyperCommError, ValueError):
-    """What ranks left behind cannot be judged as one job's: give a folder of one job's dumps."""
+    """A watch, or the dumps that watches left, cannot be used: change what the message names."""
 
 
 class DisagreementError(HyperCommError, AssertionError):

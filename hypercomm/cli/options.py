@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hypercomm.errors import NotationError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
 
@@ -17,11 +17,11 @@ def _one_text(_: object, __: object, texts: tuple[str, ...]) -> str:
     """Return the sizes, which must be one argument.
 
     Raises:
-        NotationError: There are several; proposes the text with commas.
+        LayoutError: There are several; proposes the text with commas.
     """
     if len(texts) > 1:
         joined = ",".join(text.strip(",") for text in texts)
-        raise NotationError(f"separate sizes with commas: {joined}")
+        raise LayoutError(f"separate sizes with commas: {joined}")
     return texts[0]
 
 
@@ -53,7 +53,7 @@ def read_layout(
         rank_offset: The smallest rank.
 
     Raises:
-        NotationError: The text cannot be read, or a size cannot be inferred.
+        LayoutError: The text cannot be read, or a size cannot be inferred.
         WorldSizeError: The sizes do not multiply to the number of ranks.
 
     Example:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+import numpy as np
 from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
 from hypercomm.cli.groups import AskedViews, Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table, write
-from hypercomm.errors import LayoutError, NotationError
+from hypercomm.errors import LayoutError
 from hypercomm.launchers import find_number
-from hypercomm.layout import RankLayout
-from hypercomm.layout.groups import hosts_touched
+from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.parsing import OPEN, parse_sizes
 from hypercomm.layout.text import counted, format_coords
 
@@ -127,7 +127,7 @@ def _read_ranks(text: str, layout: RankLayout) -> list[int]:
     """Read ranks such as "0..7,12", or "all" of a layout.
 
     Raises:
-        NotationError: The text cannot be read, or there are too many.
+        LayoutError: The text cannot be read, or there are too many.
     """
     found: list[int] = []
     everything = f"{layout.rank_offset}..{layout.last_rank}"
@@ -135,12 +135,12 @@ def _read_ranks(text: str, layout: RankLayout) -> list[int]:
         begin, dots, end = part.partition("..")
         ends = [begin, end if dots else begin]
         if not all(number.strip().isascii() and number.strip().isdigit() for number in ends):
-            raise NotationError(f"{part.strip()!r} is no rank; write ranks like '0..7,12' or 'all'")
+            raise LayoutError(f"{part.strip()!r} is no rank; write ranks like '0..7,12' or 'all'")
         low, high = map(int, ends)
         if high < low:
-            raise NotationError(f"{part.strip()!r} ends before it begins; write it like '0..7'")
+            raise LayoutError(f"{part.strip()!r} ends before it begins; write it like '0..7'")
         if len(found) + high - low >= _MOST_PLACES:
-            raise NotationError(f"--ranks {text!r} are more than {_MOST_PLACES:,}, the most listed")
+            raise LayoutError(f"--ranks {text!r} are more than {_MOST_PLACES:,}, the most listed")
         found += range(low, high + 1)
     return found
 
@@ -159,6 +159,19 @@ def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) ->
         "last": own[-1],
         "hosts_per_group": hosts_touched(groups, gpus_per_node),
     }
+
+
+def hosts_touched(groups: RankGroups, ranks_per_host: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of hosts of a group.
+
+    Example:
+        >>> layout = RankLayout.parse("tp=4,dp=6")
+        >>> hosts_touched(layout.groups("tp"), 8), hosts_touched(layout.groups("dp"), 8)
+        ((1, 1), (3, 3))
+    """
+    hosts = np.sort(groups.to_array() // ranks_per_host, axis=1)
+    counts = 1 + np.count_nonzero(np.diff(hosts, axis=1), axis=1)
+    return int(counts.min()), int(counts.max())
 
 
 # ---- text -------------------------------------------------------------------------------------

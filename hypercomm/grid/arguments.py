@@ -187,7 +187,7 @@ def read_grid(
 
     Raises:
         TypeError: A keyword is neither a dim's size nor known.
-        LayoutError, NotationError, WorldSizeError: As for `HyperCommGrid`.
+        LayoutError, WorldSizeError: As for `HyperCommGrid`.
 
     Example:
         >>> layout, world_size = read_grid(None, None, 0, 8, None, {"tp": 2, "dp": -1}, ())

@@ -221,7 +221,7 @@ class GridView:
 
         Raises:
             RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -248,7 +248,7 @@ class GridView:
             RankOutsideError: The rank is not in the grid.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
         """
         layout = self._layout_in(view)
         groups = layout.groups(*self._order(dims, view))
@@ -436,7 +436,7 @@ class GridView:
         Raises:
             GroupExistsError: A group for this key was created before (a KeyError).
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
             GroupOptionsError: An option is wrong, or would be ignored.
             GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
             GridMismatchError: Another rank has a different grid; names both.
@@ -545,7 +545,7 @@ class GridView:
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
-            UnknownDimError, LayoutError, UnknownViewError: As for `create_pg`.
+            UnknownDimError, LayoutError: As for `create_pg`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -623,7 +623,7 @@ class GridView:
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
-            OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.
@@ -1218,7 +1218,7 @@ class HyperCommGrid(GridView):
         """Return a view as an object with the interface of a grid; the grid stays the owner.
 
         Raises:
-            UnknownViewError: There is no such view; names those that exist.
+            UnknownDimError: There is no such view; names those that exist.
         """
         return GridView(self._state, self._state.views[name].name)
 
@@ -1258,7 +1258,7 @@ class HyperCommGrid(GridView):
         Raises:
             WorldSizeError: The target has other ranks than the grid, or than `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
-            UnknownViewError: `views` has a name that is not a view.
+            UnknownDimError: `views` has a name that is not a view.
             PlanMismatchError: Another rank has a different target, or failed: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
             CreationError: Groups are planned that were not created, one could not be created,

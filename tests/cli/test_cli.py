@@ -368,7 +368,7 @@ def test_a_closed_pipe(form):
         (("check", "tp=2", "--groups", "tp,pp"), "unknown dim 'pp'; this layout has dims ('tp',)"),
         (("check", "tp=2", "--groups", "tp,,pp"), "lacks a dim name"),
         (("check", "tp=2", "--groups", "tp+tp"), "dim 'tp' comes twice"),
-        (("check", "tp=2,cp=2", "--groups", "tp+cp,cp+tp"), "'cp+tp' come twice"),
+        (("check", "tp=2,cp=2", "--groups", "tp+cp,cp+tp"), "come twice in 'tp+cp,cp+tp'"),
         (("check", "tp=8,dp=64"), "tp=8,dp=64 would start 512 processes on this machine"),
         (("check", "tp=2", "--backend", "nccl"), "backend 'nccl' "),  # not built in, or no GPU
         (("check", "tp=2", "--backend", "bogus"), "unknown backend 'bogus'; this torch knows ["),

@@ -146,7 +146,7 @@ class Configuration:
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
             WorldSizeError: The sizes do not divide the world; names sizes that would.
-            OrderError, UnknownDimError: The order omits a dim, or names an unknown one.
+            ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one.
             ConfigurationError: Two choices contradict each other.
         """
         self._check_sharp()

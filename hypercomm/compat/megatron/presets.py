@@ -117,7 +117,7 @@ def megatron_grids(
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
-        OrderError: The order leaves out a dim that is larger than 1.
+        ConfigurationError: The order leaves out a dim that is larger than 1.
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes do not divide the world, or leave ranks of it over; the experts'
             sizes do not divide the grid; or the dense and the expert layers have different

@@ -353,7 +353,7 @@ BAD = [
     ),
     (
         {"order": "dp-pp", "tensor_model_parallel_size": 2},
-        errors.OrderError,
+        errors.ConfigurationError,
         "dim 'tp' has size 2, but order 'dp-pp' does not name it; add it to the order",
     ),
     (

@@ -17,11 +17,10 @@ from hypercomm.compat.megatron import collections_of
 from hypercomm.compat.megatron.presets import create_megatron_pgs, megatron_requests
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.errors import (
+    ConfigurationError,
     GroupOptionsError,
     HyperCommError,
     LayoutError,
-    NotationError,
-    OrderError,
     UnknownDimError,
     WorldSizeError,
 )
@@ -454,12 +453,12 @@ def test_other_sets():
         ({"tp": None}, LayoutError, "'tp' must be an int, got None"),
         ({"tp": -1}, LayoutError, "only dp of training may be unspecified"),
         ({"ep": True}, LayoutError, "'ep' must be an int, got True"),
-        ({"order": "tp-dp", "pp": 2}, OrderError, "'pp' has size 2, but order 'tp-dp'"),
+        ({"order": "tp-dp", "pp": 2}, ConfigurationError, "'pp' has size 2, but order 'tp-dp'"),
         ({"order": "tp-xx"}, UnknownDimError, "'xx' in order 'tp-xx'"),
-        ({"order": 7}, NotationError, "got 7"),
+        ({"order": 7}, LayoutError, "got 7"),
         (
             {"order": "tp-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4},
-            OrderError,
+            ConfigurationError,
             "'ep' has size 4",
         ),
         (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tools.blame.dumps import blame
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import DumpError, NotInitializedError, WatchError
+from hypercomm.errors import NotInitializedError, WatchError
 from hypercomm.testing import fake_world
 from hypercomm.tools.blame.reading import read_folder
 
@@ -125,7 +125,7 @@ def test_two_jobs(tmp_path):
         with fake_world(size, rank=rank), HyperCommGrid("tp=2,dp=-1") as grid:
             grid.watch(60, tmp_path).stop()
     words = "hypercomm_watch_1.json and hypercomm_watch_2.json are of two jobs; keep the dumps of"
-    with pytest.raises(DumpError, match=words):
+    with pytest.raises(WatchError, match=words):
         blame(tmp_path)
 
 
