@@ -12,10 +12,6 @@ __all__ = [
     "ConfigurationError",
     "ConnectTimeout",
     "CreationError",
-    "DisagreementError",
-    "DrawingError",
-    "DumpError",
-    "FileKeptError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -41,14 +37,13 @@ __all__ = [
     "SimulationError",
     "StateError",
     "StateTransferError",
-    "TopologyError",
+    "ToolError",
     "TorchVersionError",
     "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
     "UnknownViewError",
-    "WatchError",
     "WorldSizeError",
 ]
 
@@ -66,10 +61,6 @@ class LayoutError(HyperCommError, ValueError):
 
 class NotationError(LayoutError):
     """A text form ("tp=2,dp=4") cannot be read: mend the text."""
-
-
-class TopologyError(LayoutError):
-    """What says where ranks are cannot be read, or contradicts itself: mend file or call."""
 
 
 class UnknownDimError(LayoutError, KeyError):
@@ -189,10 +180,6 @@ class NotPicklableError(HyperCommError, TypeError):
     """A grid owns live process groups, which stay in their process: send its layout instead."""
 
 
-class FileKeptError(HyperCommError, FileExistsError):
-    """A file that would be written exists: name another, or say that it may be replaced."""
-
-
 class ForkedError(HyperCommError, RuntimeError):
     """The grid belongs to the process that forked this one: build what this process needs anew."""
 
@@ -228,8 +215,8 @@ class TorchVersionError(HyperCommError, ImportError):
     """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
 
 
-class DrawingError(HyperCommError, ValueError):
-    """A picture cannot be drawn or written as asked: take another kind, or another file."""
+class ToolError(HyperCommError, ValueError, RuntimeError):
+    """A tool cannot watch, read, draw or write as asked: mend the argument or name another file."""
 
 
 class MissingPackageError(HyperCommError, ImportError):
@@ -244,20 +231,8 @@ class JoinError(HyperCommError, RuntimeError):
     """The other ranks of the job cannot be met: see whether all were started, and where."""
 
 
-class WatchError(HyperCommError, RuntimeError, ValueError):
-    """A watch cannot be kept as asked: change its seconds or its folder, or stop the other."""
-
-
-class DumpError(HyperCommError, ValueError):
-    """What ranks left behind cannot be judged as one job's: give a folder of one job's dumps."""
-
-
-class DisagreementError(HyperCommError, AssertionError):
-    """Simulated ranks would hang or differ: let them create and call the same, in one order."""
-
-
-class SimulationError(HyperCommError, RuntimeError, AttributeError):
-    """A simulated world cannot communicate: ask real ranks, by `run_ranks`."""
+class SimulationError(HyperCommError, RuntimeError, AssertionError):
+    """Simulated ranks would hang or differ, or cannot communicate: mend what they call."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):

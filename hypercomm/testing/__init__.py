@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.testing.fake import registered_groups as registered_groups
     from hypercomm.testing.given import given_ranks as given_ranks
-    from hypercomm.testing.simulation.result import Simulation as Simulation
+    from hypercomm.testing.simulation.run import Simulation as Simulation
     from hypercomm.testing.simulation.run import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
     from hypercomm.testing.strategies import grids as grids
@@ -34,7 +34,7 @@ _STRATEGIES = (
 
 _HOMES = {
     **dict.fromkeys(_STRATEGIES, "hypercomm.testing.strategies"),
-    "Simulation": "hypercomm.testing.simulation.result",
+    "Simulation": "hypercomm.testing.simulation.run",
     "fake_world": "hypercomm.testing.fake",
     "given_ranks": "hypercomm.testing.given",
     "registered_groups": "hypercomm.testing.fake",

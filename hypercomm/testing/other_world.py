@@ -109,23 +109,24 @@ class OtherWorld:
         Raises:
             ValueError: The name is taken.
         """
-        size, position, ranks, backend, *more = args
+        _, position, ranks, backend, *more = args
         name = options["group_name"] if "group_name" in options else more[1]
         if name in self._torch.pg_names.values():
             raise ValueError(f"the group name {name} is taken")
         if position is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
+        members, positions = _members(tuple(ranks))
         # torch counts groups anew in each job, so a second job has other groups of the same names.
         is_unique = self._jobs == 1 or self._store is not None
         timeout, description = options.get("timeout", timedelta(0)), options.get("group_desc")
         group = self._create(
             name if is_unique else f"{name} (job {self._jobs})",
-            tuple(ranks),
+            members,
             str(backend),
             timeout,
             description or "undefined",
         )
-        self._register(group, name, str(backend), dict(zip(ranks, range(size), strict=True)))
+        self._register(group, name, str(backend), positions)
         return group, None
 
 
@@ -133,6 +134,12 @@ class OtherWorld:
 def _config(backend: str, *_known: str) -> Any:
     """Return the config of a backend, which depends on the registered backends."""
     return backend_config(backend)
+
+
+@functools.cache
+def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Return the members with their positions; all simulated members share one tuple and dict."""
+    return ranks, {rank: position for position, rank in enumerate(ranks)}
 
 
 @contextlib.contextmanager
@@ -158,6 +165,7 @@ def other_worlds(
     }
     meshes = importlib.import_module("torch.distributed.device_mesh")
     with contextlib.ExitStack() as stack:
+        stack.callback(_members.cache_clear)
         for module in (dist.distributed_c10d, dist, dist.c10d_logger, meshes):
             for name, value in replaced.items():
                 if hasattr(module, name):

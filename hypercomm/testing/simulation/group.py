@@ -72,9 +72,9 @@ class SimulatedGroup:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise SimulationError(
-            f"a simulated process group has no {name!r}: no rank is there to communicate with; "
-            f"leave communication out of what is simulated, or start ranks with run_ranks()"
+        raise AttributeError(
+            f"a simulated process group has no {name!r}, because there are no other ranks to "
+            f"communicate with; leave the call out, or start real ranks with run_ranks()"
         )
 
     def __repr__(self) -> str:
@@ -150,10 +150,6 @@ class RecordingGroup(SimulatedGroup):
         """Leave the tensors as they are."""
         return self._call("all_reduce", tensors, reduction=_reduction(opts))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        """Leave the tensors as they are."""
-        return self._call("all_reduce_coalesced", tensors, reduction=_reduction(opts))
-
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         """Leave the tensors as they are."""
         return self._call("reduce", tensors, reduction=_reduction(opts), root=opts.rootRank)
@@ -167,16 +163,12 @@ class RecordingGroup(SimulatedGroup):
         self._call("monitored_barrier", ()).wait()
 
     def allgather(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensor into every slot."""
+        """Put this rank's tensors into every slot."""
         return self._all_gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensor into every slot."""
-        return self._all_gather("all_gather_into_tensor", [output], [own])
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensors into every slot."""
-        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs)
+        """Put this rank's tensor, or each of several, into every slot."""
+        return self._all_gather("all_gather_into_tensor", _listed(output), _listed(own))
 
     def _all_gather(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
         slots = [self._slots(op, *pair) for pair in zip(outputs, inputs, strict=True)]
@@ -191,14 +183,8 @@ class RecordingGroup(SimulatedGroup):
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its part of its tensor."""
-        return self._reduce_scatter("reduce_scatter_tensor", [output], [own], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> SimulatedWork:
-        """Give this rank its part of its tensors."""
-        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        """Give this rank its part of its tensor, or of each of several."""
+        return self._reduce_scatter("reduce_scatter_tensor", _listed(output), _listed(own), opts)
 
     def _reduce_scatter(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         parts = [self._slots(op, *pair) for pair in zip(inputs, outputs, strict=True)]
@@ -214,12 +200,11 @@ class RecordingGroup(SimulatedGroup):
         self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
         """Give this rank its own tensor, if the shapes are equal."""
-        sends, receives, op = (
-            self._splits(own, gives),
-            self._splits(output, takes),
-            "all_to_all_single",
+        sends, receives = self._splits(own, gives), self._splits(output, takes)
+        shapes = [own.shape[1:]]
+        work = self._call(
+            "all_to_all_single", own, shapes, [output], sends=sends, receives=receives
         )
-        work = self._call(op, own, [own.shape[1:]], [output], sends=sends, receives=receives)
         _fill([output], own)
         return work
 
@@ -239,23 +224,21 @@ class RecordingGroup(SimulatedGroup):
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
         """Give this rank the root's values, if the root ran before."""
         work = self._call("broadcast", tensors, root=opts.rootRank)
-        lane = (self._creation.name, "")
         if self._rank == opts.rootRank:
-            self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+            self._post("", tensors)
         else:
-            self._take(tensors, self._book.take(lane))
+            self._receive(tensors, self._take(""))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         """Give this rank its part of the root's values, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
-        lane, parts = (self._creation.name, ""), None
         if self._rank == opts.rootRank:
             parts = self._slots("scatter", inputs[0])
-            self._book.post(lane, [part.detach().clone() for part in parts])
+            self._post("", parts)
         else:
-            parts = self._book.take(lane)
-        self._take(outputs, parts and parts[self._rank : self._rank + 1])
+            parts = self._take("")
+        self._receive(outputs, parts and parts[self._rank : self._rank + 1])
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
@@ -270,31 +253,30 @@ class RecordingGroup(SimulatedGroup):
     def send(self, tensors: Any, to: int, tag: int = 0) -> SimulatedWork:
         """Keep the tensor for a rank that runs later."""
         work = self._call("send", tensors, root=to, tag=tag)
-        lane = (self._creation.name, f"{self._rank}->{to} tag {tag}")
-        self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+        self._post(f"{self._rank}->{to} tag {tag}", tensors)
         return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
         """Give this rank the values sent to it, if the sender ran before."""
         work = self._call("recv", tensors, root=source, tag=tag)
-        lane = (self._creation.name, f"{source}->{self._rank} tag {tag}")
-        self._take(tensors, self._book.take(lane))
+        self._receive(tensors, self._take(f"{source}->{self._rank} tag {tag}"))
         work.source = source
         return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
         """Leave the tensor as it is."""
         work = self._call("recv", tensors, tag=tag)
-        self._take(tensors, None)
+        self._receive(tensors, None)
         work.source = (self._rank + 1) % self._size
         return work
 
-    # ---- names of other releases of torch, and coalesced calls
+    # ---- other names of the same calls, and coalesced calls
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allreduce_coalesced = allreduce
+    _allgather_base = allgather_into_tensor_coalesced = all_gather_single
+    all_gather_single_coalesced = all_gather_single
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single
+    reduce_scatter_single_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def get_backend(self, _device: object) -> RecordingGroup:
@@ -320,7 +302,7 @@ class RecordingGroup(SimulatedGroup):
         root: int | None = None,
         **fields: Any,
     ) -> SimulatedWork:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        given = _listed(tensors)
         if shapes is None:
             shapes = [tensor.shape for tensor in given]
         numbers = tuple(tuple(map(int, shape)) for shape in shapes)
@@ -353,7 +335,16 @@ class RecordingGroup(SimulatedGroup):
             )
         return sizes
 
-    def _take(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None) -> None:
+    def _post(self, route: str, tensors: Sequence[torch.Tensor]) -> None:
+        values = [tensor.detach().clone() for tensor in tensors]
+        self._book.post((self._creation.name, route), values)
+
+    def _take(self, route: str) -> Any:
+        return self._book.take((self._creation.name, route))
+
+    def _receive(
+        self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None
+    ) -> None:
         """Fill tensors with received values; without any, objects are None."""
         kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
         if kinds[0] == kinds[1]:
@@ -364,6 +355,10 @@ class RecordingGroup(SimulatedGroup):
                 is_sizes = tensor.dtype == torch.int64
                 data = [len(_NONE)] * tensor.numel() if is_sizes else _NONE * tensor.numel()
                 tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
+
+
+def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _distinct(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:

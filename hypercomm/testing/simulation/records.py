@@ -22,8 +22,6 @@ _OBJECT_CALLS = frozenset(
 )
 """Functions of torch that call several collectives, which are recorded as one call."""
 
-_SHOWN_RANKS, _SHOWN_SHAPES = 4, 2
-
 
 class Creation(NamedTuple):
     """A process group that a rank would create.
@@ -47,15 +45,9 @@ class Creation(NamedTuple):
         """The description; without one, the name."""
         return self.name if self.description == "undefined" else self.description
 
-    @property
-    def options(self) -> str:
-        """The group with its backend and timeout in words."""
-        return f"{self} with {self.backend} and a timeout of {self.timeout}"
-
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:_SHOWN_RANKS]))
-        more = "" if len(self.ranks) <= _SHOWN_RANKS else f", ..., {self.ranks[-1]}"
-        return f"{self.called} of ranks ({shown}{more})"
+        end = f", ..., {self.ranks[-1]}" if len(self.ranks) > 4 else ""
+        return f"{self.called} of ranks ({', '.join(map(str, self.ranks[:4]))}{end})"
 
 
 class Collective(NamedTuple):
@@ -95,7 +87,7 @@ class Collective(NamedTuple):
         return f" at {Path(self.place).name}" if self.place else ""
 
     def __str__(self) -> str:
-        shapes = some_of([str(list(shape)) for shape in self.shapes], _SHOWN_SHAPES)
+        shapes = some_of([str(list(shape)) for shape in self.shapes], 2)
         of = f" of {self.dtype}{shapes}" if self.dtype else ""
         how = f" ({self.reduction})" if self.reduction else ""
         toward = "to" if self.op.startswith(("send", "reduce", "gather")) else "from"
@@ -125,7 +117,6 @@ class Book:
         self._objects: FrameType | None = None
         self._turns: Counter[tuple[str, str]] = Counter()
         self._values: dict[tuple[tuple[str, str], int], Any] = {}
-        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def begin(self, rank: int) -> None:
         """Record the next steps as those of a rank."""
@@ -148,10 +139,6 @@ class Book:
         self._index = len(self.steps)
         self.steps.append(call._replace(place=place))
         return self._index
-
-    def shared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tuple that all members use; a large job would not fit into memory else."""
-        return self._members.setdefault(ranks, ranks)
 
     def post(self, lane: tuple[str, str], value: Any) -> None:
         """Keep a value for the ranks that call `take` as the same turn in a lane."""

@@ -1,4 +1,4 @@
-"""Runs a program as every rank of a job, one after the other."""
+"""Runs a program as every rank of a job, one after the other, and compares the ranks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,114 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
+
+import attrs
 
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import counted, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.other_world import OtherWorld, other_worlds
 from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.judging import judge
+from hypercomm.testing.simulation.judging import Disagreement, judge
 from hypercomm.testing.simulation.records import Book, Collective, Creation
-from hypercomm.testing.simulation.result import Simulation
 
 Result = TypeVar("Result")
+
+_SHOWN = 5
+"""Disagreements that a simulation shows as text."""
+
+
+@attrs.frozen(repr=False)
+class Simulation(Generic[Result]):
+    """The result of a simulated job; str() summarises it.
+
+    Attributes:
+        world_size: The number of ranks of the job.
+        returned: The return values of the function, by simulated rank.
+        creations: The process groups that each rank would create as a member, in its order.
+        collectives: The collectives, sends and receives that each rank called, in its order.
+        disagreements: The creations, collectives, sends and receives that differ or never end,
+            with the ranks that wait and those that are missing.
+    """
+
+    world_size: int
+    returned: Mapping[int, Result]
+    creations: Mapping[int, Sequence[Creation]]
+    collectives: Mapping[int, Sequence[Collective]]
+    disagreements: tuple[Disagreement, ...]
+
+    def check(self) -> None:
+        """Raise unless all simulated ranks agree.
+
+        Raises:
+            SimulationError: They do not agree (an AssertionError); shows the first disagreements.
+        """
+        if self.disagreements:
+            raise SimulationError("\n".join(self._lines()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the groups and disagreements as a dict for JSON, without the return values.
+
+        Returns:
+            A dict with the keys "world_size", "ranks", "groups" and "disagreements".
+
+        Example:
+            >>> from hypercomm.testing import simulate
+            >>> simulate(int, 2).to_dict()
+            {'world_size': 2, 'ranks': [0, 1], 'groups': [], 'disagreements': []}
+        """
+        groups = {made.name: made for every in self.creations.values() for made in every}
+        return {
+            "world_size": self.world_size,
+            "ranks": list(self.creations),
+            "groups": [
+                {
+                    "name": made.name,
+                    "ranks": list(made.ranks),
+                    "backend": made.backend,
+                    "timeout_s": made.timeout.total_seconds(),
+                    "description": made.called,
+                }
+                for made in groups.values()
+            ],
+            "disagreements": [str(disagreement) for disagreement in self.disagreements],
+        }
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{counted(len(self.disagreements), 'disagreement')}:"
+        yield from (f"  {one}" for one in self.disagreements[:_SHOWN])
+        if len(self.disagreements) > _SHOWN:
+            yield f"  and {len(self.disagreements) - _SHOWN:,} more"
+
+    @property
+    def _headline(self) -> str:
+        groups = {creation.name for made in self.creations.values() for creation in made}
+        calls = _range(self.collectives)
+        return (
+            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
+            f"groups, {_range(self.creations)} on each rank"
+        ) + (f"; {calls} collectives on each" if calls != "0" else "")
+
+    def __repr__(self) -> str:
+        agree = f"{len(self.disagreements):,} disagreements" if self.disagreements else "all agree"
+        return f"<Simulation of {self._headline}; {agree}>"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self._headline, *(self._lines() if self.disagreements else ["all ranks agree"])]
+        )
+
+
+def _range(every: Mapping[int, Sequence[object]]) -> str:
+    counts = [len(each) for each in every.values()] or [0]
+    few, many = min(counts), max(counts)
+    return f"{few}" if few == many else f"{few} to {many}"
 
 
 def simulate(
@@ -126,9 +217,7 @@ def simulate(
         raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
     check_known(backend)
     if c10d.is_other_world():
-        raise SimulationError(
-            "simulate() was called by a function that it runs; leave it out there"
-        )
+        raise LaunchError("simulate() was called by a function that it runs; leave it out there")
     book, everyone = Book(), _Everyone(world_size)
     returned: dict[int, Result] = {}
     job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
@@ -179,7 +268,7 @@ def _job(
     def create(
         name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
     ) -> RecordingGroup:
-        made = Creation(name, book.shared(ranks), backend, timeout, description)
+        made = Creation(name, ranks, backend, timeout, description)
         book.steps.append(made)
         return RecordingGroup(made, rank, book, name)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hypercomm.errors import DumpError, WorldSizeError
+from hypercomm.errors import ToolError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks, shown
 from hypercomm.tools.blame.calls import FROM_ANYBODY, WORLD, Call, Evidence, Group, Record
@@ -40,7 +40,7 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         layout: The layout of the job, which replaces those in the dumps.
 
     Raises:
-        DumpError: The folder cannot be read, holds no dump, two of one rank, or those of two jobs.
+        ToolError: The folder cannot be read, holds no dump, two of one rank, or those of two jobs.
         WorldSizeError: The layout has other ranks than the job.
 
     Example:
@@ -57,7 +57,7 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DumpError(
+        raise ToolError(
             f"cannot read the folder {shown(str(folder))}: {why}; give the folder that the ranks "
             f"wrote their dumps to"
         ) from None
@@ -75,13 +75,13 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             unreadable[rank] = f"{name} cannot be read as a dump: {why}"
             continue
         if rank in records:
-            raise DumpError(
+            raise ToolError(
                 f"rank {rank} has two dumps, {records[rank].file} and {name}; keep one of them"
             )
         records[rank] = record
     if not records:
         what = [f"{len(files)} files, none of them a dump" if files else "empty"]
-        raise DumpError(
+        raise ToolError(
             f"the folder {shown(str(folder))} is {': '.join([*what, *unreadable.values()][:2])}; "
             f"dumps come from grid.watch() or torch's flight recorder, and their names end with "
             f"the rank: hypercomm_watch_3.json, nccl_trace_rank_3"
@@ -101,7 +101,7 @@ def _world_size(
     worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
     if len(worlds) > 1:
         files = " and ".join(sorted(worlds.values())[:2])
-        raise DumpError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
+        raise ToolError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
     known = max([*records, *unreadable]) + 1
     size = len(next(iter(worlds), ())) or (known if layout is None else layout.size)
     if layout is not None and (layout.size != size or known > size):

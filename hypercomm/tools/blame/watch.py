@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import hypercomm
-from hypercomm.errors import WatchError
+from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import job
@@ -87,7 +87,7 @@ class Watch:
         file: The file that is written.
 
     Raises:
-        WatchError: The seconds or the folder cannot be used, or this process has a watch.
+        ToolError: The seconds or the folder cannot be used, or this process has a watch.
         NotInitializedError: torch.distributed is not initialised.
     """
 
@@ -101,7 +101,7 @@ class Watch:
         pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
     ) -> None:
         if not 0 < seconds <= 1e6:
-            raise WatchError(
+            raise ToolError(
                 f"seconds must be above 0 and at most 1e6, got {shown(seconds)}; try 60"
             )
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
@@ -109,13 +109,13 @@ class Watch:
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         if Watch._current is not None:
             file = Watch._current.file
-            raise WatchError(f"this process has a watch, which writes {file}; stop() it first")
+            raise ToolError(f"this process has a watch, which writes {file}; stop() it first")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text("")  # instead of the record of an earlier job
             self.file.unlink()
         except OSError as error:
-            raise WatchError(
+            raise ToolError(
                 f"cannot write to the folder {shown(str(folder))}: {error.strerror}; give one "
                 f"that this process may write to"
             ) from None

@@ -7,7 +7,7 @@ import time
 import pytest
 from tools.blame.dumps import Dumps, blame, job
 
-from hypercomm.errors import DumpError, WorldSizeError
+from hypercomm.errors import ToolError, WorldSizeError
 
 pytestmark = pytest.mark.torch_free
 
@@ -62,7 +62,7 @@ class Evil:
 def test_pickle_that_wants_to_run_code(tmp_path, capsys):
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(
-        DumpError, match="none of them a dump: nccl_trace_rank_0 cannot be read as a dump"
+        ToolError, match="none of them a dump: nccl_trace_rank_0 cannot be read as a dump"
     ):
         blame(tmp_path)
     assert capsys.readouterr().out == ""
@@ -129,7 +129,7 @@ def test_hostile_fields(tmp_path, how):
 @pytest.mark.parametrize("key", [KEY + b"h%c" % 60, b"\x80\x02})" + b"\x85" * 10**6])
 def test_hostile_keys(tmp_path, key):
     (tmp_path / "nccl_trace_rank_0").write_bytes(key + b"K\x01s.")
-    with pytest.raises(DumpError, match="none of them a dump: nccl_trace_rank_0 cannot be read"):
+    with pytest.raises(ToolError, match="none of them a dump: nccl_trace_rank_0 cannot be read"):
         blame(tmp_path)
 
 
@@ -154,24 +154,24 @@ def test_two_jobs(tmp_path):
     folder = job(2, 2).write(tmp_path)
     other = Dumps(8)
     (folder / "nccl_trace_rank_7").write_bytes(pickle.dumps(other.content(7)))
-    with pytest.raises(DumpError, match=r"nccl_trace_rank_3 and nccl_trace_rank_7 are of two jobs"):
+    with pytest.raises(ToolError, match=r"nccl_trace_rank_3 and nccl_trace_rank_7 are of two jobs"):
         blame(folder)
 
 
 def test_rank_twice(tmp_path):
     folder = job().write(tmp_path)
     (folder / "other_1.json").write_text(json.dumps(job().content(1)))
-    with pytest.raises(DumpError, match=r"rank 1 has two dumps, \S+_1 and other_1\.json"):
+    with pytest.raises(ToolError, match=r"rank 1 has two dumps, \S+_1 and other_1\.json"):
         blame(folder)
 
 
 def test_folders(tmp_path):
-    with pytest.raises(DumpError, match=r"cannot read the folder '.*/none': No such file"):
+    with pytest.raises(ToolError, match=r"cannot read the folder '.*/none': No such file"):
         blame(tmp_path / "none")
-    with pytest.raises(DumpError, match="is empty; dumps come from"):
+    with pytest.raises(ToolError, match="is empty; dumps come from"):
         blame(tmp_path)
     (tmp_path / "log.txt").write_text("")
-    with pytest.raises(DumpError, match="is 1 files, none of them a dump"):
+    with pytest.raises(ToolError, match="is 1 files, none of them a dump"):
         blame(tmp_path)
 
 

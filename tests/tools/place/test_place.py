@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hypercomm import RankLayout, place, read_topology
-from hypercomm.errors import LayoutError, TopologyError, WorldSizeError
+from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.tools.place import Level, Topology, Traffic
 
 pytestmark = pytest.mark.torch_free
@@ -273,7 +273,7 @@ def test_warnings():
 
 # A size is inferred only from a machine that names its hosts; the error names what place takes.
 def test_size_that_cannot_be_inferred():
-    with pytest.raises(TopologyError, match=r"size of dim 'dp'.* names its hosts") as caught:
+    with pytest.raises(LayoutError, match=r"size of dim 'dp'.* names its hosts") as caught:
         place("tp=2,dp=-1", on=("4",))
     assert "world_size" not in str(caught.value)
 
@@ -342,10 +342,10 @@ def test_rankfile(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: place("tp=8,dp=5", on={"a": "s"}, gpus_per_host=16), TopologyError),
-        (lambda: place(RankLayout([2], ["tp"], 3), {"a": "s"}, gpus_per_host=4), TopologyError),
+        (lambda: place("tp=8,dp=5", on={"a": "s"}, gpus_per_host=16), LayoutError),
+        (lambda: place(RankLayout([2], ["tp"], 3), {"a": "s"}, gpus_per_host=4), LayoutError),
         (lambda: place("tp=4,dp", on="n1,n2,n3", gpus_per_host=2), WorldSizeError),
-        (lambda: place("tp=8,dp=-1", on=8), TopologyError),
+        (lambda: place("tp=8,dp=-1", on=8), LayoutError),
         (lambda: place(3, on=8), LayoutError),
         (lambda: place("tp=2", on=8, traffic="tp=" + "9" * 5000), LayoutError),
         (lambda: place("tp=2", on=8, traffic={"tp": 10**5000}), LayoutError),
@@ -360,9 +360,9 @@ def test_rankfile(tmp_path):
         (lambda: place("tp=2", on=8, weights={"leaf": 1}), LayoutError),
         (lambda: place("tp=2", on=8, weights={"host": 10**9}), LayoutError),
         (lambda: place("tp=2", on=8, weights="host"), LayoutError),
-        (lambda: place("tp=2", on=8).find("tp", "leaf"), TopologyError),
+        (lambda: place("tp=2", on=8).find("tp", "leaf"), LayoutError),
         (lambda: place("tp=2,dp=2", on=8).find("tp+dp", "host"), LayoutError),
-        (lambda: place("tp=2", on="domain=8").rankfile(), TopologyError),
+        (lambda: place("tp=2", on="domain=8").rankfile(), LayoutError),
         (lambda: Traffic(1, "star"), LayoutError),
     ],
 )

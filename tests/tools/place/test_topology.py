@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hypercomm import read_topology
-from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.errors import LayoutError, MissingPackageError
 from hypercomm.tools.place import Level, Topology
 
 pytestmark = pytest.mark.torch_free
@@ -144,7 +144,7 @@ def test_topology_yaml(file):
     ],
 )
 def test_topology_yaml_without_default(file, text):
-    with pytest.raises(TopologyError, match="default"):
+    with pytest.raises(LayoutError, match="default"):
         read_topology(file("topology.yaml", text), 4)
 
 
@@ -186,7 +186,7 @@ def test_values():
     assert one.levels[0] != "host"
 
 
-# What cannot be read raises TopologyError with the file and the line.
+# What cannot be read raises LayoutError with the file and the line.
 @pytest.mark.parametrize(
     ("name", "text", "where"),
     [
@@ -226,7 +226,7 @@ def test_values():
 def test_bad_files(file, name, text, where):
     path = file(name, text)
     start = time.process_time()
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(LayoutError) as caught:
         read_topology(path, 4)
     assert time.process_time() - start < 1
     assert where in str(caught.value)
@@ -282,7 +282,7 @@ def test_bad_files(file, name, text, where):
 )
 def test_bad_arguments(on, world_size):
     start = time.process_time()
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(LayoutError) as caught:
         read_topology(on, world_size)
     assert time.process_time() - start < 1
     assert len(str(caught.value)) < 1000
@@ -295,7 +295,7 @@ def test_yaml_bomb(file):
     lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]" for at in range(1, 12)]
     path = file("bomb.yaml", "\n".join(lines))
     start = time.process_time()
-    with pytest.raises(TopologyError, match="alias"):
+    with pytest.raises(LayoutError, match="alias"):
         read_topology(path, 4)
     assert time.process_time() - start < 1
 
@@ -303,13 +303,13 @@ def test_yaml_bomb(file):
 # A topology must hold all hosts, and enough of them.
 def test_too_small(file):
     hosts = file("hosts", "node0:4\nother:4\n")
-    with pytest.raises(TopologyError, match="has no leaf for 'other'"):
+    with pytest.raises(LayoutError, match="has no leaf for 'other'"):
         read_topology([hosts, file("topology.conf", RACKS)])
-    with pytest.raises(TopologyError, match="9 ranks need more than 8 GPUs"):
+    with pytest.raises(LayoutError, match="9 ranks need more than 8 GPUs"):
         read_topology(hosts, 9)
-    with pytest.raises(TopologyError, match="gpus_per_host"):
+    with pytest.raises(LayoutError, match="gpus_per_host"):
         read_topology(8, 8, gpus_per_host=0)
-    with pytest.raises(TopologyError, match="from 1 to 16,777,216"):
+    with pytest.raises(LayoutError, match="from 1 to 16,777,216"):
         read_topology("n[1-17]", gpus_per_host=999_999)
 
 
@@ -326,7 +326,7 @@ def test_too_small(file):
     ],
 )
 def test_bad_levels(make):
-    with pytest.raises(TopologyError):
+    with pytest.raises(LayoutError):
         make()
 
 
