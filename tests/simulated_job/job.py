@@ -282,7 +282,11 @@ def _run(
 
 
 def _held(process: RankProcess) -> Iterable[HeldGroup]:
-    for group, name, backend in process.world.groups():
+    world = process.world
+    for group, (backend, _) in world.pg_map.items():
+        if group is world.default_pg:
+            continue
+        name = world.pg_names[group]
         ranks = tuple(dist.get_process_group_ranks(group))
         yield HeldGroup(name, ranks, backend, group.options._timeout, group.group_desc)
 

@@ -275,7 +275,7 @@ def test_the_option_is_the_bound(monkeypatch):
     def is_fine(layout):
         assert dist.get_world_size() == layout.size
 
-    monkeypatch.setattr("hypercomm.testing.given.most_ranks", lambda: 1)
+    monkeypatch.setattr("hypercomm.testing.on_ranks.most_ranks", lambda: 1)
     with pytest.raises(errors.LaunchError, match="is_fine has 2 ranks, more than 1;"):
         is_fine()
     monkeypatch.setattr(pytest_plugin.bound, "most", 2)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
 from hypercomm.layout.text import some_of
-from hypercomm.testing.simulation.records import Collective, Creation, Step
+from hypercomm.testing.simulation.records import CREATE, Collective, Creation, Step
 from hypercomm.tools.blame.analysis import find_differences, find_waits
-from hypercomm.tools.blame.calls import FROM_ANYBODY, Call, Evidence, Group, Record
+from hypercomm.tools.blame.calls import Call, Evidence, Group, Record
 
-_CREATE = "create"
-_NEVER = {_CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
+_NEVER = {CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
 _OTHER_WAYS = {"send": "recv", "recv": "send"}
 
 
@@ -55,14 +53,14 @@ class Disagreement:
         return f"{what}: {who} for rank {rank}, which {why}{more}"
 
 
-Steps = list[tuple[bool, Call]]
-"""What a rank does: it enters a call (False), or waits until the call has ended (True)."""
+# The steps of each rank.
+Programs = Mapping[int, Sequence[Step]]
 
+# A group, a channel and a number: the calls that belong together.
 Point = tuple[Group, str, int]
-"""A group, a channel and a number: the calls that belong together."""
 
 
-def judge(programs: Mapping[int, Sequence[Step]]) -> tuple[Disagreement, ...]:
+def judge(programs: Programs) -> tuple[Disagreement, ...]:
     """Find the calls that differ, and those that would never end.
 
     A rank waits in a creation, in a collective until all members have called it, in a receive
@@ -76,75 +74,27 @@ def judge(programs: Mapping[int, Sequence[Step]]) -> tuple[Disagreement, ...]:
     Returns:
         The differences, then the waits; first those for a call that a member never makes.
     """
-    groups: dict[str, Group] = {}
-    steps = {rank: _read(rank, own, groups, programs) for rank, own in programs.items()}
+    known = {None, *programs}  # messages from and to ranks that are not simulated are left out
+    steps = {}
+    for rank, own in programs.items():
+        steps[rank] = [step for step in own if not step[1].channel or step[1].peer in known]
     evidence = _evidence(steps)
-    different = [(calls, _describe(calls)) for calls in find_differences(evidence)]
-    known = {call.group for calls, _ in different for call in calls.values() if not call.channel}
-    for (group, channel), by_rank in evidence.lanes.items():
-        if not channel and group not in known:
-            different += itertools.islice(_uneven(by_rank), 1)
-    first = {
-        (one.group, one.channel): one.number for calls, _ in different for one in calls.values()
-    }
+    different = find_differences(evidence)
+    every = [call for calls in different for call in calls.values()]
+    first = {(call.group, call.channel): call.number for call in every}
     at = _advance(steps, first)
     stuck = list(_stuck(steps, evidence, at))
     stuck.sort(key=lambda one: (not any(map(_is_never, one.absent.values())), one.waiting))
-    return (*(_disagreement(calls, {}, differs) for calls, differs in different), *stuck)
+    return (*(_disagreement(calls, {}, _describe(calls)) for calls in different), *stuck)
 
 
-def _read(
-    rank: int, program: Sequence[Step], groups: dict[str, Group], simulated: Collection[int]
-) -> Steps:
-    """Return the steps of a rank, without messages from and to ranks that are not simulated."""
-    counts: Counter[tuple[Group, str]] = Counter()
-    calls: list[Call] = []
-    steps: Steps = []
-    for item in program:
-        if isinstance(item, int):
-            calls.append(calls[item])
-        else:
-            creation = item if isinstance(item, Creation) else item.group
-            name = creation.name if creation is not item else f"{_CREATE} {creation.name}"
-            if name not in groups:
-                members = tuple(one for one in creation.ranks if one in simulated)
-                groups[name] = Group(name, members)
-            call = Call(_CREATE, groups[name], 0, len(calls), "started", item, source=item)
-            if isinstance(item, Collective):
-                _read_collective(rank, call, item)
-            counts[call.group, call.channel] += 1
-            call.number = counts[call.group, call.channel]
-            calls.append(call)
-        call = calls[-1]
-        if not call.channel or call.peer is None or call.peer in simulated:
-            steps += [(False, call)] if not isinstance(item, int) else []
-            steps += [(True, call)] if not isinstance(item, Collective) else []
-    return steps
-
-
-def _read_collective(rank: int, call: Call, item: Collective) -> None:
-    call.op, call.peer = item.op, item.peer
-    call.terms = (item.op, item.shapes, item.dtype, item.peer, item.reduction)
-    way = item.op[:4]
-    if way in _OTHER_WAYS:
-        source, to = (rank, item.peer) if way == "send" else (item.peer, rank)
-        call.channel = f"{way} {source}->{to} tag {item.tag}"
-        call.terms = ("message", item.shapes, item.dtype)
-        if item.peer is None:
-            call.channel, call.state = FROM_ANYBODY, "finished"
-
-
-def _evidence(steps: Mapping[int, Steps]) -> Evidence:
+def _evidence(steps: Programs) -> Evidence:
     records = {rank: Record(rank) for rank in steps}
     for rank, own in steps.items():
         for does_wait, call in own:
             if not does_wait:
                 records[rank].add(call)
     return Evidence(records, len(records))
-
-
-def _point(call: Call) -> Point:
-    return call.group, call.channel, call.number
 
 
 def _other_end(call: Call) -> Point:
@@ -158,7 +108,7 @@ def _needed(call: Call) -> int:
     return 1 if call.channel else len(call.group.ranks)
 
 
-def _advance(steps: Mapping[int, Steps], first: Mapping[tuple[Group, str], int]) -> dict[int, int]:
+def _advance(steps: Programs, first: Mapping[tuple[Group, str], int]) -> dict[int, int]:
     """Return the step in which each rank stops for ever, and mark the calls that have ended."""
     at = dict.fromkeys(steps, 0)
     entered: Counter[Point] = Counter()
@@ -174,7 +124,7 @@ def _advance(steps: Mapping[int, Steps], first: Mapping[tuple[Group, str], int])
         while at[rank] < len(steps[rank]):
             does_wait, call = steps[rank][at[rank]]
             if not does_wait:
-                point = _point(call)
+                point = (call.group, call.channel, call.number)
                 entered[point] += 1
                 if entered[point] >= _needed(call):
                     ready += waiting.pop(point, ())
@@ -189,9 +139,7 @@ def _advance(steps: Mapping[int, Steps], first: Mapping[tuple[Group, str], int])
     return at
 
 
-def _stuck(
-    steps: Mapping[int, Steps], every: Evidence, at: Mapping[int, int]
-) -> Iterator[Disagreement]:
+def _stuck(steps: Programs, every: Evidence, at: Mapping[int, int]) -> Iterator[Disagreement]:
     """Yield the first call of each lane that never ends."""
     reached = _evidence({rank: own[: at[rank]] for rank, own in steps.items()})
     seen = set()
@@ -220,7 +168,7 @@ def _disagreement(
 ) -> Disagreement:
     sources = {rank: calls[rank].source for rank in sorted(calls)}
     call = next(iter(calls.values()))
-    if call.op == _CREATE:
+    if call.op == CREATE:
         return Disagreement(next(iter(sources.values())), 0, sources, absent, differs)
     return Disagreement(call.source.group, call.number, sources, absent, differs)
 
@@ -240,21 +188,6 @@ def _describe(calls: Mapping[int, Call]) -> str:
             texts.append(f"{_ranks_that(ranks, 'calls', 'call')} {made}")
     more = [f"and {len(texts) - 3} more calls"] if len(texts) > 3 else []
     return "; ".join([*texts[:3], *more])
-
-
-def _uneven(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[tuple[dict[int, Call], str]]:
-    """Yield each all-to-all in which a size differs between its two ends, with the difference."""
-    for together in zip(*by_rank.values(), strict=False):
-        calls, made = dict(zip(by_rank, together, strict=True)), together[0].source
-        if not getattr(made, "sends", ()) or len(calls) < len(made.group.ranks):
-            continue
-        pairs = itertools.product(enumerate(made.group.ranks), repeat=2)
-        for (place, sender), (index, receiver) in pairs:
-            sent = calls[sender].source.sends[index]
-            taken = calls[receiver].source.receives[place]
-            if sent != taken:
-                why = f"rank {sender} sends {sent} to rank {receiver}, which receives {taken}"
-                yield calls, f"{calls[receiver].source}: {why}"
 
 
 def _ranks_that(ranks: Sequence[int], one: str, many: str) -> str:

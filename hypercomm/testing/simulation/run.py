@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+from unittest import mock
 
 import attrs
 
@@ -17,7 +17,7 @@ from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
-from hypercomm.layout.text import counted, shown
+from hypercomm.layout.text import counted
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.other_world import OtherWorld, other_worlds
@@ -27,8 +27,7 @@ from hypercomm.testing.simulation.records import Book, Collective, Creation
 
 Result = TypeVar("Result")
 
-_SHOWN = 5
-"""Disagreements that a simulation shows as text."""
+_SHOWN = 5  # disagreements in the text of a simulation
 
 
 @attrs.frozen(repr=False)
@@ -59,56 +58,25 @@ class Simulation(Generic[Result]):
         if self.disagreements:
             raise SimulationError("\n".join(self._lines()))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the groups and disagreements as a dict for JSON, without the return values.
-
-        Returns:
-            A dict with the keys "world_size", "ranks", "groups" and "disagreements".
-
-        Example:
-            >>> from hypercomm.testing import simulate
-            >>> simulate(int, 2).to_dict()
-            {'world_size': 2, 'ranks': [0, 1], 'groups': [], 'disagreements': []}
-        """
-        groups = {made.name: made for every in self.creations.values() for made in every}
-        return {
-            "world_size": self.world_size,
-            "ranks": list(self.creations),
-            "groups": [
-                {
-                    "name": made.name,
-                    "ranks": list(made.ranks),
-                    "backend": made.backend,
-                    "timeout_s": made.timeout.total_seconds(),
-                    "description": made.called,
-                }
-                for made in groups.values()
-            ],
-            "disagreements": [str(disagreement) for disagreement in self.disagreements],
-        }
-
-    def _lines(self) -> Iterator[str]:
-        yield f"{counted(len(self.disagreements), 'disagreement')}:"
-        yield from (f"  {one}" for one in self.disagreements[:_SHOWN])
-        if len(self.disagreements) > _SHOWN:
-            yield f"  and {len(self.disagreements) - _SHOWN:,} more"
-
-    @property
-    def _headline(self) -> str:
-        groups = {creation.name for made in self.creations.values() for creation in made}
-        calls = _range(self.collectives)
-        return (
-            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
-            f"groups, {_range(self.creations)} on each rank"
-        ) + (f"; {calls} collectives on each" if calls != "0" else "")
+    def _lines(self) -> list[str]:
+        found = self.disagreements
+        more = [f"  and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
+        first = [f"  {one}" for one in found[:_SHOWN]]
+        return [f"{counted(len(found), 'disagreement')}:", *first, *more]
 
     def __repr__(self) -> str:
-        agree = f"{len(self.disagreements):,} disagreements" if self.disagreements else "all agree"
-        return f"<Simulation of {self._headline}; {agree}>"
+        return f"<Simulation: {str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
+        groups = {creation.name for made in self.creations.values() for creation in made}
+        headline = (
+            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
+            f"groups, {_range(self.creations)} on each rank"
+        )
+        if any(self.collectives.values()):
+            headline += f"; {_range(self.collectives)} collectives on each"
         return "\n".join(
-            [self._headline, *(self._lines() if self.disagreements else ["all ranks agree"])]
+            [headline, *(self._lines() if self.disagreements else ["all ranks agree"])]
         )
 
 
@@ -147,11 +115,11 @@ def simulate(
     - Collectives of objects do the same with copies; an object of a later root or sender is None.
 
     Then the ranks are compared. The members of a group must make the same calls in the same order:
-    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL; of an all-to-all,
-    the sizes that each member sends to each other. A rank waits in a collective for all members
-    (with `async_op=True`, where it waits for the work), and in a receive for the send. A send does
-    not wait. Messages match by tag, which NCCL ignores. Only the first difference of each group is
-    reported. Functional collectives (DTensor) and code that passes a group to C++
+    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an
+    all-to-all may differ, as they often depend on received values. A rank waits in a collective
+    for all members (with `async_op=True`, where it waits for the work), and in a receive for the
+    send. A send does not wait. Messages match by tag, which NCCL ignores. Only the first difference
+    of each group is reported. Functional collectives (DTensor) and code that passes a group to C++
     (DistributedDataParallel) cannot be simulated.
 
     Args:
@@ -172,7 +140,7 @@ def simulate(
         RankFailedError: The function raised; names the rank, and holds the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
         GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
-        LaunchError: `function` cannot be called, or `args` is not a sequence.
+        LaunchError: `simulate` is called by a function that it runs.
 
     Example:
         >>> import torch.distributed as dist
@@ -203,11 +171,6 @@ def simulate(
         (2, 'all_reduce', ((5,),), ((4,),))
     """
     as_world_size(world_size)
-    if not callable(function) or not isinstance(args, Sequence) or isinstance(args, str):
-        raise LaunchError(
-            f"function must be callable, and args a sequence of arguments, got {shown(function)} "
-            f"and {shown(args)}"
-        )
     check_given_timeout(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
@@ -218,10 +181,12 @@ def simulate(
     check_known(backend)
     if c10d.is_other_world():
         raise LaunchError("simulate() was called by a function that it runs; leave it out there")
-    book, everyone = Book(), _Everyone(world_size)
+    book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
     job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
-    with other_worlds(lambda: job), _environment():
+    with other_worlds(lambda: job), mock.patch.dict(os.environ):
+        for name in VARIABLES:  # of a launcher
+            os.environ.pop(name, None)
         for rank in wanted:
             job = _job(rank, everyone, book, backend, timeout)
             job.show()
@@ -235,22 +200,10 @@ def simulate(
     creations: dict[int, list[Creation]] = {}
     collectives: dict[int, list[Collective]] = {}
     for rank, steps in book.programs.items():
-        creations[rank] = [step for step in steps if isinstance(step, Creation)]
-        collectives[rank] = [step for step in steps if isinstance(step, Collective)]
+        made = [call.source for does_wait, call in steps if not does_wait]
+        creations[rank] = [each for each in made if isinstance(each, Creation)]
+        collectives[rank] = [each for each in made if isinstance(each, Collective)]
     return Simulation(world_size, returned, creations, collectives, judge(book.programs))
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Hide the variables of a launcher, and restore all variables afterwards."""
-    before = dict(os.environ)
-    for name in VARIABLES:
-        os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _job(
@@ -269,26 +222,8 @@ def _job(
         name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
     ) -> RecordingGroup:
         made = Creation(name, ranks, backend, timeout, description)
-        book.steps.append(made)
+        book.create(made)
         return RecordingGroup(made, rank, book, name)
 
     book.begin(rank)
     return OtherWorld(make_world, everyone, backend, create)
-
-
-class _Everyone(Mapping[int, int]):
-    """Maps each rank of a world to itself."""
-
-    def __init__(self, world_size: int) -> None:
-        self._ranks = range(world_size)
-
-    def __getitem__(self, rank: int) -> int:
-        if rank not in self._ranks:
-            raise KeyError(rank)
-        return rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)
