@@ -17,7 +17,7 @@ from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
-from hypercomm.layout.text import counted
+from hypercomm.layout.text import counted, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.other_world import OtherWorld, other_worlds
@@ -140,7 +140,7 @@ def simulate(
         RankFailedError: The function raised; names the rank, and holds the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
         GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
-        LaunchError: `simulate` is called by a function that it runs.
+        LaunchError: `args` is not a sequence, or the function calls `simulate`.
 
     Example:
         >>> import torch.distributed as dist
@@ -171,6 +171,8 @@ def simulate(
         (2, 'all_reduce', ((5,),), ((4,),))
     """
     as_world_size(world_size)
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
     check_given_timeout(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
