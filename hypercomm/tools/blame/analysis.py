@@ -37,6 +37,12 @@ class Wait:
         """The call of the first rank."""
         return next(iter(self.calls.values()))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the wait as a dict for JSON."""
+        call, known = self.call, {"waiting": sorted(self.calls), "absent": self.absent}
+        known |= {name: getattr(call, name) for name in ("op", "number", "where")}
+        return {"group": call.group.title, "members": call.group.ranks, **known}
+
 
 @attrs.frozen(eq=False)
 class Deviation:
@@ -80,13 +86,10 @@ def find_differences(evidence: Evidence) -> list[dict[int, Call]]:
         for rank, calls in ends.items():
             for call in calls:
                 called.setdefault(call.number, {})[rank] = call
-        differing = (here for _, here in sorted(called.items()) if len(_terms(here)) > 1)
+        in_order = (called[number] for number in sorted(called))
+        differing = (here for here in in_order if len({c.terms for c in here.values()}) > 1)
         found += itertools.islice(differing, 1)
     return found
-
-
-def _terms(calls: Mapping[int, Call]) -> set[tuple[object, ...]]:
-    return {call.terms for call in calls.values()}
 
 
 def _find_odd(evidence: Evidence, calls: Mapping[int, Call]) -> tuple[list[int], list[int]]:
@@ -103,9 +106,9 @@ def _find_odd(evidence: Evidence, calls: Mapping[int, Call]) -> tuple[list[int],
 def _sibling_calls(evidence: Evidence, calls: Mapping[int, Call]) -> Iterator[tuple[int, Call]]:
     """Yield the calls of the same number in the other groups over the same dims."""
     like = next(iter(calls.values()))
-    group = like.group
-    for (other, channel), by_rank in evidence.lanes.items():
-        is_sibling = other.title == group.title and set(group.ranks).isdisjoint(other.ranks)
+    members = {*like.group.ranks}
+    for (group, channel), by_rank in evidence.lanes.items():
+        is_sibling = group.title == like.group.title and not members & {*group.ranks}
         if is_sibling and channel == like.channel == "":
             for rank, own in by_rank.items():
                 yield from ((rank, call) for call in own if call.number == like.number)
@@ -325,21 +328,17 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as a dict for JSON."""
-        findings = [attrs.asdict(finding) for finding in self.findings]
-        for finding in findings:
-            finding["culprits"] = [self.evidence.describe(rank) for rank in finding["culprits"]]
-        waits = []
-        for each in self.waits:
-            known = {name: getattr(each.call, name) for name in ("op", "number", "where")}
-            group = {"group": each.call.group.title, "members": each.call.group.ranks}
-            waits.append({**group, **known, "waiting": sorted(each.calls), "absent": each.absent})
+        findings = []
+        for each in self.findings:
+            culprits = [self.evidence.describe(rank) for rank in each.culprits]
+            findings.append({**attrs.asdict(each), "culprits": culprits})
         return {
             "outcome": self.outcome,
             "verdict": str(self),
             "world_size": self.evidence.world_size,
             "no_dump": self.evidence.missing,
             "findings": findings,
-            "waits": waits,
+            "waits": [wait.to_dict() for wait in self.waits],
             "notes": list(self.evidence.unreadable.values()),
         }
 
@@ -447,15 +446,18 @@ class Verdict:
 
     def _unknowns(self) -> Iterator[Finding]:
         """Yield what may be wrong where nothing else is found."""
+        missing = self.evidence.missing
         if self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
-            says = f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank "
-            says += "is known to be missing: check the network and the devices"
+            says = (
+                f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank is "
+                f"known to be missing: check the network and the devices"
+            )
             yield self._found("stuck", says, wait.calls)
-        elif self.evidence.missing:
-            says = f"{_ranks(self.evidence.missing, 'has', 'have')} no dump that can be read; the "
-            says += "calls of the others agree and have ended"
-            yield self._found("no dump", says, self.evidence.missing)
+        elif missing:
+            says = f"{_ranks(missing, 'has', 'have')} no dump that can be read; "
+            says += "the calls of the others agree and have ended"
+            yield self._found("no dump", says, missing)
 
 
 def _ranks(ranks: Iterable[int], one: str = "", many: str = "") -> str:
