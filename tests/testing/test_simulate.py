@@ -216,36 +216,24 @@ def test_uneven_memberships_in_torch():
 
 # A rank that leaves a creation out, swaps two, or asks for other options is named.
 @pytest.mark.parametrize(
-    ("program", "absent", "differs"),
+    ("calls", "absent", "differs"),
     [
-        (
-            lambda grid, odd: [grid.create_pg(d) for d in (["dp"] if odd else ["tp", "dp"])],
-            {5: "never creates it"},
-            "",
-        ),
-        (
-            lambda grid, odd: [
-                grid.create_pg(d) for d in [["tp", "dp"], "tp"][:: 1 if odd else -1]
-            ],
-            {5: "waits in tp+dp"},
-            "",
-        ),
-        (lambda grid, odd: grid.create_pg("tp", backend="gloo" if odd else None), {}, "with gloo"),
-        (
-            lambda grid, odd: grid.create_pg("tp", timeout=timedelta(minutes=1 + odd)),
-            {},
-            "timeout of 0:02:00",
-        ),
+        ([["tp"], []], {5: "never creates it"}, ""),
+        ([["tp", ["tp", "dp"]], [["tp", "dp"], "tp"]], {5: "waits in tp+dp"}, ""),
+        ([[("tp", None, 600)], [("tp", "gloo", 600)]], {}, "with gloo"),
+        ([[("tp", None, 60)], [("tp", None, 120)]], {}, "timeout of 0:02:00"),
     ],
     ids=["skips", "swaps", "backend", "timeout"],
 )
-def test_one_rank_creates_otherwise(program, absent, differs):
+def test_one_rank_creates_otherwise(calls, absent, differs):
     def run():
-        program(HyperCommGrid([2, 4], ["tp", "dp"]), dist.get_rank() == 5)
+        grid = HyperCommGrid([2, 4], ["tp", "dp"])
+        for call in calls[dist.get_rank() == 5]:
+            dims, backend, seconds = call if isinstance(call, tuple) else (call, None, 600)
+            grid.create_pg(dims, backend=backend, timeout=timedelta(seconds=seconds))
 
-    found = [one for one in simulate(run, 8).disagreements if one.group.ranks == (4, 5)]
-    (one,) = [one for one in found if one.group.called == "tp"]
-    assert (one.number, one.absent) == (0, absent)
+    (one,) = [one for one in simulate(run, 8).disagreements if one.group.ranks == (4, 5)]
+    assert (one.group.called, one.number, one.absent) == ("tp", 0, absent)
     assert one.waiting == ((4,) if absent else (4, 5))
     assert differs in one.differs
     assert str(one).startswith("tp of ranks (4, 5): rank")

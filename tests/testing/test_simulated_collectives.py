@@ -190,37 +190,9 @@ def test_what_is_recorded():
     assert "2 process groups, 1 on each rank; 5 collectives on each" in str(got)
 
 
-def swaps(odd, tp, _dp):
+def swaps(odd, tp):
     for group in [None, tp] if odd else [tp, None]:
         dist.all_reduce(torch.zeros(4), group=group)
-
-
-def other_dtype(odd, tp, _dp):
-    dist.all_reduce(torch.zeros(1, dtype=torch.int8 if odd else torch.half), group=tp)
-
-
-def other_reduction(odd, tp, _dp):
-    dist.all_reduce(torch.zeros(1), dist.ReduceOp.MAX if odd else dist.ReduceOp.MIN, group=tp)
-
-
-def other_root(odd, tp, _dp):
-    dist.broadcast(torch.zeros(1), group_src=int(odd), group=tp)
-
-
-def other_slots(odd, tp, _dp):
-    dist.all_gather([torch.zeros(1), torch.zeros(2 + odd)], torch.zeros(1), group=tp)
-
-
-def other_length(odd, tp, _dp):
-    dist.all_to_all_single(torch.zeros(4 + 2 * odd), torch.zeros(4 + 2 * odd), group=tp)
-
-
-def other_objects(odd, tp, _dp):
-    dist.broadcast_object_list([None] * (1 + odd), group_src=0, group=tp)
-
-
-def other_op(odd, tp, _dp):
-    _ = dist.barrier(tp) if odd else dist.all_reduce(own(), group=tp)
 
 
 # Each mistake of rank 5 is found and named; of ranks 4 and 5, which are a tp group.
@@ -228,19 +200,26 @@ def other_op(odd, tp, _dp):
     ("program", "differs"),
     [
         (swaps, ()),
-        (other_dtype, ("float16[1]", "int8[1]")),
-        (other_reduction, ("(min)", "(max)")),
-        (other_root, ("from rank 4", "from rank 5")),
-        (other_slots, ("float32[1], [2]", "float32[1], [3]")),
-        (other_length, ("float32[4]", "float32[6]")),
-        (other_objects, ("objects[1]", "objects[2]")),
-        (other_op, ("all_reduce of float32[2] (sum)", "barrier")),
+        (lambda odd, tp: dist.all_reduce(own().to([torch.half, torch.int8][odd]), group=tp),
+         ("float16[2]", "int8[2]")),
+        (lambda odd, tp: dist.all_reduce(own(), [dist.ReduceOp.MIN, dist.ReduceOp.MAX][odd], tp),
+         ("(min)", "(max)")),
+        (lambda odd, tp: dist.broadcast(own(), group_src=int(odd), group=tp),
+         ("from rank 4", "from rank 5")),
+        (lambda odd, tp: dist.all_gather([own(1), own(2 + odd)], own(1), group=tp),
+         ("float32[1], [2]", "float32[1], [3]")),
+        (lambda odd, tp: dist.all_to_all_single(own(4 + 2 * odd), own(4 + 2 * odd), group=tp),
+         ("float32[4]", "float32[6]")),
+        (lambda odd, tp: dist.broadcast_object_list([None] * (1 + odd), group_src=0, group=tp),
+         ("objects[1]", "objects[2]")),
+        (lambda odd, tp: dist.barrier(tp) if odd else dist.all_reduce(own(), group=tp),
+         ("all_reduce of float32[2] (sum)", "barrier")),
     ],
-)
+)  # fmt: skip
 def test_one_rank_differs(program, differs):
     def run(odd_rank):
-        grid = HyperCommGrid([2, 4], ["tp", "dp"])
-        program(dist.get_rank() == odd_rank, *grid.create_pgs(["tp", "dp"]))
+        tp = HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp")
+        program(dist.get_rank() == odd_rank, tp)
 
     got = simulate(run, 8, args=(5,))
     (one,) = [one for one in got.disagreements if one.group.ranks == (4, 5)]
@@ -310,66 +289,48 @@ def test_values_of_others():
     assert [one.number for one in got.disagreements] == [2]
 
 
-def ahead(rank):
-    if rank == 0:
-        dist.send(torch.zeros(1), 1)
+def message(call, peer, size=1, tag=0):
+    return lambda: call(torch.zeros(size), peer, tag=tag)
 
 
-def other_size(rank):
-    for _ in range(2):
-        if rank == 0:
-            dist.send(torch.zeros(4), 1)
-        elif rank == 1:
-            dist.recv(torch.zeros(5), 0)
-
-
-def behind(rank):
-    if rank == 1:
-        dist.irecv(torch.zeros(1), 0)
-
-
-def both_receive(rank):
-    if rank < 2:
-        dist.recv(torch.zeros(1), 1 - rank)
-        dist.send(torch.zeros(1), 1 - rank)
-
-
-def other_tag(rank):
-    if rank == 0:
-        dist.send(torch.zeros(1), 1, tag=3)
-    elif rank == 1:
-        dist.irecv(torch.zeros(1), 0, tag=4)
-
-
-def late_for_a_barrier(rank):
-    if rank == 0:
-        dist.send(torch.zeros(1), 1)
-    elif rank == 1:
-        dist.recv(torch.zeros(1), 0)
-    if rank:
-        dist.barrier()
+SEND, RECV = [message(dist.send, 1)], [message(dist.recv, 0)]
+NEVER_SENT, NEVER_RECEIVED = ((1,), {0: "never sends it"}), ((0,), {1: "never receives it"})
 
 
 # Sends and receives without their other end, and those that wait for each other. Messages do not
-# count as collectives of their group.
+# count as collectives of their group. Nobody knows what a rank that is not simulated does.
 @pytest.mark.parametrize(
-    ("program", "found"),
+    ("steps", "simulated", "found"),
     [
-        (ahead, [((0,), {1: "never receives it"})]),
-        (behind, [((1,), {0: "never sends it"})]),
-        (other_size, [((0, 1), {})]),
-        (both_receive, [((rank,), {1 - rank: "waits in recv on WORLD"}) for rank in range(2)]),
-        (other_tag, [((0,), {1: "never receives it"}), ((1,), {0: "never sends it"})]),
-        (late_for_a_barrier, [((1, 2), {0: "never calls it"})]),
+        ((SEND, []), [0, 2], [NEVER_RECEIVED]),
+        (([], [message(dist.irecv, 0)]), [1, 2], [NEVER_SENT]),
+        (([message(dist.send, 1, 4)] * 2, [message(dist.recv, 0, 5)] * 2), [0, 2], [((0, 1), {})]),
+        (
+            ([message(dist.recv, 1), *SEND], [*RECV, message(dist.send, 0)]),
+            [1, 2],
+            [((rank,), {1 - rank: "waits in recv on WORLD"}) for rank in range(2)],
+        ),
+        (
+            ([message(dist.send, 1, tag=3)], [message(dist.irecv, 0, tag=4)]),
+            [0, 2],
+            [NEVER_RECEIVED, NEVER_SENT],
+        ),
+        (
+            (SEND, [*RECV, dist.barrier], [dist.barrier]),
+            [1, 2],
+            [((1, 2), {0: "never calls it"})],
+        ),
     ],
 )
-def test_messages_without_an_end(program, found):
-    got = simulate(lambda: program(dist.get_rank()), 3).disagreements
-    assert [(one.waiting, {r: why.partition(" at ")[0] for r, why in one.absent.items()})
-            for one in got] == found  # fmt: skip
-    # nobody knows what a rank that is not simulated does
-    ranks = [1, 2] if program is late_for_a_barrier else [0, 2]
-    assert simulate(lambda: program(dist.get_rank()), 3, ranks=ranks).disagreements == ()
+def test_messages_without_an_end(steps, simulated, found):
+    def run():
+        for step in dict(enumerate(steps)).get(dist.get_rank(), ()):
+            step()
+
+    got = simulate(run, 3).disagreements
+    absent = [{rank: why.partition(" at ")[0] for rank, why in one.absent.items()} for one in got]
+    assert list(zip([one.waiting for one in got], absent, strict=True)) == found
+    assert simulate(run, 3, ranks=simulated).disagreements == ()
 
 
 # A rank waits for what it has begun where it says so, and not before.
