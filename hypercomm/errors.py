@@ -12,7 +12,6 @@ __all__ = [
     "ConfigurationError",
     "ConnectTimeout",
     "CreationError",
-    "DisagreementError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -36,12 +35,12 @@ __all__ = [
     "SimulationError",
     "StateError",
     "StateTransferError",
+    "ToolError",
     "TorchVersionError",
     "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
-    "WatchError",
     "WorldSizeError",
 ]
 
@@ -221,16 +220,12 @@ class JoinError(HyperCommError, RuntimeError):
     """The other ranks of the job cannot be met: see whether all were started, and where."""
 
 
-class WatchError(HyperCommError, RuntimeError, ValueError):
-    """A watch, or the dumps that watches left, cannot be used: change what the message names."""
+class ToolError(HyperCommError, ValueError, RuntimeError):
+    """A tool cannot watch or read as asked: correct the argument, or name another file."""
 
 
-class DisagreementError(HyperCommError, AssertionError):
-    """Simulated ranks would hang or differ: let them create and call the same, in one order."""
-
-
-class SimulationError(HyperCommError, RuntimeError, AttributeError):
-    """A simulated world cannot communicate: ask real ranks, by `run_ranks`."""
+class SimulationError(HyperCommError, RuntimeError, AssertionError):
+    """Simulated ranks would hang or differ, or cannot communicate: correct what they call."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):

@@ -49,18 +49,13 @@ def test_one_line(value):
     assert "\n" not in repr(value)
 
 
-# A layout and a simulation become JSON, and the layout comes back.
+# A layout becomes JSON, and comes back.
 @pytest.mark.parametrize("layout", [ODD, LISTED], ids=["dense", "listed"])
 def test_to_dict(layout):
     form = layout.to_dict()
     assert json.loads(json.dumps(form)) == form
     assert RankLayout(**form) == layout
     assert json.dumps(form) == layout.to_json()
-
-
-def test_simulation_to_dict():
-    (group,) = simulate(program, 2).to_dict()["groups"]
-    assert (group["ranks"], group["description"], group["timeout_s"]) == ([0, 1], "t<p", 600.0)
 
 
 # A mapping reads its ends off a grid or a text, as well as off a layout.

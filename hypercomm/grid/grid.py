@@ -800,7 +800,7 @@ class GridView:
             A `Watch`: a context manager, which `stop()` ends as well.
 
         Raises:
-            WatchError: The seconds or the folder cannot be used, or this process has a watch.
+            ToolError: The seconds or the folder cannot be used, or this process has a watch.
             NotInitializedError: torch.distributed is not initialised.
 
         Example:
