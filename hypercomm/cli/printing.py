@@ -15,8 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from hypercomm.launch.local_rank import no_stdout
-
 
 class _Output(Console):
     """Prints to stdout; removes trailing spaces where it is no terminal."""
@@ -64,13 +62,19 @@ def numbers(title: str) -> Column:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Discard warnings, logs and what libraries print on stdout within a `with` block."""
-    level = logging.root.manager.disable
+    level, stdout, null = logging.root.manager.disable, os.dup(1), os.open(os.devnull, os.O_WRONLY)
     logging.disable()
+    sys.stdout.flush()
+    os.dup2(null, 1)
     try:
-        with no_stdout(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
         logging.disable(level)
 
 

@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 from types import SimpleNamespace
 
 import pytest
-from ranks import live_ranks
+import torch.distributed as dist
 
 from hypercomm import live_topology, run_ranks
 from hypercomm.errors import NotInitializedError
@@ -25,9 +26,18 @@ def test_hosts_and_switches():
         Level("leaf", [0, 1, 0], ["s1", "s2"]),
         Level("spine", [0, 0, 0], ["top"]),
     ]
-    arguments = (hosts, addresses, [*addresses[:2], None])
-    found = run_ranks(live_ranks.topologies, 3, args=arguments)
-    assert found == [[Topology(levels), Topology(levels[:1])]] * 3
+
+    def body():
+        rank = dist.get_rank()
+        socket.gethostname = lambda: hosts[rank]
+        os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
+        os.environ["SLURM_TOPOLOGY_ADDR"] = addresses[rank]
+        found = [live_topology()]
+        if rank == 2:
+            del os.environ["SLURM_TOPOLOGY_ADDR"]
+        return [*found, live_topology()]
+
+    assert run_ranks(body, 3) == [[Topology(levels), Topology(levels[:1])]] * 3
 
 
 def test_alone():
