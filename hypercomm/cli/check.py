@@ -277,7 +277,7 @@ class Outcome:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     titles = map(numbers, ("groups x size", "create", "bandwidth"))
-    shown = table("dims", *titles, "slowest", "result", show_edge=False)
+    shown = table("dims", *titles, "slowest", "result")
     several = len({row["slowest"]["host"] for row in rows if row["slowest"]}) > 1
     for row in rows:
         bandwidth = slowest = "-"

@@ -176,7 +176,7 @@ def _show(found: Report) -> None:
     facts |= {f"backend {name}": why or "available" for name, why in found.backends.items()}
     facts |= {f"creation={each.name}": f"{each.state}: {each.says}" for each in found.strategies}
     facts |= dict(sorted(found.environment.items()))
-    rows = table(*(Column(title, overflow="fold") for title in ("what", "state")), show_edge=False)
+    rows = table(*(Column(title, overflow="fold") for title in ("what", "state")))
     for name, text in facts.items():
         rows.add_row(escape(name), escape(text or "(empty)"))
     out = console(_PIPED_WIDTH)

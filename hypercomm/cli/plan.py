@@ -135,7 +135,7 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
         out.print(line, markup=False, soft_wrap=True)
     titles = map(numbers, ("groups", "size", "strides", "hosts"))
     own = Column(f"group of rank {found['rank']}", no_wrap=True)
-    rows = table(Column("dims", no_wrap=True), *titles, own, show_edge=False)
+    rows = table(Column("dims", no_wrap=True), *titles, own)
     for groups in found["groups"]:
         example = groups["example"]
         rows.add_row(

@@ -49,9 +49,9 @@ def print_json(value: object, **options: Any) -> None:
     write(json.dumps(value, **options) + "\n")
 
 
-def table(*columns: Column | str, **look: Any) -> Table:
-    """Return an empty table in the look of all commands, which `look` can change."""
-    return Table(*columns, **{"box": box.SIMPLE_HEAD, "pad_edge": False, **look})
+def table(*columns: Column | str) -> Table:
+    """Return an empty table in the look of all commands."""
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 
 def numbers(title: str) -> Column:

@@ -41,19 +41,16 @@ def test_check():
 # --groups chooses, of views too; --json prints one object. Groups of one have no figures.
 def test_views(in_process):
     arguments = ("--nproc", "4", "--view", "moe:ep=4,pp=1", "--groups", "dp,ep,cp", "--json")
-    done = in_process("check", "tp=2,cp=1,dp=-1", *arguments)
-    answer = json.loads(done.stdout)
+    answer = json.loads(in_process("check", "tp=2,cp=1,dp=-1", *arguments).stdout)
     assert (answer["ok"], answer["ranks"], answer["failed"]) == (True, 4, None)
-    assert answer["views"] == {"moe": "ep=4,pp=1"}
-    *rows, alone = answer["groups"]
-    shape = [(row["view"], row["dims"], row["groups"], row["size"]) for row in rows]
-    assert shape == [(None, ["dp"], 2, 2), ("moe", ["ep"], 1, 4)]
-    for row in rows:
-        assert 0 < row["creation_s"] < 10
-        assert row["bandwidth_bytes_per_s"] > 0
-        assert row["slowest"]["host"] == socket.gethostname()
-        assert row["wrong"] == []
-    assert (alone["dims"], alone["size"], alone["slowest"]) == (["cp"], 1, None)
+    rows = answer["groups"]
+    assert [(row["view"], row["dims"], row["groups"], row["size"]) for row in rows] == [
+        *((None, ["dp"], 2, 2), ("moe", ["ep"], 1, 4), (None, ["cp"], 4, 1))
+    ]
+    assert all(0 < row["creation_s"] < 10 and row["wrong"] == [] for row in rows)
+    assert all(row["bandwidth_bytes_per_s"] > 0 for row in rows[:2])
+    assert rows[0]["slowest"]["host"] == socket.gethostname()
+    assert rows[2]["slowest"] is None
 
 
 # A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates;
@@ -211,11 +208,9 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     ("environment", "code", "message"),
     [
         ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, 2, "inside an allocation, not in a step"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2, "OMPI_COMM_WORLD_RANK is missing"),
         ({"RANK": "0", "WORLD_SIZE": "8"}, 2, "MASTER_ADDR=None, MASTER_PORT=None"),
         ({**JOB, "RANK": "0", "WORLD_SIZE": "8"}, 2, "tp=2 needs 2 ranks; the job has 8 (RANK=0"),
         ({**JOB, "RANK": "1", "WORLD_SIZE": "8"}, 2, ""),
-        ({"RANK": "1", "WORLD_SIZE": "8"}, 2, ""),
         (JOB | {"RANK": "1"}, 1, "rank 1 (tp=1): HOST, or a peer of it: backend 'gloo' is broken"),
     ],
 )
@@ -239,41 +234,12 @@ def test_a_job_that_cannot_be_joined(environment, code, message, monkeypatch, ca
     assert message or (sum(waited) > 1 and not err)
 
 
-def job_of(environments, *arguments):
-    """Start the ranks of a job as a launcher would, each with its variables."""
-    known = rank_free() | {"GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen([*CHECK, *arguments], env=known | each, **PIPES) for each in environments
-    ]
-    return [(*process.communicate(timeout=60), process.wait()) for process in started]
-
-
-def srun(rank, port):
-    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost"}
-    numbers = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "MASTER_PORT": port}
-    return step | {name: str(value) for name, value in numbers.items()}
-
-
-# Ranks join their job; rank 0 shows the result, the others are silent. An unspecified size is that
-# of the job. A rank that never comes is waited for as long as --timeout says.
+# A rank that never comes is waited for as long as --timeout says.
 @pytest.mark.slow
-def test_joining():
-    port = free_port()
-    first, second = job_of([srun(0, port), srun(1, port)], "tp=-1", "--json")
-    answer = json.loads(first[0])
-    assert (answer["layout"], answer["ok"], first[2]) == ("tp=2", True, 0)
-    assert second == ("", "", 0)
-    [(out, err, code)] = job_of([srun(1, free_port())], "tp=2", "--timeout", "2")
-    assert code == 1, err
-    assert re.search("failed after 0 of 1: rank 1 .* at localhost, port ", out)
-    assert "Traceback" not in err
-
-
-# Under torchrun a wrong size is said once, by rank 0.
-@pytest.mark.clients
-def test_a_wrong_size_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m"]
-    done = subprocess.run([*command, *CHECK[2:], "tp=2"], **PIPES, env=rank_free(), check=False)
-    assert done.returncode != 0
-    assert done.stderr.count("tp=2 needs 2 ranks; the job has 3 (RANK=0 and WORLD_SIZE=3") == 1
-    assert done.stderr.count("hypercomm: ") == 1
+def test_a_rank_that_never_joins():
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment = rank_free() | job | {"MASTER_PORT": str(free_port())}
+    command = [*CHECK, "tp=2", "--timeout", "2"]
+    done = subprocess.run(command, env=environment, **PIPES, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search("failed after 0 of 1: rank 1 .* at 127.0.0.1, port ", done.stdout)

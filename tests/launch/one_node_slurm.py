@@ -6,39 +6,11 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 from ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo")
-
-SETTINGS = """
-ClusterName=one
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-SlurmctldPort={control}
-SlurmdPort={node}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerType=sched/builtin
-MpiDefault=none
-SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE State=UP
-"""
 
 
 def program(name):
@@ -65,35 +37,30 @@ def one_node_slurm(folder):
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     ports = {"control": free_port(), "node": free_port()}
-    configuration.write_text(SETTINGS.format(host=host, folder=folder, **ports))
+    template = Path(__file__).with_name("slurm.conf").read_text()
+    configuration.write_text(template.format(host=host, folder=folder, **ports))
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
+    munge = {"socket": "munge.socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     daemons = [
-        [
-            *(program("munged"), "--foreground", "--force", f"--key-file={key}"),
-            *(f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid"),
-            *(f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed"),
-        ],
-        [program("slurmctld"), "-D", "-f", str(configuration)],
-        [program("slurmd"), "-D", "-f", str(configuration), "-N", host],
+        ["munged", "--foreground", "--force", f"--key-file={key}"]
+        + [f"--{option}={folder}/{name}" for option, name in munge.items()],
+        ["slurmctld", "-D", "-f", str(configuration)],
+        ["slurmd", "-D", "-f", str(configuration), "-N", host],
     ]
     started = []
     try:
-        for command in daemons:
-            with (folder / f"daemon{len(started)}.out").open("w") as out:
-                started.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-            if len(started) == 1:
+        for name, *arguments in daemons:
+            with (folder / f"{name}.out").open("w") as out:
+                streams = {"stdout": out, "stderr": out, "env": environment}
+                started.append(subprocess.Popen([program(name), *arguments], **streams))
+            if name == "munged":
                 _wait_for((folder / "munge.socket").exists, folder)
         _wait_for(lambda: _state(environment) == "idle", folder)
         yield environment
     finally:
         for daemon in reversed(started):
-            daemon.terminate()
-        for daemon in reversed(started):
-            try:
-                daemon.wait(20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
 
 
 def _state(environment):

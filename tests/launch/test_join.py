@@ -2,8 +2,6 @@
 
 import os
 import socket
-import statistics
-import time
 from datetime import timedelta
 
 import pytest
@@ -46,13 +44,12 @@ def test_a_world_of_one():
 
 # A launcher's world of one needs no network, either; with an address it has one.
 def test_one_rank_of_a_launcher():
-    with join(environment={"RANK": "0", "WORLD_SIZE": "1"}) as job:
+    environment, port = {"RANK": "0", "WORLD_SIZE": "1"}, free_port()
+    with join(environment=environment) as job:
         assert (job.launcher, job.address) == ("the environment", None)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with join(rank=0, size=1, address=" 127.0.0.1\n", port=free_port()) as job:
-        assert job.address == "127.0.0.1"
-    with join(environment={"RANK": "0", "WORLD_SIZE": "1", **place}) as job:
-        assert (job.address, job.port) == ("127.0.0.1", int(place["MASTER_PORT"]))
+    place = {"MASTER_ADDR": "127.0.0.1 ", "MASTER_PORT": str(port)}
+    with join(environment=environment | place) as job:
+        assert (job.address, job.port) == ("127.0.0.1", port)
 
 
 # A job that is live is described, and left alone; a rank, size or backend that contradicts it is an
@@ -107,7 +104,6 @@ def test_worlds_that_are_not_real(monkeypatch):
 
     simulate(program, 3, backend="nccl")
     assert found == [(rank, 3, "nccl", 3) for rank in range(3)]
-    assert os.environ["SLURM_PROCID"] == "1"
 
 
 # A wrong call raises before anything changes, and the error has the argument and its value.
@@ -115,17 +111,13 @@ def test_worlds_that_are_not_real(monkeypatch):
     ("arguments", "error", "words"),
     [
         ({"need_launcher": True}, LaunchError, "no launcher was found"),
-        ({"address": "node7"}, LaunchError, "no launcher was found"),
         ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8, .* srun"),
         ({"environment": STEP}, LaunchError, "MASTER_ADDR=None.* rank 1 of 4"),
         ({"rank": 1, "size": 4, "address": "node7"}, LaunchError, "node7, MASTER_PORT=None"),
-        ({"rank": 4, "size": 4}, LaunchError, "rank=4 and size=4"),
         ({"rank": 4}, LaunchError, "rank=4 and size=None: give both"),
-        ({"rank": -1, "size": 4}, LaunchError, "rank=-1 and size=4"),
         ({"device": "gpu0"}, RuntimeError, "gpu0"),
         ({"backend": "glooo"}, GroupOptionsError, "unknown backend 'glooo'"),
         ({"backend": "gloo", "device": "meta:0"}, LaunchError, "device 'meta:0' .* backend 'gloo'"),
-        ({"timeout": 30}, GroupOptionsError, "timeout must be"),
         ({"rank": "0", "size": 1}, LayoutError, "rank must be an int"),
     ],
 )
@@ -200,13 +192,9 @@ def job_of(local, size):
     ("kind", "arguments", "backend", "device"),
     [
         ("cuda", job_of(2, 4), BOTH, "cuda:2"),
-        ("cuda", job_of(2, 4) | {"device": "cuda:1"}, BOTH, "cuda:1"),
-        ("cuda", job_of(3, 4) | {"device": torch.device("cuda")}, BOTH, "cuda:3"),
         ("cuda", job_of(3, 4) | {"device": "cpu"}, "gloo", "cpu"),
-        ("cuda", job_of(3, 4) | {"backend": "gloo"}, "gloo", "cpu"),
         ("cuda", job_of(1, 2) | {"backend": "nccl"}, "nccl", "cuda:1"),
         ("cuda", {}, BOTH, "cuda:0"),
-        ("cuda", {"rank": 0, "size": 1}, BOTH, "cuda:0"),
         ("cuda", {"local_rank": 3}, BOTH, "cuda:3"),
         ("xpu", job_of(1, 2), "cpu:gloo,xpu:xccl", "xpu:1"),
         ("mps", job_of(0, 1), "gloo", "cpu"),
@@ -228,8 +216,6 @@ def test_devices(kind, arguments, backend, device, started, monkeypatch):
         (job_of(0, 1) | {"device": "mps"}, "device 'mps.*' does not fit backend 'gloo'"),
         ({"rank": 1, "size": 2, "address": "a", "port": 1}, "LOCAL_RANK.* local_rank= or device="),
         (job_of(7, 8), "8 ranks .* a device each, and it has 4 of type 'cuda'"),
-        # the launcher counts another way: a sixth rank is here
-        (job_of(0, 2) | {"local_rank": 5}, "6 ranks"),
     ],
 )
 @pytest.mark.usefixtures("started")
@@ -237,32 +223,3 @@ def test_devices_that_do_not_fit(arguments, words, monkeypatch):
     FakeDevices("cuda", 4, monkeypatch)
     with pytest.raises(LaunchError, match=words):
         join(**arguments)
-
-
-# The time that join() adds to torch's own initialisation of four gloo ranks, measured in turns.
-@pytest.mark.alone
-@pytest.mark.slow
-def test_what_it_costs():
-    port, rounds = free_port(), 6
-
-    def body():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        times = []
-        for number in range(2 * rounds):
-            place = {"address": "127.0.0.1", "port": port + number}
-            method = f"tcp://127.0.0.1:{port + number}"
-            begin = time.perf_counter()
-            if number % 2:
-                join(rank=rank, size=size, **place)
-            else:
-                dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
-            times.append(time.perf_counter() - begin)
-            dist.barrier()
-            dist.destroy_process_group()
-        return times[2:]
-
-    slowest = list(map(max, zip(*run_ranks(body, 4, timeout=120), strict=True)))
-    by_hand, ours = statistics.median(slowest[::2]), statistics.median(slowest[1::2])
-    print(f"torch {1e3 * by_hand:.1f} ms, join() {1e3 * ours:.1f} ms")
-    assert ours - by_hand < 0.05
