@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import time
 from collections import Counter
 from datetime import timedelta
 from importlib import metadata
@@ -20,7 +19,7 @@ from rich.table import Column
 from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
-from hypercomm.errors import CreationError, LaunchError, WorldSizeError
+from hypercomm.errors import LaunchError, WorldSizeError
 from hypercomm.launchers import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
@@ -33,18 +32,12 @@ _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
 """Environment variables that are shown begin like this; no other is, as it may hold a secret."""
 
 
-@attrs.frozen
-class Strategy:
-    """A way of creating groups: "works", "not here" or "failed", with the time or the reason."""
-
-    name: str
-    state: str
-    says: str
-
-
 @attrs.define
 class Report:
-    """The state of this installation; None is unknown, and `problems` make the exit code 1."""
+    """The state of this installation; `problems` make the exit code 1.
+
+    A backend or strategy has the reason why it does not work here, None if it does.
+    """
 
     versions: dict[str, str | None]
     environment: dict[str, str]
@@ -52,7 +45,7 @@ class Report:
     problems: list[str] = attrs.field(factory=list)
     gpus: list[str] | None = None
     backends: dict[str, str | None] = attrs.field(factory=dict)
-    strategies: list[Strategy] = attrs.field(factory=list)
+    strategies: dict[str, str | None] = attrs.field(factory=dict)
 
 
 @click.command(short_help="Show versions, what works here, and why the rest does not.")
@@ -60,7 +53,7 @@ class Report:
 def doctor(*, as_json: bool) -> int:
     """Show versions, backends, the launcher, and the result of each way of creating groups.
 
-    Creates groups of this process alone. The exit code is 1 if none can be created, or one fails.
+    Creates groups of this process alone. The exit code is 1 if none can be created.
     """
     with Console(stderr=True).status("trying torch"):
         found = report()
@@ -90,11 +83,8 @@ def report() -> Report:
         _describe_torch(found)
         for name in c10d.known_backends():
             found.backends[name] = c10d.why_unavailable(name) or c10d.why_not_here(name)
-        found.strategies = [_tried(name) for name in ("local", "split", "enumerate")]
-    found.problems = [
-        f"creation={each.name!r} failed" for each in found.strategies if each.state == "failed"
-    ]
-    if not any(each.state == "works" for each in found.strategies):
+        found.strategies = {name: _why_not(name) for name in ("local", "split", "enumerate")}
+    if None not in found.strategies.values():
         found.problems = ["no process group could be created"]
     return found
 
@@ -136,8 +126,11 @@ def _describe_torch(found: Report) -> None:
     found.gpus = [str(torch.cuda.get_device_name(index)) for index in devices]
 
 
-def _tried(creation: Any) -> Strategy:
+def _why_not(creation: Any) -> str | None:
     """Create a group in one way, in a world of one gloo rank, and communicate over it.
+
+    Returns:
+        None, or the error.
 
     Raises:
         WorldSizeError: torch.distributed is initialised already.
@@ -156,17 +149,14 @@ def _tried(creation: Any) -> Strategy:
     try:
         store = stores.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-        begin = time.perf_counter()
         with HyperCommGrid([1], ["dp"], creation=creation) as grid:
             dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
-        return Strategy(creation, "works", f"{1e3 * (time.perf_counter() - begin):.1f} ms")
-    except CreationError as error:
-        return Strategy(creation, "not here", str(error))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
-        return Strategy(creation, "failed", one_line(error))
+        return one_line(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    return None
 
 
 def _show(found: Report) -> None:
@@ -174,7 +164,7 @@ def _show(found: Report) -> None:
     facts = {name: version or "not installed" for name, version in found.versions.items()}
     facts |= {"GPUs": gpus or "none found", "launcher": found.launcher}
     facts |= {f"backend {name}": why or "available" for name, why in found.backends.items()}
-    facts |= {f"creation={each.name}": f"{each.state}: {each.says}" for each in found.strategies}
+    facts |= {f"creation={name}": why or "works" for name, why in found.strategies.items()}
     facts |= dict(sorted(found.environment.items()))
     rows = table(*(Column(title, overflow="fold") for title in ("what", "state")))
     for name, text in facts.items():
