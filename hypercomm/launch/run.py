@@ -259,8 +259,9 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
         f"its process ended with exit code {code} before the function returned; its messages are "
         f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
     )
-    if code is not None and code < 0:  # real-time signals have no name
-        reason = f"killed by signal {-code} ({signal.strsignal(-code)})"
+    if code is not None and code < 0:
+        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+        reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
     return "failed", (0.0, reason)  # a death precedes the errors that it causes on other ranks
 
 

@@ -87,8 +87,7 @@ def test_the_bound_by_cores(in_process, monkeypatch):
     )
     done = in_process("check", "tp=13")
     assert done.returncode == 2
-    assert "would start 13 processes" in done.stderr
-    assert "at most 12 are started without --force" in done.stderr
+    assert re.search("would start 13 processes .* at most 12 are started", done.stderr)
     in_process("check", "tp=12")
     in_process("check", "tp=13", "--force")
     assert started == [12, 13]
@@ -180,7 +179,7 @@ def test_ctrl_c(seconds):
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (signal.SIGKILL, r"killed by signal 9 \(Killed\)"),
+        (signal.SIGKILL, r"killed by signal 9 \(SIGKILL\)"),
         pytest.param(
             signal.SIGSTOP,
             r"it had not returned after 8 s(?s:.*)\(it does not answer\)",

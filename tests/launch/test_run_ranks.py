@@ -84,31 +84,6 @@ def test_functions_without_a_name():
     assert [got(2) for got in run_ranks(lambda: lambda x: x * offset, 1)] == [20]
 
 
-PROMPT = """
-import time
-import torch.distributed as dist
-from hypercomm import run_ranks
-
-def work(more):
-    return dist.get_rank() + more
-
-begin = time.monotonic()
-assert run_ranks(work, 8, args=[1]) == list(range(1, 9))
-print(time.monotonic() - begin)
-"""
-
-
-# So do those of a program without a file. The fork server loads torch once for all ranks: 8 are
-# done in seconds, with a server that was not running.
-@pytest.mark.long
-def test_a_program_without_a_file():
-    done = subprocess.run(
-        [sys.executable, "-c", PROMPT], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    assert float(done.stdout) < late_s(8)
-
-
 def on(rank, act):
     """A body that reports its pid, and acts on one rank; the others wait for it."""
 
@@ -147,8 +122,7 @@ def raise_odd_error():
     [
         (2, fail, "Traceback", "in fail\n[^\n]*\nValueError: a reason"),
         (1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*"),
-        (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(Killed\)", ""),
-        (0, lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by signal 11 ", ".*"),
+        (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(SIGKILL\)", ""),
         (0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),  # a real-time one
         (3, lambda: os._exit(7), "its process ended with exit code 7 before the function", ".*"),
     ],
