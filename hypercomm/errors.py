@@ -21,7 +21,6 @@ __all__ = [
     "GroupOptionsError",
     "HyperCommError",
     "InstallError",
-    "JoinError",
     "LaunchError",
     "LayoutError",
     "MissingPackageError",
@@ -212,12 +211,11 @@ class MissingPackageError(HyperCommError, ImportError):
     """A call needs a package that is not installed: install it, or do without the call."""
 
 
-class LaunchError(HyperCommError, ValueError):
-    """What starts ranks, or tells of them, cannot be right: mend the call or the launch."""
+class LaunchError(HyperCommError, RuntimeError, ValueError):
+    """A job cannot be started or joined: correct the call or the launch, or start all ranks."""
 
 
-class JoinError(HyperCommError, RuntimeError):
-    """The other ranks of the job cannot be met: see whether all were started, and where."""
+JoinError = LaunchError
 
 
 class ToolError(HyperCommError, ValueError, RuntimeError):

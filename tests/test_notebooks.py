@@ -29,12 +29,8 @@ def program():
 VALUES = [
     ODD,
     LISTED,
-    ODD.groups("t<p"),
-    LISTED.groups("dp"),
-    RankLayout.parse("dp=100").groups("dp"),
-    RankLayout.parse("tp=2,dp=50").groups("tp"),
     RankMapping("t<p=2,dp=2", "dp=4"),
-    RankMapping("dp=64", "dp=64"),
+    LISTED.groups("dp"),
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
     simulate(program, 2),
     explained(),

@@ -90,7 +90,8 @@ def read(
 
 def _show(changes: LayoutDifference) -> None:
     out = console()
-    rows = table(*(numbers(title) if " x " in title else title for title in COLUMNS))
+    columns = (numbers(title) if " x " in title else title for title in COLUMNS)
+    rows = table(*columns)
     for change in changes.changes:
         *cells, result = map(escape, change.cells)
         rows.add_row(*cells, f"[{_COLOURS[change.result]}]{result}[/]")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 # The server that run_ranks uses, too, with torch loaded.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["hypercomm.launch.preload"])
+CONTEXT.set_forkserver_preload(["hypercomm.grid", "cloudpickle"])
 
 
 def call(pickled):

@@ -128,11 +128,13 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         raise LayoutError("--on live cannot be combined with other --on values")
     from hypercomm.cli.printing import quiet
     from hypercomm.launch import join
-    from hypercomm.launchers import find_job, none_found
+    from hypercomm.launchers import find_job
 
     if find_job(os.environ) is None:
-        advice = "--on live needs a job: use srun, mpirun or torchrun --no-python"
-        raise LaunchError(none_found(advice))
+        raise LaunchError(
+            "no launcher was found, and --on live needs a job: use srun, mpirun or torchrun "
+            "--no-python"
+        )
     with quiet(), join(backend="gloo") as job:
         found = live_topology()
     return None if job.rank else found
