@@ -30,17 +30,18 @@ from hypercomm.compat.megatron.configuration import (
     hybrid_sizes,
 )
 from hypercomm.compat.megatron.getters import (
+    data_fact_getter,
     data_group_getter,
+    expert_fact_getter,
     first_getter,
     group_getter,
-    key_of,
     rank_getter,
     rank_setter,
     size_getter,
     size_setter,
 )
 from hypercomm.compat.megatron.install import warn_of_their_own
-from hypercomm.compat.megatron.state import FACTS, GLOBALS, RANK, SIZE, Fact, ParallelState, current
+from hypercomm.compat.megatron.state import GLOBALS, NEEDS_CP, RANK, SIZE, ParallelState, current
 from hypercomm.compat.megatron.table import GLOO
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
@@ -287,7 +288,7 @@ def get_data_parallel_group(
     """
     if not with_context_parallel:
         if partial_data_parallel:
-            raise _partial_without_cp()
+            raise StateError(NEEDS_CP)
         return _dp() if with_gtp_remat else _dp_only()
     if partial_data_parallel:
         return _part() if with_gtp_remat else _part_only()
@@ -301,14 +302,10 @@ def get_data_parallel_group_gloo(
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
     if partial_data_parallel and not with_context_parallel:
-        raise _partial_without_cp()
+        raise StateError(NEEDS_CP)
     return (
         _part_gloo if partial_data_parallel else _dp_cp_gloo if with_context_parallel else _dp_gloo
     )()
-
-
-def _partial_without_cp() -> StateError:
-    return StateError("partial_data_parallel=True needs with_context_parallel=True")
 
 
 def has_separate_all_gather_group() -> bool:
@@ -445,83 +442,10 @@ get_expert_tensor_parallel_world_size = size_getter(_ETP, _MPU_ETP, absent=_MPU_
 get_expert_tensor_parallel_rank = rank_getter(_ETP, _MPU_ETP, absent=_MPU_TP + RANK)
 
 
-def _data_keys(kind: Any, *names: str, override: str | None = None) -> dict[bool, list[str]]:
-    """Return the keys of sizes or ranks in data parallel groups, with and without GTP peers."""
-    return {
-        gtp: [key_of(Fact(kind, name, override, with_gtp=gtp, offline=True)) for name in names]
-        for gtp in (True, False)
-    }
-
-
-_SIZES = _data_keys(SIZE, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
-_RANKS = _data_keys(RANK, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
-_DP_SIZE, _DP_CP_SIZE, _ = _SIZES[True]
-_DP_RANK, _DP_CP_RANK, _ = _RANKS[True]
-_EXPERT_SIZES = _data_keys(SIZE, _EDP, _INTRA_EDP)
-_EXPERT_RANKS = _data_keys(RANK, _EDP, _INTRA_EDP)
-
-
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the size of the data parallel group; arguments as for `get_data_parallel_group`."""
-    if partial_data_parallel and not with_context_parallel:
-        return _of_no_group(SIZE)
-    if with_gtp_remat and not partial_data_parallel:
-        key = _DP_CP_SIZE if with_context_parallel else _DP_SIZE
-    else:
-        key = _SIZES[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the position of the calling rank in the data parallel group; arguments the same."""
-    if partial_data_parallel and not with_context_parallel:
-        return _of_no_group(RANK)
-    if with_gtp_remat and not partial_data_parallel:
-        key = _DP_CP_RANK if with_context_parallel else _DP_RANK
-    else:
-        key = _RANKS[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def _of_no_group(fact: str) -> int:
-    given = _state().values[_MPU_DP + fact]
-    if given is None and dist.is_initialized():
-        raise _partial_without_cp()
-    return given or 0
-
-
-def get_expert_data_parallel_world_size(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the size of the expert data parallel group."""
-    key = _EXPERT_SIZES[with_gtp_remat][1 if partial_expert_data_parallel else 0]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def get_expert_data_parallel_rank(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the position of the calling rank in the expert data parallel group."""
-    key = _EXPERT_RANKS[with_gtp_remat][1 if partial_expert_data_parallel else 0]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
+get_data_parallel_world_size = data_fact_getter(SIZE, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
+get_data_parallel_rank = data_fact_getter(RANK, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
+get_expert_data_parallel_world_size = expert_fact_getter(SIZE, _EDP, _INTRA_EDP)
+get_expert_data_parallel_rank = expert_fact_getter(RANK, _EDP, _INTRA_EDP)
 
 
 def get_all_ranks() -> str:
