@@ -11,6 +11,7 @@ names that of Megatron-DeepSpeed, at 4efb479.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -62,8 +63,6 @@ default_position_embedding_ranks = _table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = memory.GlobalMemoryBuffer
-GlobalSymmetricMemoryBuffer = memory.GlobalSymmetricMemoryBuffer
-SymmetricMemoryManager = memory.SymmetricMemoryManager
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -568,29 +567,31 @@ _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
 
-def get_global_memory_buffer() -> memory.GlobalMemoryBuffer:
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the memory buffer."""
     return _state().require(_MEMORY)  # type: ignore[no-any-return]
 
 
-def get_global_symmetric_memory_buffer() -> memory.GlobalSymmetricMemoryBuffer:
+def get_global_symmetric_memory_buffer() -> Any:
     """Return the symmetric memory buffer."""
-    return _state().require(_SYMMETRIC)  # type: ignore[no-any-return]
-
-
-def _set_buffer(name: str, buffer: Any) -> None:
-    if _state().values[name] is not None:
-        raise StateError(f"{name} is already initialized; destroy it first")
-    _state().write(name, buffer)
+    return _state().require(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
-    _set_buffer(_MEMORY, GlobalMemoryBuffer())
+    _check_absent(_MEMORY)
+    _state().write(_MEMORY, GlobalMemoryBuffer())
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    group = get_tensor_model_parallel_group()
-    _set_buffer(_SYMMETRIC, GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
+    """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
+    _check_absent(_SYMMETRIC)
+    kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
+    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, get_tensor_model_parallel_group()))
+
+
+def _check_absent(name: str) -> None:
+    if _state().values[name] is not None:
+        raise StateError(f"{name} is already initialized; destroy it first")
 
 
 def destroy_global_memory_buffer() -> None:
