@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.table import NCCL_KEYS
 from hypercomm.errors import ConfigurationError, NcclConfigError
 from hypercomm.layout.checks import as_ordered
@@ -38,30 +39,27 @@ _UCC_DEFAULTS = {
 }
 
 
-def load(path: str | os.PathLike[str] | None, high_priority: Sequence[str] | None) -> NcclConfig:
-    """Read an NCCL configuration file, and add the groups whose stream has a high priority.
-
-    Args:
-        path: A yaml file that maps group keys to options; None for no file.
-        high_priority: Keys of groups.
+def load(config: Configuration) -> NcclConfig:
+    """Return the NCCL options of a configuration: its file, and the groups of high priority.
 
     Raises:
         OSError: The file cannot be read.
         NcclConfigError: It has other content than group keys and NCCL options; or pyyaml, which
             the extra `nccl-config` installs, is missing.
     """
-    config = {} if path is None else _read(path)
-    for key in as_ordered(high_priority or (), "high_priority_stream_groups"):
-        overwrite_nccl_comm_cfgs(config, key, (_PRIORITY, True))
-    for key, options in config.items():
+    path = config.nccl_communicator_config_path
+    options: NcclConfig = {} if path is None else _read(path)
+    for key in as_ordered(config.high_priority_stream_groups or (), "high_priority_stream_groups"):
+        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+    for key, own in options.items():
         if key not in NCCL_KEYS:
             raise NcclConfigError(
                 f"NCCL options are given for {shown(key)}; there are the groups {NCCL_KEYS}"
             )
-        unknown = sorted(_mapping(options, f"group {key!r}").keys() - _OPTIONS)
+        unknown = sorted(map(str, _mapping(own, f"group {key!r}").keys() - _OPTIONS))
         if unknown:
             raise NcclConfigError(f"group {key!r} has no option {unknown[0]!r}; use {_OPTIONS}")
-    return config
+    return options
 
 
 def _read(path: str | os.PathLike[str]) -> NcclConfig:
@@ -109,23 +107,25 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     return options
 
 
-def options_by_key(nccl_config: NcclConfig) -> Callable[[str], Any]:
+def options_by_key(config: Configuration) -> Callable[[str], Any]:
     """Return a function that returns the options of a group by its key, or None.
 
     Equal options are one object, so that groups with them can be shared. Options that the backend
     of WORLD does not take are left out with a warning in the log.
 
-    Args:
-        nccl_config: As `load` returns it.
+    Raises:
+        OSError, NcclConfigError: As for `load`.
+        NotInitializedError: There are options, and no job tells whether they have an effect.
     """
-    if not nccl_config:
+    options = load(config)
+    if not options:
         return lambda _: None
     backend = c10d.default_backend()
     takes = any(map(c10d.takes_options, c10d.single_backends(backend)))
     if not takes:
-        logger.warning("NCCL options of groups %s have no effect on %r", [*nccl_config], backend)
-    made = {repr(own): get_nccl_options(key, nccl_config) for key, own in nccl_config.items()}
-    return lambda key: made.get(repr(nccl_config.get(key))) if takes else None
+        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
+    return lambda key: made.get(repr(options.get(key))) if takes else None
 
 
 def overwrite_nccl_comm_cfgs(

@@ -190,12 +190,7 @@ class ParallelState(ModuleState):
                 "torch.distributed is not initialised; call torch.distributed.init_process_group()"
             )
         layouts = configuration.layouts(dist.get_world_size())
-        options = nccl.options_by_key(
-            nccl.load(
-                configuration.nccl_communicator_config_path,
-                configuration.high_priority_stream_groups,
-            )
-        )
+        options = nccl.options_by_key(configuration)
         self._check_empty()
         has_gtp = version.has("gtp_remat", configuration.version)
         wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
@@ -272,11 +267,11 @@ class ParallelState(ModuleState):
                 "create_all_gather_groups() needs data parallel groups; call "
                 "initialize_model_parallel() first"
             )
-        table = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP_AG"], EXPERT_ALL_GATHER]
+        grid, layouts = self.grids["dense"], Layouts(*(each.layout for each in self.grids.values()))
+        table = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP_AG"]]
+        if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
+            table.append(EXPERT_ALL_GATHER)
         options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
-        layouts = Layouts(*(grid.layout for grid in self.grids.values()))
-        if not for_expert_parallelism or layouts.expert.size_of("ep") == 1:
-            table = table[:1]
         config = attrs.evolve(config, create_all_gather_group=True)
         groups: list[ProcessGroup | None] = []
         for wanted in rows(config, layouts, options.get, table=table):
@@ -285,7 +280,7 @@ class ParallelState(ModuleState):
                 "timeout": config.timeout if timeout is None else timeout,
                 "group_desc": wanted.row.description(None, twin=False),
             }
-            groups.append(self.grids["dense"].ensure_pg(**arguments))
+            groups.append(grid.ensure_pg(**arguments))
         self.list_groups(group for group in groups if group is not None)
         return groups[0], groups[1] if len(groups) > 1 else None
 
