@@ -81,15 +81,16 @@ def pipeline_problem(layouts: Layouts, order: str, names: Mapping[str, str]) -> 
     dense, expert = layouts
     is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
     have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
-    if dense.groups("pp") == expert.groups("pp") and have_same_dp:
+    pipelines, experts = dense.groups("pp"), expert.groups("pp")
+    if pipelines == experts and have_same_dp:
         return None
     factors = " * ".join(names[dim] for dim in names if dim not in {"pp", "dp"})
-    inner = dense.size_of("tp") * dense.size_of("cp") * dense.size_of(GTP, default=1)
+    inner = dense.size_of("tp", "cp", GTP, default=1)
     return (
         f"with order {order!r} the dense layers ({dense}) and the expert layers ({expert})"
         f" must have the same pipelines and data parallel size, but their pipelines are "
-        f"{dense.groups('pp')!r} and {expert.groups('pp')!r}; put pp last in the order, or "
-        f"choose expert sizes with {factors} = {inner}"
+        f"{pipelines!r} and {experts!r}; put pp last in the order, or choose expert sizes with "
+        f"{factors} = {inner}"
     )
 
 
