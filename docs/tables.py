@@ -191,18 +191,14 @@ def launcher_table() -> str:
     """List the variables of every launcher."""
     from hypercomm.launchers import LAUNCHERS
 
-    titles = ("launcher", "rank", "size", "local rank", "local size", "known by")
+    titles = ("launcher", "rank and size", "local rank and local size", "identified by")
     return table(
         titles,
         (
             [
                 launcher.name,
-                code(launcher.rank),
-                code(*launcher.size),
-                *(
-                    code(name) if name else ""
-                    for name in (launcher.local_rank, launcher.local_size)
-                ),
+                code(launcher.rank, *launcher.size),
+                code(*filter(None, (launcher.local_rank, launcher.local_size))),
                 code(launcher.mark) if launcher.mark else "",
             ]
             for launcher in LAUNCHERS
