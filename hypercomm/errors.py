@@ -215,9 +215,6 @@ class LaunchError(HyperCommError, RuntimeError, ValueError):
     """A job cannot be started or joined: correct the call or the launch, or start all ranks."""
 
 
-JoinError = LaunchError
-
-
 class ToolError(HyperCommError, ValueError, RuntimeError):
     """A tool cannot watch or read as asked: correct the argument, or name another file."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from hypercomm.errors import JoinError, RankOutsideError
+from hypercomm.errors import LaunchError, RankOutsideError
 from hypercomm.launch.joining import Joined, join
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import format_ranks
@@ -63,7 +63,7 @@ def renew_world(
     Raises:
         RankOutsideError: The calling rank is not one of the ranks.
         LayoutError: `ranks` are not ranks of WORLD.
-        JoinError: The world is a fake one, or the new WORLD could not be created: the old one is
+        LaunchError: The world is a fake one, or the new WORLD could not be created: the old one is
             then gone, so restart the job.
         GroupCreationTimeout: A rank did not arrive; names it (`error.missing`).
         OutcomeUnknownError: The job's store is lost.
@@ -81,9 +81,9 @@ def renew_world(
     old = current()
     given = as_ranks(ranks, "ranks", old.size)
     if not c10d.has_ranks() or c10d.is_other_world():
-        raise JoinError("this is a fake or simulated world: its other ranks do not exist")
+        raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
-        raise JoinError("this torch does not expose the job's store; give store= to meet in")
+        raise LaunchError("this torch does not expose the job's store; give store= to meet in")
     if old.rank not in given:
         raise RankOutsideError(
             f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
@@ -119,7 +119,7 @@ def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
         dist.init_process_group(old.backend, store=store, rank=rank, world_size=size, **options)
     except Exception as error:
         c10d.destroy_world()
-        raise JoinError(
+        raise LaunchError(
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"
         ) from error

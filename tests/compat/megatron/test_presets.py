@@ -354,7 +354,7 @@ def test_whole_instances(layout, instances):
         ({"tp": -1}, LayoutError),
         ({"order": "tp-dp", "pp": 2}, ConfigurationError),
         ({"order": "tp-xx"}, UnknownDimError),
-        ({"order": 7}, NotationError),
+        ({"order": 7}, LayoutError),
         ({"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4}, WorldSizeError),
         ({"inference": {"xx": 2}}, UnknownDimError),
         ({"inference": 4}, LayoutError),
