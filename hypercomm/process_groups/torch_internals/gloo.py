@@ -21,8 +21,8 @@ from hypercomm.process_groups.torch_internals.store import peek
 
 _LONGEST_HOST_NAME = 255
 
-_FEW = 3
-"""Up to how many addresses are read one by one: `check` and `multi_get` take three operations."""
+_FEW = 2
+"""Up to how many addresses are read one by one: `check` and `multi_get` take two operations."""
 
 stale: list[str] = []
 """Keys of addresses of this process that no member needs any more; the next call deletes them."""
