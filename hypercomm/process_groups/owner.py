@@ -350,7 +350,7 @@ class GroupOwner:
         """Abort the groups that no other grid has, and keep their keys for a reshape."""
         unused = []
         with self.pool.lock:
-            for key, group in reversed(list(self.created.items())):
+            for key, group in list(self.created.items()):
                 if not group.is_owned or any(owner is not self for owner, _ in group.users):
                     continue
                 del self.created[key]
@@ -358,7 +358,7 @@ class GroupOwner:
                 pg, group.pg, group.is_created = group.pg, None, False
                 if pg is not None:
                     unused.append(pg)
-        abort(unused)
+        abort(reversed(unused))
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""

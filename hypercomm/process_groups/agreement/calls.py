@@ -319,6 +319,11 @@ class Call(Generic[T]):
         self.name = f"{key}/{ticket.round}"
         if ticket.record.outcome is not None:
             return ticket.record.outcome
+        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
+            raise CreationError(
+                f"other ranks have continued without rank {job.rank}; end this process, or start "
+                f"the job again"
+            )
         first = ticket.record.first
         if first.refusal and first is not self._proposal:
             return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
@@ -326,11 +331,6 @@ class Call(Generic[T]):
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
-        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
-            raise CreationError(
-                f"other ranks have continued without rank {job.rank}; end this process, or start "
-                f"the job again"
-            )
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         if stale:
             run_one(protocol.Delete(take_stale()))
