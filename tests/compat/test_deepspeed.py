@@ -5,6 +5,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ranks import deepspeed_ranks
 from hypercomm import HyperCommGrid, RankLayout, errors, run_ranks
 from hypercomm.compat.deepspeed import Mpu, process_topology, topology_axes
 from hypercomm.compat.megatron import parallel_state
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world, layouts, registered_groups, simulate
 
 HOME = importlib.util.find_spec("deepspeed")
@@ -216,15 +218,15 @@ def test_bad_mpus(arguments, kind, sentence):
         assert (registered_groups(), str(grid)) == before
 
 
-# So does one that fails when it creates: here a group is planned, and another call must create it.
-def test_failed_creation():
+# So does one that fails when it creates; it can be tried again.
+def test_failed_creation(monkeypatch):
     with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        planned = grid.plan_pg("dp")
         before = registered_groups(), str(grid)
-        with pytest.raises(errors.GroupExistsError, match="already been planned"):
-            Mpu(grid, sp="cp")
+        with monkeypatch.context() as patch:
+            patch.setattr(c10d, "new_group", Mock(side_effect=errors.CreationError("no network")))
+            with pytest.raises(errors.CreationError, match="no network"):
+                Mpu(grid, sp="cp")
         assert (registered_groups(), str(grid)) == before
-        planned.create()
         assert Mpu(grid, sp="cp").get_data_parallel_world_size() == 2
 
 
