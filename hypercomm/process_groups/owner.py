@@ -81,13 +81,17 @@ class Pool:
         """Return the group of another key that can serve a spec, the lender's first."""
         if spec.share != "identical":
             return None
-        found = None if self._lender is None else self._lender.find(spec)
+        found = self.lent(spec)
         if found is not None:
             return found
         for group in self.groups:
             if group.spec.share == "identical" and group.is_owned and group.spec.can_serve(spec):
                 return group
         return None
+
+    def lent(self, spec: GroupSpec) -> Group | None:
+        """Return the lender's group that can serve a spec."""
+        return None if self._lender is None else self._lender.find(spec)
 
 
 class GroupOwner:

@@ -96,7 +96,8 @@ def reshape(
                 check_strategy(spec, len(scope.ranks), scope.job.size)
         keeps = fresh.pool is old.pool and is_same_job
         kept = _survivors(old, specs) if keeps else {}
-        new = _shared([Group(spec, fresh) for spec in specs if spec.key not in kept])
+        lent = {spec.key: fresh.pool.lent(spec) for spec in specs if spec.key not in kept}
+        new = _shared([Group(spec, fresh) for spec in specs if lent.get(spec.key, True) is None])
     made: list[ProcessGroup | None] = []
 
     def entries() -> list[str]:
@@ -123,7 +124,7 @@ def reshape(
         for group, pg in zip(new, made, strict=True):
             group.pg, group.is_created = pg, True
         for spec in specs:
-            group = _group_of(spec, kept, old, new)
+            group = lent.get(spec.key) or _group_of(spec, kept, old, new)
             fresh.attach(
                 spec if group.is_owned else attrs.evolve(spec, choice=group.spec.choice), group
             )
