@@ -225,8 +225,8 @@ def is_killed(rank, victim, target, timeout_s):
     return *told, unchanged(grid, before), sums_without(grid, victim)
 
 
-# A rank is killed after the ranks have met, whether or not groups are created: the others end in time with an error that names it, are
-# as they were, and their groups without it still work.
+# A rank is killed after the ranks have met, whether or not groups are created: the others end in
+# time with an error that names it, are as they were, and their groups without it still work.
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "target"), [(0, "dp=2,tp=2"), (3, "tp=4")])
 def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):

@@ -196,7 +196,9 @@ class Call(Generic[T]):
         self._is_finished = False
         self._is_interrupted = False
         self._is_abandoned = False
+        self._is_over = False
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()
 
     @property
     def _round(self) -> Ticket:
@@ -208,9 +210,8 @@ class Call(Generic[T]):
 
     def make(self, work: Callable[[Call[T]], T], undo: Callable[[], None]) -> Result[T]:
         """Make the call; arguments, result and errors are those of `together`."""
-        done, pending = threading.Event(), None
+        done = threading.Event()
         device = c10d.current_device()
-        end = self.deadline + _FINISHED_S + _STUCK_S
 
         def act() -> None:
             with c10d.on_device(device):
@@ -219,14 +220,7 @@ class Call(Generic[T]):
         _active.add(self)
         try:
             workers.start(act, done.set)
-            while True:
-                try:
-                    left_s = max(0.0, end - time.monotonic())
-                    if done.wait(min(left_s, threading.TIMEOUT_MAX)) or left_s == 0.0:
-                        break
-                except BaseException as error:  # noqa: BLE001 - raised once the others know
-                    self._is_interrupted, pending = True, pending or error
-                    end = min(end, time.monotonic() + _STUCK_S)
+            pending = self._wait_for_worker(done)
         finally:
             _active.discard(self)
         if not done.is_set():
@@ -239,6 +233,22 @@ class Call(Generic[T]):
         if pending is not None:
             raise pending
         raise self._failure()
+
+    def _wait_for_worker(self, done: threading.Event) -> BaseException | None:
+        """Wait until the worker is done, or is stuck; return what interrupted this thread."""
+        pending: BaseException | None = None
+        end, slow_at = self.deadline + _FINISHED_S + _STUCK_S, self.began + 2 * self._slow_s
+        while True:
+            try:
+                left_s = max(0.0, min(end, slow_at) - time.monotonic())
+                if done.wait(min(left_s, threading.TIMEOUT_MAX)) or time.monotonic() >= end:
+                    return pending
+                if time.monotonic() >= slow_at:
+                    slow_at = math.inf
+                    workers.start(self._report_alive, nothing)
+            except BaseException as error:  # noqa: BLE001 - raised once the others know
+                self._is_interrupted, pending = True, pending or error
+                end = min(end, time.monotonic() + _STUCK_S)
 
     def _leave_worker(self, pending: BaseException | None) -> None:
         """End the round without the worker, which is stuck in the store or in a backend."""
@@ -387,6 +397,7 @@ class Call(Generic[T]):
             if not silent or time.monotonic() > until:
                 break
             time.sleep(0.02)
+        silent = run(self._unreported(silent))
         if silent:
             return run(self._missing(silent, "unfinished", "did not connect"))
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
@@ -399,12 +410,18 @@ class Call(Generic[T]):
             return (yield from self._missing(absent, "missing", "did not join"))
         own = self.scope.job.rank
         unfinished = [rank for rank in self.scope.ranks if not states[rank] and rank != own]
-        silent = []
-        for rank in unfinished:
+        if len(unfinished) > 1:
+            unfinished = yield from self._unreported(unfinished)
+        return (yield from self._missing(unfinished, "unfinished", "did not finish"))
+
+    def _unreported(self, ranks: Sequence[int]) -> protocol.Steps[list[int]]:
+        """Return those of some ranks that have not reported that they wait in this round."""
+        ticket, found = self._round, []
+        for rank in ranks:
             status = yield from read_status(self.scope.job.namespace, rank)
             if status is None or (status.key, status.round) != (ticket.key, ticket.round):
-                silent.append(rank)
-        return (yield from self._missing(silent or unfinished, "unfinished", "did not finish"))
+                found.append(rank)
+        return found
 
     def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
@@ -492,9 +509,20 @@ class Call(Generic[T]):
             outcome,
         )
 
+    def _report_alive(self) -> None:
+        """Report that this rank waits, while its worker is in a backend that tells nothing."""
+        with self._reporting, contextlib.suppress(RuntimeError):
+            if self._ticket is None or self._waits_for is not None or self._is_over:
+                return
+            self._waits_for, self.scope.job.is_reporting = (), True
+            key = status_key(self.scope.job.namespace, self.scope.job.rank)
+            run_one(protocol.Write(key, self._status(()).text()))
+
     def _report(self, outcome: Outcome | None) -> None:
         """Replace the report of this rank, if there is one, by how its call has ended."""
         job, ticket = self.scope.job, self._ticket
+        with self._reporting:
+            self._is_over = True
         if ticket is None or not (self._waits_for is not None or (outcome and outcome.grids)):
             return
         has_failed = outcome is not None and outcome.kind != "agreed"
