@@ -86,13 +86,17 @@ class Pool:
         """Return the group of another key that can serve a spec, the lender's first."""
         if spec.share != "identical":
             return None
-        found = None if self._lender is None else self._lender.find(spec)
+        found = self.lent(spec)
         if found is not None:
             return found
         for group in self.groups:
             if group.is_shared and group.is_owned and group.spec.can_serve(spec):
                 return group
         return None
+
+    def lent(self, spec: GroupSpec) -> Group | None:
+        """Return the lender's group that can serve a spec."""
+        return None if self._lender is None else self._lender.find(spec)
 
 
 class GroupOwner:
@@ -361,7 +365,7 @@ class GroupOwner:
         """Abort the groups that no other grid has, and keep their keys for a reshape."""
         unused = []
         with self.pool.lock:
-            for key, group in reversed(list(self.created.items())):
+            for key, group in list(self.created.items()):
                 if not group.is_owned or any(owner is not self for owner, _ in group.users):
                     continue
                 del self.created[key]
@@ -369,7 +373,7 @@ class GroupOwner:
                 pg, group.pg, group.is_created = group.pg, None, False
                 if pg is not None:
                     unused.append(pg)
-        abort(unused)
+        abort(reversed(unused))
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""

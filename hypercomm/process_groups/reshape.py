@@ -7,6 +7,7 @@ reshape that fails on one rank fails on all of them, and leaves what there was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import attrs
 from torch.distributed import ProcessGroup
@@ -15,7 +16,7 @@ from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
-from hypercomm.process_groups.agreement.calls import Call, Scope, together
+from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
 from hypercomm.process_groups.create import check_strategy, create, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import Group, GroupOwner
@@ -88,15 +89,16 @@ def reshape(
     """
     job = current_or_none()
     is_same_job = old.job is None or old.job is job
-    specs = [*_specs(old, fresh, views)]
-    if scope is not None:
-        for spec in specs:
-            check_strategy(spec, len(scope.ranks), scope.job.size)
-    keeps = fresh.pool is old.pool and is_same_job
-    kept = _survivors(old, specs) if keeps else {}
-    new = [Group(spec, fresh) for spec in specs if spec.key not in kept]
+    with nullcontext() if scope is None else refusing(scope):  # it runs functions of the user
+        specs = [*_specs(old, fresh, views)]
+        if scope is not None:
+            for spec in specs:
+                check_strategy(spec, len(scope.ranks), scope.job.size)
+        keeps = fresh.pool is old.pool and is_same_job
+        kept = _survivors(old, specs) if keeps else {}
+        lent = {spec.key: fresh.pool.lent(spec) for spec in specs if spec.key not in kept}
+        new = _shared([Group(spec, fresh) for spec in specs if lent.get(spec.key, True) is None])
     made: list[ProcessGroup | None] = []
-    new = _shared(new)
 
     def entries() -> list[str]:
         named = [f"with view {name}: {view}" for name, view in sorted(views.items())]
@@ -122,7 +124,7 @@ def reshape(
         for group, pg in zip(new, made, strict=True):
             group.pg, group.is_created = pg, True
         for spec in specs:
-            group = _group_of(spec, kept, old, new)
+            group = lent.get(spec.key) or _group_of(spec, kept, old, new)
             fresh.attach(
                 spec if group.is_owned else attrs.evolve(spec, choice=group.spec.choice), group
             )

@@ -1,130 +1,205 @@
-"""One rank dies, stops, or comes late: every other one ends in time, with the right words."""
+"""A rank or the store dies, stops, or is late: every call ends in time, with the right error."""
 
-import json
+import os
 import signal
-import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from busy import late_s
-from ranks import fault_ranks, mortal_ranks
+from ranks.common import sum_over
+from ranks.mortal_ranks import attempt, run_scene, start
 
-from hypercomm.process_groups import creation
+from hypercomm import HyperCommGrid, renew_world
+from hypercomm.errors import CreationError, GroupCreationTimeout, HyperCommError
+from hypercomm.process_groups.torch_internals.gloo import GlooStore
+from hypercomm.testing import registered_groups
 
-HOST = socket.gethostname()
-PLACES = ["tp=0, dp=0", "tp=1, dp=0", "tp=0, dp=1", "tp=1, dp=1"]
 GRACE_S = late_s(2)
-"""How much later than its timeout a rank may end."""
+"""How much later than its timeout a call may end."""
+
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
-def run_job(folder, fault, victim, number, timeout_s, store_in=None):
-    """Run the ranks of a job to their end; what each survivor told, and how each rank ended."""
-    codes = mortal_ranks.exit_codes(
-        fault_ranks.take_part,
-        fault_ranks.WORLD_SIZE,
-        *(str(folder), fault, victim, number, timeout_s),
-        server=None if store_in is None else (store_in, folder / "port"),
-        stopped=[victim] if number == signal.SIGSTOP else [],
-    )
-    told = {
-        rank: json.loads((folder / f"{rank}.json").read_text())
-        for rank in range(fault_ranks.WORLD_SIZE)
-        if (folder / f"{rank}.json").exists()
+# ---- a rank -------------------------------------------------------------------------------------
+
+
+def signal_at(fault, number):
+    """Let this rank get a signal now, or once it has published its address to the members."""
+    if fault == "before":
+        os.kill(os.getpid(), number)
+    publish = GlooStore.set
+
+    def publish_and_end(self, key, value):
+        publish(self, key, value)
+        self._store.check([key])  # it has arrived
+        os.kill(os.getpid(), number)
+
+    GlooStore.set = publish_and_end
+
+
+def lose_one(rank, fault, victim, number, timeout_s):
+    """A rank is lost before, during or after a creation; the others tell what they see."""
+    grid = HyperCommGrid("tp=2,dp=2")
+    dist.barrier()
+    if rank == victim and fault != "after":
+        signal_at(fault, number)
+    begin, missing = time.monotonic(), None
+    try:
+        grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=timeout_s))
+        dist.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), number)
+        begin = time.monotonic()
+        sum_over(grid.get_pg(["tp", "dp"]))
+    except GroupCreationTimeout as error:
+        missing = error.missing
+    except RuntimeError:
+        missing = "in a collective"
+    waited, left = time.monotonic() - begin, len(grid.pgs)
+    said, took = attempt(grid.destroy)
+    return missing, waited, left, said, took, registered_groups() == {dist.group.WORLD}
+
+
+# A rank that is killed or stopped before it comes to a creation, or before it connects: every other
+# rank names it within the timeout and two seconds, and has nothing left. After the creation, the
+# next collective fails in time. Destroying the grid neither hangs nor leaves anything.
+@pytest.mark.long
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
+def test_a_rank_that_is_lost(tmp_path, number, fault, victim, timeout_s):
+    timeout_s *= 2  # a machine that stands still for a second makes others late, too
+    args = (fault, victim, number, timeout_s)
+    for got in run_scene(tmp_path, lose_one, 4, *args, victims=[victim]).values():
+        missing, waited, left, said, took, is_clean = got
+        is_after = fault == "after"
+        assert missing == ("in a collective" if is_after else [victim])
+        assert (left, said, is_clean) == (int(is_after), "None", True)
+        assert waited < timeout_s + GRACE_S
+        assert took < (timeout_s + GRACE_S if is_after else late_s(1))
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+STORE_S = 1.0
+
+
+def serve(file):
+    """Serve the store of a job, in a process of its own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    file.with_suffix(".new").write_text(str(store.port))
+    file.with_suffix(".new").rename(file)
+    signal.pause()
+
+
+def lose_the_store(rank, server, number, is_first):
+    """The process of the store is killed or stopped; then all calls, from another one on each rank.
+
+    Each on a grid of its own; or on grids that have not asked the store before.
+    """
+    timeout = timedelta(seconds=STORE_S)
+    names = ["create_pg", "create_pgs", "verify", "connect", "reshape", "going on", "survivors"]
+    grids = {name: HyperCommGrid("tp=2,dp=2", name=name.replace(" ", "-")) for name in names}
+    if not is_first:
+        for grid in grids.values():
+            grid.create_pg("tp", timeout=timeout / 2)
+    calls = {
+        "create_pg": lambda grid: grid.create_pg("dp", timeout=timeout),
+        "create_pgs": lambda grid: grid.create_pgs([{"dims": "dp", "timeout": timeout}]),
+        "verify": lambda grid: grid.verify(timeout),
+        "connect": lambda grid: grid.connect(timeout=timeout),
+        "reshape": lambda grid: grid.reshape("tp=4", timeout=timeout),
+        "going on": lambda grid: grid.reshape("tp=4", ranks=range(4), timeout=timeout),
+        "survivors": lambda grid: grid.survivors(timeout),
     }
-    return told, dict(enumerate(codes))
-
-
-def run_to_the_end(folder, fault, victim, number, timeout_s, store_in=None):
-    """Run a job whose victim ends by SIGKILL, and all others by themselves; what those told."""
-    told, codes = run_job(folder, fault, victim, number, timeout_s, store_in)
-    show(fault, number, told)
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
+    dist.barrier()
+    if rank == 0:
+        os.kill(server, number)
+    dist.barrier()
+    told = []
+    for name in [*names[2 * rank :], *names[: 2 * rank]]:
+        if is_first and name == "connect":
+            continue  # there is nothing to connect
+        begin = time.monotonic()
+        try:
+            calls[name](grids[name])
+        except CreationError as error:
+            said = f"store: {error}" if "store" in str(error) else str(error)
+        except BaseException as error:  # noqa: BLE001 - the test looks at what it is
+            said = repr(error)
+        else:
+            said = "nothing"
+        told.append([name, said, time.monotonic() - begin])
+    begin = time.monotonic()
+    try:
+        renew_world(range(4), timeout=timeout)
+    except HyperCommError as error:
+        told.append(["renew_world", f"store: {error}", time.monotonic() - begin])
     return told
 
 
-def show(fault, number, told):
-    """Print the figure: how long each survivor waited for its answer."""
-    waits = ", ".join(f"rank {rank} {answers[0][1]:.2f} s" for rank, answers in told.items())
-    print(f"\n{fault} {signal.Signals(number).name if number else ''}: {waits}", end="")
-
-
-# A rank that is killed or stopped before it comes to a creation: every other rank names it within
-# the timeout and two seconds, and has nothing left.
+# When the process that serves the store is gone or silent, each call ends in time with an error of
+# ours that says so, the first one and those that follow.
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_never_comes(tmp_path, number, victim, timeout_s):
-    timeout_s *= 2  # a machine that stands still for a second makes others late, too
-    told = run_to_the_end(tmp_path, "before", victim, number, timeout_s)
-    for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
-        (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
-        assert said.startswith("GroupCreationTimeout: the process group over tp+dp of ranks "), said
-        assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not come" in said
-        assert waited < timeout_s + GRACE_S
-        assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < late_s(1)
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_store_that_is_lost(tmp_path, number, is_first):
+    file = tmp_path / "port"
+    server = start(serve, file)
+    try:
+        while not file.exists():
+            time.sleep(0.01)
+        args = (server.pid, number, is_first)
+        got = run_scene(tmp_path, lose_the_store, 4, *args, port=int(file.read_text()))
+    finally:
+        server.kill()
+        server.join()
+    slowest = max((waited, name) for told in got.values() for name, _, waited in told)
+    print(f"\n{number.name}: {slowest[0]:.2f} s in {slowest[1]}", end="")
+    for told in got.values():
+        assert len(told) == 8 - is_first
+        for name, said, waited in told:
+            assert said.startswith("store: "), (name, said)
+            assert waited < STORE_S + GRACE_S, (name, waited)
 
 
-# A rank that is killed or stopped while it connects: those that it has not connected to name it in
-# time, and have nothing left; for the others, the next collective ends in time.
+# ---- the end of the interpreter -----------------------------------------------------------------
+
+PROGRAM = """
+import sys, threading, time
+import torch.distributed as dist
+from hypercomm import HyperCommGrid
+
+how, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+grid = HyperCommGrid("dp=2")
+calls = {
+    "plain": lambda: dist.new_group([0, 1]),
+    "create_pg": lambda: grid.create_pg("dp"),
+    "create_pgs": lambda: grid.create_pgs(["dp"]),
+    "verify": grid.verify,
+}
+if rank == 1:
+    threading.Thread(target=calls[how], daemon=True).start()
+    time.sleep(1)
+else:
+    time.sleep(4)
+"""
+
+
+# An interpreter that ends while a thread of it waits for another rank ends as with torch alone.
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_does_not_connect(tmp_path, number, victim):
-    timeout_s = 3.0  # in less, the others may not have heard of each other
-    told = run_to_the_end(tmp_path, "during", victim, number, timeout_s)
-    for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
-        (said, waited), (left, _), *used, (destroyed, took), (after, _) = told[rank]
-        assert waited < timeout_s + GRACE_S
-        if said == "True":
-            ((failed, waited),) = used
-            assert failed.startswith("RuntimeError: ")
-            assert waited < timeout_s + GRACE_S
-        else:
-            assert said.startswith("GroupCreationTimeout: the process group over tp+dp of ranks ")
-            assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not connect" in said
-            assert (left, used) == ("0 more, 0 in the grid", [])
-        assert (destroyed, after) == ("None", "0 more")
-        assert took < creation.PATIENCE_S + late_s(1)
+def test_an_interpreter_that_ends(tmp_path):
+    def programs(how):
+        command = [sys.executable, "-c", PROGRAM, how]
+        run = [[*command, str(rank), str(tmp_path / how)] for rank in (0, 1)]
+        return [subprocess.Popen(each, stderr=subprocess.DEVNULL) for each in run]
 
-
-# A rank that is killed or stopped after the creation: the next collective of the others ends with
-# an error within the timeout, and destroying the grid neither hangs nor leaves anything.
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_afterwards(tmp_path, number, timeout_s):
-    told = run_to_the_end(tmp_path, "after", 2, number, timeout_s)
-    for rank in (0, 1, 3):
-        (said, _), (left, _), (second, waited), (destroyed, took), (after, _) = told[rank]
-        assert (said, left) == ("True", "1 more, 1 in the grid")
-        assert second.split(":")[0] in {"RuntimeError", "DistBackendError", "DistNetworkError"}
-        assert waited < timeout_s + GRACE_S
-        assert (destroyed, after) == ("None", "0 more")
-        assert took < timeout_s + GRACE_S
-
-
-# Rank 0, whose process serves the store, is killed while the others wait for it: they say so.
-def test_the_store_dies(tmp_path, timeout_s):
-    told = run_to_the_end(tmp_path, "store", 0, signal.SIGKILL, timeout_s, store_in=0)
-    for rank in (1, 2, 3):
-        (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
-        assert said.startswith("CreationError: the process group over tp+dp of ranks "), said
-        assert "the job's store is gone, and with it, as a rule, rank 0" in said
-        assert waited < timeout_s + GRACE_S
-        assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < late_s(1)
-
-
-# A rank that is late by half of the timeout is waited for.
-@pytest.mark.long
-def test_a_late_rank(tmp_path):
-    told, codes = run_job(tmp_path, "late", 2, 0, 3.0)
-    show("late", 0, told)
-    assert set(codes.values()) == {0}
-    for answers in told.values():
-        assert [said for said, _ in answers] == [
-            "True",
-            "1 more, 1 in the grid",
-            "1111",
-            "None",
-            "0 more",
-        ]
+    codes = {}
+    for how in ("plain", "create_pg", "create_pgs", "verify"):
+        codes[how] = [program.wait(60) for program in programs(how)]
+    assert set(map(tuple, codes.values())) == {tuple(codes["plain"])}, codes
+    assert codes["plain"] == [0, 0]

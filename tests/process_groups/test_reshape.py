@@ -16,13 +16,11 @@ from hypercomm import GroupKey, HyperCommGrid, RankLayout
 from hypercomm.errors import (
     CreationError,
     GridDestroyedError,
-    GroupMissingError,
-    HyperCommError,
     LayoutError,
     UnknownDimError,
     WorldSizeError,
 )
-from hypercomm.process_groups import reshaping
+from hypercomm.process_groups.owner import reshaping
 from hypercomm.testing import dim_subsets, fake_world, registered_groups
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -138,32 +136,6 @@ def plain(key):
     return frozenset(key.dims), key.name
 
 
-# What a reshape did, as text and as values.
-def test_result():
-    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        grid.create_pgs(["tp", "dp", ["tp", "cp"], ["cp", "dp"], {"dims": "dp", "name": "gloo"}])
-        result = grid.reshape("tp=4,dp=2")
-        assert str(result) == (
-            "tp=2,cp=2,dp=2 -> tp=4,dp=2\n"
-            "  kept: tp (was tp+cp), dp, dp (gloo)\n"
-            "  created: none\n"
-            "  destroyed: tp, cp+dp"
-        )
-        assert (str(result.before), str(result.after)) == ("tp=2,cp=2,dp=2", "tp=4,dp=2")
-        assert result.kept[0] == (GroupKey(("tp",)), GroupKey(("tp", "cp")))
-        assert str(grid.reshape("dp=2,tp=4")) == (
-            "tp=4,dp=2 -> dp=2,tp=4\n"
-            "  kept: none\n"
-            "  created: tp, dp, dp (gloo)\n"
-            "  destroyed: tp, dp, dp (gloo)"
-        )
-        assert str(grid.reshape("all=8")) == (
-            "dp=2,tp=4 -> all=8\n  kept: none\n  created: none\n  destroyed: tp, dp, dp (gloo)"
-        )
-        assert dict(grid.pgs) == {}
-        assert (grid.shape, grid.dim_names) == ([8], ["all"])
-
-
 # The text may leave one size open; a shift, gaps and a list of ranks stay.
 @pytest.mark.parametrize(
     ("layout", "ranks"),
@@ -184,36 +156,6 @@ def test_open_sizes(layout, ranks):
         assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks[:2]
 
 
-# A target that cannot be is refused, and nothing has changed.
-@pytest.mark.parametrize(
-    ("target", "error", "words"),
-    [
-        ("tp=4,dp=4", WorldSizeError, "needs 16 ranks; the grid has 8 ranks"),
-        ("tp=3,dp=-1", WorldSizeError, "; the grid has 8 ranks"),
-        ("tp=4,dp=-1,cp=-1", LayoutError, "dp"),
-        ("tp=x", LayoutError, "tp=x"),
-        ("", LayoutError, "the text is empty"),
-        ("tp=4,tp=2", LayoutError, "tp"),
-        (RankLayout([4], ["dp"]), WorldSizeError, "target dp=4 and the grid .* ranks 4..7"),
-        (RankLayout([8], ["dp"], 1), WorldSizeError, "ranks 0, 8"),
-        (RankLayout([8], ["dp"], ranks=[0, 1, 2, 3, 4, 5, 6, 9]), WorldSizeError, "ranks 7, 9"),
-        (None, LayoutError, "target must be a text"),
-        (8, LayoutError, "target must be a text"),
-        ([2, 4], LayoutError, "target must be a text"),
-        (b"tp=8", LayoutError, "target must be a text"),
-        ({"tp": 3}, WorldSizeError, "tp=3 needs 3 ranks; the grid has 8"),
-    ],
-)
-def test_refused_targets(target, error, words):
-    with fake_world(16), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        grid.register_view("expert", [4, 2], ["ep", "edp"])
-        grid.create_pgs(["tp", {"dims": "ep", "view": "expert"}])
-        with unchanged(grid), pytest.raises(error, match=words) as caught:
-            grid.reshape(target)
-        assert isinstance(caught.value, HyperCommError)
-        grid.reshape("tp=4,dp=2")
-
-
 class unchanged:  # noqa: N801 - it reads as a function
     """Check that a block leaves a grid as it was."""
 
@@ -229,62 +171,6 @@ class unchanged:  # noqa: N801 - it reads as a function
 
     def __exit__(self, *_):
         assert self.state() == self.before
-
-
-# Views stay: their groups are kept where their sizes do; new sizes come by views=; dims that a view
-# shares stay the grid's.
-def test_views():
-    with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
-        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
-        view = grid.view("expert")
-        tp, pp = grid.create_pgs(["tp", "pp"])
-        ep, edp = view.create_pg("ep"), view.create_pg("edp")
-        result = grid.reshape("tp=4,dp=2,pp=2")
-        assert [grid.get_pg("pp"), view.get_pg("ep"), view.get_pg("edp")] == [pp, ep, edp]
-        assert grid.get_pg("pp", view="expert") is pp
-        assert tp not in registered_groups()
-        assert list(map(str, result.created)) == ["tp"]
-        assert dist.get_process_group_ranks(grid.get_pg("tp")) == [4, 5, 6, 7]
-        result = grid.reshape("tp=2,dp=4,pp=2", views={"expert": "ep=2,edp=-1,pp=2"})
-        assert str(view.layout) == "ep=2,edp=4,pp=2"
-        assert dist.get_process_group_ranks(view.get_pg("ep")) == [4, 5]
-        assert dist.get_process_group_ranks(view.get_pg("edp")) == [1, 3, 5, 7]
-        assert grid.get_pg("pp", view="expert") is pp
-        assert {str(new): str(old) for new, old in result.kept} == {"pp": "pp"}
-        result = grid.reshape("tp=2,dp=4,pp=2", views={"expert": "all=8,pp=2"})
-        assert list(map(str, result.destroyed)) == ["ep of expert", "edp of expert"]
-        with pytest.raises(GroupMissingError):
-            view.get_pg("all")
-
-
-# Groups go from the grid to its view and back, where ranks and options are the same.
-def test_groups_go_to_a_view():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        grid.register_view("expert", [8], ["ep"])
-        tp, dp = grid.create_pgs(["tp", "dp"])
-        ep = grid.create_pg("ep", view="expert")
-        result = grid.reshape("tp=8", views={"expert": "ep=2,edp=4"})
-        assert grid.get_pg("tp") is ep
-        assert grid.get_pg("ep", view="expert") is tp
-        assert [(str(new), str(old)) for new, old in result.kept] == [
-            ("tp", "ep of expert"),
-            ("ep of expert", "tp"),
-        ]
-        assert list(map(str, result.destroyed)) == ["dp"]
-        assert dp not in registered_groups()
-
-
-# A dim that the grid does not have for a while is the view's alone then, and later shared again.
-def test_sharing_comes_back():
-    with fake_world(16), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
-        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
-        for target in ("tp=4,dp=4", "tp=4,dp=2,pp=2"):
-            grid.reshape(target)
-        pipeline = grid.create_pg("pp")
-        assert grid.get_pg("pp", view="expert") is pipeline
-        grid.reshape("tp=16", views={"expert": "ep=16"})
-        grid.reshape("tp=2,dp=4,pp=2", views={"expert": "ep=8,pp=2"})
-        assert grid.create_pg("pp") is grid.get_pg("pp", view="expert")
 
 
 # Two grids share groups: a key that shares with nobody never takes one that the other has, though
@@ -303,110 +189,6 @@ def test_what_another_grid_has_is_not_taken():
         assert other.get_pg("tp") is not shared
         assert list(dist.get_process_group_ranks(other.get_pg("tp"))) == [0, 1, 2, 3]
         assert one.get_pg(["tp", "cp"]) is shared
-
-
-# What other threads do to a grid that is being reshaped is refused, and so is a second reshape.
-def test_one_thread_reshapes():
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        with reshaping.alone(grid._state.owner):
-            for call in (
-                lambda: grid.create_pg("dp"),
-                lambda: grid.destroy_pg("tp"),
-                lambda: grid.reshape("tp=4,dp=2"),
-            ):
-                with pytest.raises(CreationError, match="another thread reshapes this grid"):
-                    call()
-        grid.reshape("tp=4,dp=2")
-        assert grid.get_pg("tp").size() == 4
-
-
-# A view that does not fit any more is named, with what to give; so are wrong sizes of a view, and
-# views that there are not; nothing has changed.
-@pytest.mark.parametrize(
-    ("target", "views", "error", "words"),
-    [
-        (
-            "tp=2,dp=2,pp=4",
-            None,
-            LayoutError,
-            r"view 'expert' \(.*\) does not fit .* different membership",
-        ),
-        ("tp=4,dp=2,pp=2", {"expert": "ep=4,pp=2"}, LayoutError, "view 'expert' .* does not fit"),
-        ("tp=4,dp=2,pp=2", {"expert": "ep=3,e=-1"}, LayoutError, "; the grid size is 16"),
-        ("tp=4,dp=2,pp=2", {"expert": "pp=2,ep=8"}, LayoutError, "'pp' has different membership"),
-        ("tp=4,dp=2,pp=2", {"expert": "ep=x"}, LayoutError, "view 'expert'"),
-        ("tp=4,dp=2,pp=2", {"expert": 5}, LayoutError, "view 'expert'"),
-        ("tp=4,dp=2,pp=2", {"other": "ep=16"}, UnknownDimError, "View 'other' is not registered"),
-        ("tp=4,dp=2,pp=2", {3: "ep=16"}, UnknownDimError, "View 3 is not registered"),
-        ("tp=4,dp=2,pp=2", ["expert"], LayoutError, "views must map"),
-        ("tp=4,dp=2,pp=2", "expert", LayoutError, "views must map"),
-    ],
-)
-def test_views_that_do_not_fit(target, views, error, words):
-    with fake_world(16), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
-        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
-        grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
-        with unchanged(grid), pytest.raises(error, match=words):
-            grid.reshape(target, views=views)
-        grid.reshape("tp=4,dp=2,pp=2")
-
-
-# Groups that differ in an option are not taken for each other, and keep theirs.
-def test_options():
-    minute = timedelta(minutes=1)
-    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        plain, described, timed = (
-            grid.create_pg(["tp", "cp"]),
-            grid.create_pg(["tp", "cp"], name="a", group_desc="mine"),
-            grid.create_pg(["tp", "cp"], name="b", timeout=minute),
-        )
-        grid.create_pg("tp", timeout=minute)
-        grid.reshape("tp=4,dp=2")
-        assert grid.get_pg("tp") is timed
-        assert {plain, described} & registered_groups() == set()
-        assert grid.ensure_pg("tp", timeout=minute) is timed
-        grid.create_pg("dp", name="a", group_desc="mine")
-        grid.reshape("cp=2,dp=4")
-        assert grid.ensure_pg("dp", name="a", group_desc="mine") is grid.get_pg("dp", name="a")
-        assert grid.get_pg("dp", name="a").group_desc == "mine"
-
-
-# Keys that may share hold one group again, and one that may not never does.
-def test_sharing():
-    with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
-        dp = grid.create_pg("dp", share="identical")
-        assert grid.create_pg(["cp", "dp"], share="identical") is dp
-        own = grid.create_pg("dp", name="own")
-        grid.reshape("cp=1,tp=2,dp=4")
-        assert grid.get_pg("dp") is grid.get_pg(["dp", "cp"]) is dp
-        assert grid.get_pg("dp", name="own") is own
-        result = grid.reshape("tp=4,cp=1,dp=2")
-        one, other = grid.get_pg("dp"), grid.get_pg(["cp", "dp"])
-        assert one is other
-        assert grid.get_pg("dp", name="own") is not one
-        assert dist.get_process_group_ranks(one) == [1, 5]
-        assert len(result.created) == 3
-        assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
-        result = grid.reshape("tp=4,dp=2")
-        assert list(map(str, result.destroyed)) == ["cp+dp"]  # the key; its group is dp's
-        assert grid.get_pg("dp") is one
-        assert grid.explain("dp").served_by is None
-        grid.reshape("dp=2,tp=4")
-        assert one not in registered_groups()
-
-
-# A key that must not share does not get the group of one that may, nor the other way round.
-def test_never_shared():
-    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        whole = grid.create_pg(["tp", "cp"])
-        grid.create_pg("tp")
-        grid.create_pg("tp", name="a", share="identical")
-        grid.create_pg("tp", name="b", share="identical")
-        grid.reshape("tp=4,dp=2")
-        groups = [grid.get_pg("tp"), grid.get_pg("tp", name="a"), grid.get_pg("tp", name="b")]
-        assert groups[0] is whole
-        assert groups[1] is groups[2] is not whole
 
 
 # Derived groups are derived anew; those that come out the same are kept; a rank in none of them
@@ -496,51 +278,139 @@ def test_meshes():
         assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# Groups that are planned and not created: the reshape says so and does nothing.
-def test_planned_groups():
+# What a reshape did, as text and as values; sizes of a view stay, or are given.
+def test_result():
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.register_view("expert", [4, 2], ["ep", "rest"])
+        grid.create_pgs(["tp", "dp", ["tp", "cp"], ["cp", "dp"], {"dims": "dp", "name": "gloo"}])
+        ep = grid.create_pg("ep", view="expert")
+        result = grid.reshape("tp=4,dp=2")
+        assert str(result) == (
+            "tp=2,cp=2,dp=2 -> tp=4,dp=2\n"
+            "  kept: tp (was tp+cp), dp, dp (gloo), ep of expert\n"
+            "  created: none\n"
+            "  destroyed: tp, cp+dp"
+        )
+        assert (str(result.before), str(result.after)) == ("tp=2,cp=2,dp=2", "tp=4,dp=2")
+        assert result.kept[0] == (GroupKey(("tp",)), GroupKey(("tp", "cp")))
+        tp = grid.get_pg("tp")
+        assert grid.reshape("tp=8", views={"expert": "ep=2,rest=4"}).created == (
+            GroupKey(("tp",)),
+            GroupKey(("ep",), view="expert"),
+        )
+        assert not {tp, ep} & registered_groups()
+        assert (grid.shape, grid.dim_names) == ([8], ["tp"])
+        assert str(grid.view("expert").layout) == "ep=2,rest=4"
+        assert dist.get_process_group_ranks(grid.get_pg("ep", view="expert")) == [4, 5]
+
+
+# Groups go from the grid to its view and back; a shared dim that the grid does not have for a while
+# is the view's alone then, and later shared again.
+def test_views():
+    with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
+        grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
+        tp, pp = grid.create_pgs(["tp", "pp"])
+        ep = grid.create_pg("ep", view="expert")
+        grid.reshape("tp=4,dp=2,pp=2", views={"expert": "ep=2,edp=4,pp=2"})
+        assert [grid.get_pg("tp"), grid.get_pg("ep", view="expert")] == [ep, tp]
+        assert grid.get_pg("pp") is grid.get_pg("pp", view="expert") is pp
+        result = grid.reshape("tp=16", views={"expert": "ep=16"})
+        assert [*map(str, result.destroyed)] == ["tp", "pp", "ep of expert"]
+        grid.reshape("tp=2,dp=4,pp=2", views={"expert": "ep=8,pp=2"})
+        assert grid.create_pg("pp") is grid.get_pg("pp", view="expert")
+
+
+TARGETS = [
+    ("tp=4,dp=4", None, WorldSizeError, "16 ranks"),
+    ("tp=3,dp=-1", None, WorldSizeError, "8 ranks"),
+    ("tp=x", None, NotationError, "tp=x"),
+    (RankLayout([4], ["dp"]), None, WorldSizeError, r"4\.\.7"),
+    (RankLayout([8], ["dp"], 1), None, WorldSizeError, "0, 8"),
+    ([2, 4], None, LayoutError, "target"),
+    ({"tp": 3}, None, WorldSizeError, "tp=3"),
+    ("tp=2,dp=2,pp=2", None, LayoutError, "shared"),
+    ("tp=8", {"expert": "ep=3,e=-1"}, LayoutError, "expert"),
+    ("tp=8", {"expert": "ep=x"}, LayoutError, "expert"),
+    ("tp=8", {"other": "ep=8"}, UnknownViewError, "other"),
+    ("tp=8", ["expert"], LayoutError, "views"),
+]
+
+
+# A target that cannot be is refused, and so is a view that does not fit; nothing has changed.
+@pytest.mark.parametrize(("target", "views", "error", "names"), TARGETS)
+def test_refused_targets(target, views, error, names):
+    with fake_world(16), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        grid.register_view("expert", [4, 2], ["ep", "dp2"], [])
+        grid.register_view("shared", [2, 4], ["ep", "dp"], ["dp"])
+        grid.create_pgs(["tp", {"dims": "ep", "view": "expert"}])
+        with unchanged(grid), pytest.raises(error, match=names):
+            grid.reshape(target, views=views)
+        grid.reshape("tp=2,dp=4")
+
+
+# What other threads do to a grid that is being reshaped is refused, and so is a second reshape.
+def test_one_thread_reshapes():
     with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
         grid.create_pg("tp")
-        planned = grid.plan_pg("dp", name="late")
-        with unchanged(grid), pytest.raises(CreationError, match=r"over dp \(late\) are planned"):
-            grid.reshape("tp=4,dp=2")
-        group = planned.create()
+        with reshaping(grid._state.owner):
+            for call in (
+                lambda: grid.create_pg("dp"),
+                lambda: grid.destroy_pg("tp"),
+                lambda: grid.reshape("tp=4,dp=2"),
+            ):
+                with pytest.raises(CreationError, match="another thread"):
+                    call()
         grid.reshape("tp=4,dp=2")
-        assert group not in registered_groups()
 
 
-# A destroyed grid has no other shape; one without a world has, and its layout is the new one.
-def test_without_a_world():
+# Groups that differ in an option are not taken for each other, and keep theirs.
+def test_options():
+    minute = timedelta(minutes=1)
+    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+        grid.create_pg(["tp", "cp"])
+        grid.create_pg(["tp", "cp"], name="a", group_desc="mine")
+        timed = grid.create_pg(["tp", "cp"], name="b", timeout=minute)
+        grid.create_pg("tp", timeout=minute)
+        grid.create_pg("dp", name="a", group_desc="mine")
+        grid.reshape("tp=4,dp=2")
+        assert grid.ensure_pg("tp", timeout=minute) is timed
+        grid.reshape("cp=2,dp=4")
+        assert registered_groups() == {dist.group.WORLD, grid.get_pg("dp", name="a")}
+        assert grid.get_pg("dp", name="a").group_desc == "mine"
+
+
+# Keys that may share hold one group again; one that may not takes none of theirs, nor the other way
+# round.
+def test_sharing():
+    with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
+        dp = grid.create_pg("dp", share="identical")
+        assert grid.create_pg(["cp", "dp"], share="identical") is dp
+        own = grid.create_pg("dp", name="own")
+        grid.reshape("cp=1,tp=2,dp=4")
+        assert grid.get_pg("dp") is grid.get_pg(["dp", "cp"]) is dp
+        assert grid.get_pg("dp", name="own") is own
+        assert len(grid.reshape("tp=4,cp=1,dp=2").created) == 3
+        one = grid.get_pg("dp")
+        assert one is grid.get_pg(["cp", "dp"]) is not grid.get_pg("dp", name="own")
+        assert dist.get_process_group_ranks(one) == [1, 5]
+        assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
+        result = grid.reshape("tp=4,dp=2")
+        assert list(map(str, result.destroyed)) == ["cp+dp"]  # the key; its group is dp's
+        assert grid.get_pg("dp") is one
+        assert grid.explain("dp").served_by is None
+
+
+# A rank outside has None, before and after; a grid without a world has no groups, and other dims.
+def test_outside():
+    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        assert str(grid.reshape("tp=4")).startswith("tp=2,dp=2 -> tp=4\n  kept: tp\n")
+        assert grid.get_pg("tp") is None
+        with pytest.raises(UnknownDimError):
+            grid.get_pg("dp")
     grid = HyperCommGrid([2, 4], ["tp", "dp"], world_size=8)
     assert str(grid.reshape("tp=4,dp=2")).startswith("tp=2,dp=4 -> tp=4,dp=2\n  kept: none")
     assert grid.get_rank_enum("dp")[0] == [0, 4]
     grid.destroy()
     with pytest.raises(GridDestroyedError):
         grid.reshape("tp=8")
-
-
-# On a rank outside the grid, groups are None before and after.
-def test_rank_outside():
-    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        result = grid.reshape("tp=4")
-        assert grid.get_pg("tp") is None
-        assert str(result).startswith("tp=2,dp=2 -> tp=4\n  kept: tp\n")
-        with pytest.raises(UnknownDimError):
-            grid.get_pg("dp")
-
-
-# After a reshape the grid is a grid: keys are created, destroyed, ensured and created in batches,
-# under names in torch that were not there before.
-def test_life_goes_on():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        names = [grid.create_pg("tp").group_name]
-        for target in ("tp=4,dp=2", "tp=2,dp=4", "tp=4,dp=2", "dp=2,tp=4"):
-            grid.reshape(target)
-            names.append(grid.get_pg("tp").group_name)
-            names += [group.group_name for group in grid.create_pgs(["dp", ["tp", "dp"]])]
-            grid.destroy_pg("dp")
-            names.append(grid.create_pg("dp", name="other").group_name)
-            grid.destroy_pg("dp", name="other")
-            grid.destroy_pg(["tp", "dp"])
-        assert len(set(names)) == len(names)
-    assert not dist.is_initialized()

@@ -1,33 +1,55 @@
 """A grid goes on with the ranks that are left, or with more that came."""
 
-import json
+import os
 import signal
-from functools import partial
-from types import SimpleNamespace
+import time
+from datetime import timedelta
 
-import attrs
 import pytest
+import torch
+import torch.distributed as dist
 from busy import late_s
-from hypercomm.process_groups.agreement.agreement import Agreement
-from hypercomm.process_groups.agreement.meeting import End, decide, end_of
-from ranks import survivor_ranks
-from ranks.mortal_ranks import exit_codes
-from store_of_dict import Store
+from ranks.common import sum_over
+from ranks.mortal_ranks import attempt, run_scene
 
-from hypercomm import RankLayout
-from hypercomm.process_groups.agreement.survivors import Choice, Heirs
+from hypercomm import GridSet, HyperCommGrid, renew_world
+from hypercomm.errors import (
+    CreationError,
+    GroupCreationTimeout,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+)
+from hypercomm.process_groups.torch_internals import store as c10d
+from hypercomm.testing import fake_world, registered_groups, run_ranks
+
+GROUPS, PATIENCE = timedelta(seconds=3), timedelta(seconds=5)
 
 
-def run_scene(folder, scene, size, *args, victims=(), timeout_s=30):
-    """Run a scene on the ranks of a job; what each survivor tells."""
-    others = size - len(victims)
-    where = (str(folder), size, timeout_s, scene)
-    codes = exit_codes(survivor_ranks.take_part, size, *where, *args, others, seconds=90)
-    assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(size)]
-    return {
-        rank: json.loads((folder / f"{rank}.json").read_text())
-        for rank in {*range(size)} - {*victims}
-    }
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def figures(grid):
+    """What communicates: the sum over each group, and in which order its members are."""
+    told = {}
+    for key, group in grid.pgs.items():
+        told[str(key)] = None
+        if group is not None:
+            parts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+            dist.all_gather(parts, torch.tensor([dist.get_rank()]), group=group)
+            told[str(key)] = [sum_over(group), [part.item() for part in parts]]
+    return told
+
+
+def is_clean(grid):
+    """Whether torch has WORLD and the groups of the grid, and no others."""
+    return registered_groups() == {dist.group.WORLD, *filter(None, grid.pgs.values())}
+
+
+def create(grid, *keys):
+    grid.create_pgs([{"dims": dims, "timeout": GROUPS} for dims in keys])
+    return grid
 
 
 def sum_of(ranks):
@@ -37,120 +59,295 @@ def sum_of(ranks):
 
 def groups_in(ranks, tp, rank):
     """The groups over tp and dp that a rank is in, where tp counts fastest in a list of ranks."""
+    if rank not in ranks:
+        return {"tp": None, "dp": None}
     at = ranks.index(rank)
     first = at - at % tp
     return {"tp": sum_of(ranks[first : first + tp]), "dp": sum_of(ranks[at % tp :: tp])}
 
 
-# One of four dies: the others find out, hear who it was, and communicate over new groups; a second
-# dies, and the last two go on in an order of their own.
+# ---- after a loss -------------------------------------------------------------------------------
+
+
+def lose(rank, losses):
+    """Lose ranks, once or again: each time the victims, the ranks that go on, and as what."""
+    told = []
+    grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
+    for victims, ranks, target in losses:
+        if rank in victims:
+            die()
+        failed, _ = attempt(lambda: sum_over(grid.get_pg("tp+dp")))
+        left = grid.survivors(PATIENCE)
+        said = str(grid.reshape(target, ranks=ranks))
+        told.append([failed.split(":")[0], left, said, figures(grid), is_clean(grid)])
+    return told
+
+
+# Ranks die, once or again: the others find out, hear who it was, and communicate over new groups,
+# in an order of their own; a partner of a lost rank may be spare.
 @pytest.mark.long
-def test_one_after_the_other(tmp_path):
-    losses = [([3], [0, 1, 2], "tp=1,dp=3"), ([1], [2, 0], "tp=2,dp=1")]
-    got = run_scene(tmp_path, "lose", 4, losses, victims=[1, 3])
-    for rank, (first, second) in got.items():
-        for told, left, ranks, tp in (
-            (first, [0, 1, 2], [0, 1, 2], 1),
-            (second, [0, 2], [2, 0], 2),
-        ):
-            failed, waited, found, said, figures, is_in, is_clean = told
-            assert failed.startswith(("RuntimeError: ", "DistBackendError: "))
-            assert waited < 12
-            assert found == left
-            assert figures.pop("tp+dp") == sum_of(ranks)
-            assert figures == groups_in(ranks, tp, rank)
-            assert is_in
-            assert is_clean
+@pytest.mark.parametrize(
+    ("size", "losses"),
+    [
+        (4, [([3], [0, 1, 2], "tp=1,dp=3"), ([1], [2, 0], "tp=2,dp=1")]),
+        (8, [([2, 5], [0, 1, 6, 7], "tp=2,dp=2")]),
+    ],
+)
+def test_a_loss(tmp_path, size, losses):
+    lost = [victim for victims, _, _ in losses for victim in victims]
+    for rank, told in run_scene(tmp_path, lose, size, losses, victims=lost).items():
+        left = {*range(size)}
+        for (victims, ranks, target), got in zip(losses, told, strict=True):
+            failed, found, said, sums, clean = got
+            left -= {*victims}
+            assert failed in ("RuntimeError", "DistBackendError")
+            assert found == sorted(left)
+            assert sums.pop("tp+dp") == (sum_of(ranks) if rank in ranks else None)
+            assert sums == groups_in(ranks, int(target[3]), rank)
+            assert clean
             assert "\n  kept: none\n  created: tp, dp, tp+dp\n  destroyed: tp, dp, tp+dp" in said
-        assert first[3].endswith("\n  lost: 3: tp=1,dp=1")
+            assert "lost: " in said
 
 
-# Two of eight die, and six go on as they were but for the partner of one, which is spare.
-@pytest.mark.long
-def test_two_at_once(tmp_path):
-    ranks = [0, 1, 4, 5, 6, 7]
-    losses = [([2, 3], ranks, "tp=2,dp=3")]
-    got = run_scene(tmp_path, "lose", 8, losses, victims=[2, 3])
-    for rank, (told,) in got.items():
-        _, _, left, _, figures, _, is_clean = told
-        assert left == ranks
-        assert figures.pop("tp+dp") == sum_of(ranks)
-        assert figures == groups_in(ranks, 2, rank)
-        assert is_clean
-
-
-# Of eight, one dies; its partner calls the same and is outside, without groups.
-@pytest.mark.long
-def test_a_spare_rank(tmp_path):
-    ranks = [0, 1, 2, 3, 6, 7]
-    got = run_scene(tmp_path, "lose", 8, [([5], ranks, "tp=2,dp=3")], victims=[5])
-    for rank, (told,) in got.items():
-        _, _, left, said, figures, is_in, is_clean = told
-        assert left == [0, 1, 2, 3, 4, 6, 7]
-        assert is_in == (rank != 4)
-        assert is_clean
-        whole = figures.pop("tp+dp")
-        if rank == 4:
-            assert (whole, figures) == (None, {"tp": None, "dp": None})
-        else:
-            assert whole == sum_of(ranks)
-            assert figures == groups_in(ranks, 2, rank)
-        assert said.endswith("\n  lost: 4..5: dp=2")
+def lose_of_a_set(rank):
+    grids = GridSet.tile(encoder="tp=2,dp=2", llm="tp=2,dp=2", share="identical")
+    keys = [{"dims": dim, "timeout": GROUPS} for dim in ("tp", "dp")]
+    grids.create_pgs({"encoder": keys, "llm": keys})
+    if rank == 6:
+        die()
+    left = grids["llm"].survivors(PATIENCE) if rank > 3 else None
+    grids["llm"].reshape("tp=1,dp=3", ranks=[4, 5, 7], timeout=2 * PATIENCE)
+    twin = {"dims": "dp", "name": "twin"}
+    grids.create_pgs({"encoder": [twin], "llm": [twin]})
+    return [left, figures(grids["encoder"]), figures(grids["llm"]), list(grids.spare_ranks)]
 
 
 # One module of a set loses a rank: it goes on without, the other as it is, and both create jointly.
 @pytest.mark.long
 def test_a_set(tmp_path):
-    got = run_scene(tmp_path, "lose_of_a_set", 8, victims=[6])
-    for rank, (left, said, encoder, llm, placement, spare, text) in got.items():
-        assert left == (None if rank < 4 else [4, 5, 7])
-        assert said.startswith("tp=2,dp=2 -> tp=1,dp=3\n")
-        ours, theirs = (groups_in([0, 1, 2, 3], 2, rank), None) if rank < 4 else (None, None)
-        if rank > 3:
-            theirs = groups_in([4, 5, 7], 1, rank)
-        for figures, wanted in ((encoder, ours), (llm, theirs)):
-            if wanted is None:
-                assert set(figures.values()) == {None}
-            else:
-                twin = next(value for key, value in figures.items() if "twin" in key)
-                assert twin == wanted["dp"]
-                assert {key: figures[key] for key in wanted} == wanted
-        assert (placement, spare) == ("disjoint", [6])
-        assert "tp=1,dp=3" in text
+    for rank, got in run_scene(tmp_path, lose_of_a_set, 8, victims=[6]).items():
+        left, encoder, llm, spare = got
+        assert (left, spare) == (None if rank < 4 else [4, 5, 7], [6])
+        for sums, ranks, tp in ((encoder, [0, 1, 2, 3], 2), (llm, [4, 5, 7], 1)):
+            wanted = groups_in(ranks, tp, rank)
+            assert sums == {**wanted, "dp (twin)": wanted["dp"]}
+
+
+def wake(rank):
+    """Rank 2 notices an error of its own; the others wait for it in a collective."""
+    grid = HyperCommGrid("tp=2,dp=2")
+    grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=40))
+    begin = time.monotonic()
+    try:
+        if rank == 2:
+            torch.zeros(2) @ torch.zeros(3)
+        sum_over(grid.get_pg("tp+dp"))
+    except RuntimeError:
+        left = grid.survivors(timedelta(seconds=41))
+    return [left, time.monotonic() - begin, str(grid.reshape("dp=4", ranks=left))]
+
+
+# survivors() ends the grid's groups, so that ranks that wait in a collective come, too; and it
+# does so although the frames of the exception at hand refer to them.
+@pytest.mark.long
+def test_waiting_ranks_wake_up():
+    for left, waited, said in run_ranks(lambda: wake(dist.get_rank()), 4, timeout=90):
+        assert (left, "created: tp+dp" in said or "destroyed: tp+dp" in said) == (
+            (0, 1, 2, 3),
+            True,
+        )
+        assert waited < late_s(5)
+
+
+# A timeout has to be longer than that of the groups; then the groups are ended, and their keys wait
+# for a reshape.
+def test_timeouts():
+    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+        grid.create_pg("tp", timeout=timedelta(seconds=20))
+        group = grid.create_pg("dp", timeout=timedelta(seconds=40))
+        for seconds in (10, 40):
+            with pytest.raises(GroupOptionsError, match=r"dp for 0:00:40, .*seconds=40\)"):
+                grid.survivors(timedelta(seconds=seconds))
+        assert grid.get_pg("dp") is group
+        assert grid.survivors(timedelta(seconds=41)) == tuple(range(8))
+        assert registered_groups() == {dist.group.WORLD}
+        with pytest.raises(GroupMissingError, match="reshape"):
+            grid.get_pg("dp")
+        with pytest.raises(GroupExistsError, match="reshape"):
+            grid.create_pg("dp")
+        assert "destroyed: tp, dp" in str(grid.reshape("tp=4,dp=2", ranks=range(8)))
+        assert grid.get_pg("tp").size() == 4
+        with pytest.raises(CreationError, match="min_ranks=9"):
+            grid.survivors(timedelta(hours=1), min_ranks=9)
+
+
+def wait_elsewhere(rank):
+    """Rank 2 does not come: it waits for rank 3, which is in no grid of the others."""
+    grid = HyperCommGrid("dp=3", world_size=4)
+    if rank == 2:
+        other = HyperCommGrid("pp=2", rank_offset=2, name="other", world_size=4)
+        return attempt(lambda: other.create_pg("pp", timeout=timedelta(seconds=6)))[0]
+    if rank == 3:
+        return ""
+    time.sleep(1)  # rank 2 says by then whom it waits for
+    said, _ = attempt(lambda: grid.survivors(timedelta(seconds=2), min_ranks=3))
+    return [grid.survivors(timedelta(seconds=2)), said]
+
+
+# A rank that waits for one outside is not among the survivors; too few may not go on.
+@pytest.mark.long
+def test_who_waits_elsewhere(tmp_path):
+    got = run_scene(tmp_path, wait_elsewhere, 4)
+    for rank in (0, 1):
+        left, said = got[rank]
+        assert left == [0, 1]
+        assert said.startswith("CreationError: ")
+        assert "min_ranks=3" in said
+    assert "rank 3" in got[2]
+
+
+# ---- lists of ranks -----------------------------------------------------------------------------
+
+
+def grow():
+    grid = HyperCommGrid("tp=2,dp=2")
+    grid.create_pgs(["tp", "dp"])
+    told = [figures(grid)]
+    for target, ranks in (("tp=2,dp=4", range(8)), ("tp=2,dp=1", [7, 1]), ("tp=4", [0, 1, 6, 7])):
+        grid.reshape(target, ranks=ranks)
+        told.append(figures(grid))
+    grid.destroy()
+    return told, is_clean(grid)
 
 
 # Ranks that were outside come: they call the same. They may go again, in any order.
-def test_ranks_that_come(tmp_path):
-    got = run_scene(tmp_path, "grow", 8)
-    none = {"tp": None, "dp": None}
-    for rank, (told, is_clean) in got.items():
-        four = groups_in([0, 1, 2, 3], 2, rank) if rank < 4 else none
-        two = groups_in([7, 1], 2, rank) if rank in (7, 1) else none
-        last = groups_in([0, 1, 6, 7], 4, rank)["tp"] if rank in (0, 1, 6, 7) else None
-        assert told == [four, groups_in(list(range(8)), 2, rank), two, {"tp": last}]
-        assert is_clean
+def test_ranks_that_come():
+    for rank, (told, clean) in enumerate(run_ranks(grow, 8, timeout=90)):
+        *others, last = told
+        lists = [[0, 1, 2, 3], list(range(8)), [7, 1]]
+        assert others == [groups_in(ranks, 2, rank) for ranks in lists]
+        assert last == {"tp": groups_in([0, 1, 6, 7], 4, rank)["tp"]}
+        assert clean
+
+
+def name_the_dead(rank):
+    grid = create(HyperCommGrid("tp=2,dp=2"), "tp", "dp")
+    if rank == 2:
+        die()
+    begin = time.monotonic()
+    with pytest.raises(GroupCreationTimeout) as caught:
+        grid.reshape("tp=1,dp=4", ranks=range(4), timeout=timedelta(seconds=2))
+    told = [caught.value.missing, time.monotonic() - begin, str(grid.layout), len(grid.pgs)]
+    grid.reshape("tp=1,dp=3", ranks=[0, 1, 3], timeout=PATIENCE)
+    return [*told, figures(grid)]
 
 
 # A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
 # without it they go on.
 @pytest.mark.long
 def test_a_dead_rank_in_the_list(tmp_path):
-    got = run_scene(tmp_path, "name_the_dead", 4, victims=[2])
-    for rank, ((said, missing, waited), kept, figures) in got.items():
-        assert "for rank 2 (tp=0, dp=2; host" in said
-        assert missing == [2]
+    for rank, got in run_scene(tmp_path, name_the_dead, 4, victims=[2]).items():
+        missing, waited, *kept, sums = got
+        assert (missing, kept) == ([2], ["tp=2,dp=2", 2])
         assert waited < 2 + late_s(2)
-        assert kept == ["tp=2,dp=2", ["dp", "tp"]]
-        assert figures == groups_in([0, 1, 3], 1, rank)
+        assert sums == groups_in([0, 1, 3], 1, rank)
 
 
-# A rank that waits for one outside is not among the survivors, and they do not wait for it again.
+def disagree(lists, target, late):
+    """Ranks go on with different ranks; then, told so, with the same ones."""
+    rank = dist.get_rank()
+    grid = HyperCommGrid("tp=2,dp=2")
+    grid.create_pgs(["tp", "dp"])
+    before, said, waited = dict(grid.pgs), "", 0.0
+    if rank == late:
+        time.sleep(1)
+    if rank in lists[rank]:
+        said, waited = attempt(lambda: grid.reshape(target, ranks=lists[rank]))
+    same = dict(grid.pgs) == before
+    works = sum_over(grid.get_pg("dp"))
+    if rank < 3:
+        grid.reshape("tp=1,dp=3", ranks=[0, 1, 2])
+    return said, waited, same, works, figures(grid) if rank < 3 else {}
+
+
+# Ranks that go on with different ranks, or with the same in another order, all hear so, whoever
+# comes late; nothing has changed, and the next call works.
+@pytest.mark.parametrize(
+    ("lists", "target", "late"),
+    [
+        ([[0, 1, 2, 3]] * 3 + [[1, 2, 3]], "tp=1,dp=-1", -1),
+        ([[0, 1, 2, 3]] * 3 + [[1, 2, 3]], "tp=1,dp=-1", 3),
+        ([[0, 1, 2, 3]] * 2 + [[1, 2, 3]] * 2, "tp=1,dp=-1", 0),
+        ([[0, 1, 2], [0, 2, 1], [0, 1, 2], [0, 1, 2]], "dp=3", -1),
+    ],
+)
+def test_lists_that_differ(lists, target, late):
+    got = run_ranks(disagree, 4, args=(lists, target, late), timeout=60)
+    for rank, (said, waited, same, works, sums) in enumerate(got):
+        assert said.startswith("PlanMismatchError: ") == (rank in lists[rank]), said
+        assert (waited < late_s(5), same) == (True, True)
+        assert works == sum_of(range(rank % 2, 4, 2))[0]
+        assert not sums or sums == groups_in([0, 1, 2], 1, rank)
+
+
+def paused(rank, how):
+    """Ranks 2 and 3 stand still while the others continue without them; then they want to, too."""
+    grid = create(HyperCommGrid("tp=2,dp=2"), "tp", "dp")
+    world = c10d.store()
+    if rank > 1:
+        world.wait(["continued"])
+    ranks, told = [[0, 1], [2, 3]][rank // 2], []
+    calls = {
+        "reshape": lambda: grid.reshape("dp=2", ranks=ranks, timeout=PATIENCE),
+        "alone": lambda: grid.reshape("dp=1", ranks=[rank], timeout=PATIENCE),
+        "renew": lambda: renew_world(ranks, timeout=PATIENCE),
+    }
+    if rank > 1:
+        told = [attempt(lambda: grid.survivors(PATIENCE))[0]]
+        return told + [attempt(calls[how])[0] for _ in range(2)]
+    left = grid.survivors(PATIENCE)
+    calls["renew" if how == "renew" else "reshape"]()
+    total = sum_over(dist.group.WORLD if how == "renew" else grid.get_pg("dp"))
+    world.set("continued", "")
+    return [left, total]
+
+
+# Two sets of ranks with nobody in common cannot both continue: who comes later is refused, each
+# time.
 @pytest.mark.long
-def test_who_waits_elsewhere(tmp_path):
-    got = run_scene(tmp_path, "wait_elsewhere", 4)
-    assert [got[rank][0] for rank in (0, 1)] == [[0, 1]] * 2
-    assert max(got[rank][1] for rank in (0, 1)) < 2 + 6
-    assert "rank 3" in got[2]
+@pytest.mark.parametrize("how", ["reshape", "alone", "renew"])
+def test_disjoint_lists(tmp_path, how):
+    got = run_scene(tmp_path, paused, 4, how)
+    assert [got[rank] for rank in (0, 1)] == [[[0, 1], 11]] * 2
+    for rank in (2, 3):
+        for said in got[rank]:
+            assert said.startswith("CreationError: "), said
+            assert "without rank" in said
+
+
+# ---- a new WORLD --------------------------------------------------------------------------------
+
+
+def renew(rank, losses, folder):
+    """Lose ranks, once or again; the rest makes a WORLD of its own, and the grid goes on in it."""
+    told, number = [], rank
+    grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp")
+    for at, (victims, going, target) in enumerate(losses):
+        if number in victims:
+            die()
+        left = grid.survivors(PATIENCE)
+        store = dist.FileStore(f"{folder}/{at}") if folder else None
+        job = renew_world(left, store=store, timeout=2 * PATIENCE)
+        early, _ = attempt(lambda: grid.create_pg("tp", name="early"))
+        result = grid.reshape(target, ranks=[job.numbers[one] for one in going])
+        here = [job.rank, job.size, dist.get_rank(), dist.get_world_size()]
+        whole = sum_over(dist.group.WORLD)
+        told.append([left, here, early, result.lost.words, figures(grid), whole, is_clean(grid)])
+        number = job.rank
+    grid.destroy()
+    job.leave()
+    assert not dist.is_initialized()
+    return told
 
 
 # One of four dies, then the first of the rest: each time those that are left make a WORLD of their
@@ -160,112 +357,52 @@ def test_who_waits_elsewhere(tmp_path):
 def test_a_new_world(tmp_path, in_a_file):
     losses = [([2], [0, 1, 3], "tp=1,dp=3"), ([0], [2, 1], "tp=2,dp=1")]
     folder = str(tmp_path) if in_a_file else ""
-    got = run_scene(tmp_path, "renew", 4, losses, folder, victims=[0, 2])
-    new = {1: 1, 3: 2}  # numbers after the first loss
-    for rank, (first, second) in got.items():
-        left, here, early, lost, figures, whole, is_in, is_clean = first
-        assert (left, here) == ([0, 1, 3], [new[rank], 3, new[rank], 3])
-        assert early.startswith("CreationError: this grid (tp=2,dp=2) has numbers of ranks from")
-        assert lost == "2: tp=0,dp=1"
-        assert whole == 111
-        assert figures == groups_in([0, 1, 2], 1, new[rank])
-        assert is_in
-        assert is_clean
-        left, here, _, lost, figures, whole, is_in, is_clean = second
-        assert (left, here) == ([1, 2], [new[rank] - 1, 2] * 2)
-        assert lost == "0: dp=0"
-        assert whole == 11
-        assert figures == groups_in([1, 0], 2, new[rank] - 1)
-        assert is_in
-        assert is_clean
+    got = run_scene(tmp_path, renew, 4, losses, folder, victims=[0, 2])
+    for rank, told in got.items():
+        new = {1: 1, 3: 2}[rank]  # its number after the first loss
+        for one, left, number, lost, ranks, tp in (
+            (told[0], [0, 1, 3], new, "2: tp=0,dp=1", [0, 1, 2], 1),
+            (told[1], [1, 2], new - 1, "0: dp=0", [1, 0], 2),
+        ):
+            found, here, early, words, sums, whole, clean = one
+            assert (found, here) == (left, [number, len(left)] * 2)
+            assert early.startswith("CreationError: this grid ")
+            assert words == lost
+            assert whole == int("1" * len(left))
+            assert sums == groups_in(ranks, tp, number)
+            assert clean
+
+
+def renew_without_one(rank, lists):
+    """Rank 3 does not come, or a rank means other ranks, before three make a new WORLD."""
+    grid = HyperCommGrid("dp=4")
+    grid.create_pg("dp")
+    said, waited = "", 0.0
+    if rank < 3:
+        said, waited = attempt(lambda: renew_world(lists[rank], timeout=timedelta(seconds=2)))
+    works = sum_over(grid.get_pg("dp"))
+    if rank == 3:
+        return [attempt(lambda: renew_world([0, 1, 2]))[0], works]
+    with renew_world([2, 0, 1], timeout=PATIENCE) as job:
+        return [said, waited, works, job.rank, sum_over(dist.group.WORLD)]
 
 
 # Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
 # meant is refused.
 @pytest.mark.long
-def test_a_new_world_without_one(tmp_path):
-    *got, (said, works) = run_scene(tmp_path, "renew_without_one", 4).values()
-    for rank, (words, missing, waited, total, number, whole) in enumerate(got):
-        assert words.startswith("renew_world() of ranks 0..")
-        assert "with the same ranks in one order" in words
-        assert missing == [[2, 3], [2, 3], [0, 1]][rank]
-        assert 2 <= waited < 2 + 3
-        assert (total, works) == (1111, 1111)
-        assert (number, whole) == ([1, 2, 0][rank], 111)
-    assert said.startswith("RankOutsideError: rank 3 is not among ranks, 0..2; only those of the")
-
-
-# Ranks that go on with different ranks all hear so, whoever comes late; nothing has changed, and
-# the next call works.
-@pytest.mark.parametrize("late", [-1, 0, 3])
-@pytest.mark.parametrize("others", [[3], [2, 3]])
-def test_lists_that_differ(tmp_path, late, others):
-    lists = [[1, 2, 3] if rank in others else [0, 1, 2, 3] for rank in range(4)]
-    got = run_scene(tmp_path, "disagree", 4, lists, late)
-    for rank, (said, waited, same, works, again, figures) in got.items():
-        assert said.startswith("PlanMismatchError: ranks: "), said
-        assert "0..3 " in said
-        assert "1..3 " in said
-        assert "every rank must give reshape() the same ranks" in said
-        assert waited < late_s(5)
-        assert same
-        assert works == sum_of(range(rank % 2, 4, 2))[0]
-        if rank < 3:
-            assert again.startswith("tp=2,dp=2 -> tp=1,dp=3\n")
-            assert figures == groups_in([0, 1, 2], 1, rank)
-
-
-# Of many that are missing others are asked at each look: who goes on with other ranks is found
-# behind those that are dead.
-def test_behind_the_dead():
-    store, ranks = Store(), list(range(16))
-    heirs = Heirs(Agreement(RankLayout([16], ["dp"]), None, None), ranks)
-    other = Choice("host b", "another digest", "0..14", "")
-    store.held["/15"] = json.dumps(attrs.asdict(other))
-    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
-    store.held["place/here/0"] = "1"
-    first, second = (store.hold(heirs.elsewhere(joined, "place")) for _ in range(2))
-    assert first is None
-    assert second.kind == "differs"
-    assert "0..15 on rank 0 (host" in second.words
-    assert "0..14 on rank 15 (host host b)" in second.words
-
-
-def rank_that_waits(other, choice):
-    """Rank 0 at "place", which goes on with 0..2, and how it looks what another goes on with."""
-    store = Store()
-    store.held |= {f"/{other}": json.dumps(attrs.asdict(choice)), "place/here/0": "1"}
-    heirs = Heirs(Agreement(RankLayout([4], ["dp"]), None, None), [0, 1, 2])
-    joined = SimpleNamespace(slot="slot", job=SimpleNamespace(rank=0))
-    return store, partial(heirs.elsewhere, joined, "place")
-
-
-# What a rank goes on with where all others have heard that it comes to nothing is no difference: it
-# came late, and will hear so. Where nothing is decided, it is one.
-def test_a_late_choice():
-    store, elsewhere = rank_that_waits(2, Choice("host b", "another", "0..3", "where it waits"))
-    store.hold(decide("where it waits", End("differs", words="of another time")))
-    assert store.hold(elsewhere()) is None
-    del store.held["where it waits"]
-    assert store.hold(elsewhere()).kind == "differs"
-    assert store.hold(end_of("where it waits")).kind == "differs"
-
-
-# A rank that has not heard yet how its own wait has ended spoils nothing for one that has, and went
-# on with other ranks.
-def test_a_choice_of_one_that_went_on():
-    store, elsewhere = rank_that_waits(1, Choice("host b", "another", "0..1", "where it waits now"))
-    store.hold(decide("place", End("missing", (2,))))
-    assert store.hold(elsewhere()) == End("missing", (2,))
-    assert store.hold(end_of("where it waits now")) is None
-
-
-# The same ranks in another order, or as something else: told as for every reshape.
-def test_another_order(tmp_path):
-    got = run_scene(tmp_path, "other_targets", 4)
-    for rank, (said, waited, figures) in got.items():
-        assert figures == groups_in([0, 1, 2, 3], 2, rank)
-        if rank < 3:
-            assert said.startswith("PlanMismatchError: ranks differ in what they create"), said
-            assert "[0,2,1]" in said.replace(" ", "")
-            assert waited < late_s(5)
+@pytest.mark.parametrize(
+    ("lists", "kind", "names"),
+    [
+        ([[0, 1, 2, 3]] * 3, "GroupCreationTimeout", "rank 3"),
+        ([[0, 1, 2]] * 2 + [[2, 0, 1]], "PlanMismatchError", "rank 2"),
+    ],
+)
+def test_a_new_world_without_one(tmp_path, lists, kind, names):
+    *got, (said, works) = run_scene(tmp_path, renew_without_one, 4, lists).values()
+    for rank, (words, waited, total, number, whole) in enumerate(got):
+        assert words.startswith(f"{kind}: renew_world() of ranks "), words
+        assert names in words
+        assert waited < 2 + late_s(2)
+        assert (total, number, whole) == (works, [1, 2, 0][rank], 111)
+    assert works == 1111
+    assert said.startswith("RankOutsideError: rank 3 ")

@@ -72,7 +72,7 @@ def run_scene(folder, scene, size, *args, victims=(), timeout_s=30, seconds=90, 
     module = sys.modules[scene.__module__]
     cloudpickle.register_pickle_by_value(module)
     codes = exit_codes(take_part, size, seconds=seconds, stopped=victims, port=port)
-    assert codes == [-9 if rank in victims else 0 for rank in range(size)]
+    assert codes == [-9 if rank in victims else 0 for rank in range(size)], codes
     return {
         rank: json.loads(Path(folder, f"{rank}.json").read_text())
         for rank in {*range(size)} - {*victims}

@@ -202,7 +202,9 @@ class Call(Generic[T]):
         self._is_finished = False
         self._is_interrupted = False
         self._is_abandoned = False
+        self._is_over = False
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()
 
     @property
     def _round(self) -> Ticket:
@@ -338,6 +340,11 @@ class Call(Generic[T]):
         self.name = f"{key}/{ticket.round}"
         if ticket.record.outcome is not None:
             return ticket.record.outcome
+        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
+            raise CreationError(
+                f"other ranks have continued without rank {job.rank}; end this process, or start "
+                f"the job again"
+            )
         first = ticket.record.first
         if time.monotonic() > self.deadline:
             return self._arrived_late()
@@ -347,11 +354,6 @@ class Call(Generic[T]):
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
-        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
-            raise CreationError(
-                f"other ranks have continued without rank {job.rank}; end this process, or start "
-                f"the job again"
-            )
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         if stale:
             run_one(protocol.Delete(take_stale()))
@@ -552,6 +554,8 @@ class Call(Generic[T]):
     def _report(self, outcome: Outcome | None) -> None:
         """Replace the report of this rank, if there is one, by how its call has ended."""
         job, ticket = self.scope.job, self._ticket
+        with self._reporting:
+            self._is_over = True
         if ticket is None or not (self._waits_for is not None or (outcome and outcome.grids)):
             return
         has_failed = outcome is not None and outcome.kind != "agreed"
