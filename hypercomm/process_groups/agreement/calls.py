@@ -239,8 +239,9 @@ class Call(Generic[T]):
 
         def last_word() -> Outcome:
             if self._ticket is None:
-                _refuse(self.scope, self._refusal(pending))
-                return Outcome("failed", "interrupted")
+                refusal = self._refusal(pending)
+                _refuse(self.scope, refusal)
+                return Outcome("failed", refusal.refusal)
             outcome = self._interruption() if pending else run(self._timed_out())
             return run(protocol.decide(self._ticket, outcome))
 

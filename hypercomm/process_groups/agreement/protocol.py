@@ -261,7 +261,8 @@ def _enter(key: str, proposal: Proposal, heard: int) -> Steps[Ticket]:
         found = Record.parse(key, text)
         if found.outcome is None:
             return Ticket(key, found)
-        if found.outcome.kind in _HEARD_LATER and found.round > heard:
+        is_awaited = proposal.refusal and proposal.rank in found.outcome.absent
+        if found.round > heard and (is_awaited or found.outcome.kind in _HEARD_LATER):
             return Ticket(key, found)
         record = Record(found.round + 1, proposal, previous=found.outcome, agreed=found.agreed)
         seen, text = text, (yield Exchange(key, text, record.text()))
