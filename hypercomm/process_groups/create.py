@@ -83,6 +83,14 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
         raise errors[0]
 
 
+def discard(groups: Iterable[ProcessGroup | None]) -> None:
+    """Destroy what a call has made that fails on other ranks, the last one first."""
+    made = [group for group in groups if group is not None]
+    for group in made:
+        c10d.forget_address(group)
+    destroy(reversed(made))
+
+
 def abort(groups: Iterable[ProcessGroup]) -> None:
     """Abort groups, or destroy those whose backend cannot be aborted; waits for nobody."""
     c10d.abort(list(groups))

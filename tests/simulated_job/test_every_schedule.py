@@ -200,7 +200,9 @@ def test_two_ranks(first, second):
 
 
 # The same of three ranks, of which one does otherwise.
-@pytest.mark.parametrize("deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])])
+@pytest.mark.parametrize(
+    "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
+)
 def test_three_ranks(deed):
     search = Search(["", "", deed])
     assert search.ends

@@ -14,6 +14,7 @@ from simulated_job import (
     attempt,
     gate,
     interrupt_in,
+    mark,
     simulate_job,
     sleep,
     thread,
@@ -74,7 +75,7 @@ def test_the_same_seed_makes_the_same_run():
 
 # Ranks that wait for each other for ever end the run.
 def test_a_run_without_end_is_given_up():
-    assert simulate_job(lambda: gate(f"{dist.get_rank()}"), 2).is_stuck == ""  # one ends, both do
+    assert simulate_job(lambda: gate(f"{dist.get_rank()}"), 2).is_stuck == "all wait for each other"
     assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
 
 
@@ -99,7 +100,10 @@ def another_call(grid, rank):
 
 
 def an_argument(grid, rank):
-    attempt(grid.create_pgs, ["tp", {"dims": "dp", "derive": lambda g: 1 / 0 if rank == 3 else g}])
+    attempt(
+        grid.create_pgs,
+        ["tp", {"dims": "dp", "name": "own", "derive": lambda groups: 1 / (rank - 3) and groups}],
+    )
 
 
 # Of a difference or a refusal all ranks hear at once, also those that arrive afterwards; nothing is
@@ -193,7 +197,7 @@ def test_two_threads_in_two_orders(seed):
                     )
                 )
             )
-            sleep(0.5)
+            sleep(0.05)
         for one in threads:
             one.join()
         return sorted(map(str, grid.pgs)), grid
@@ -296,12 +300,11 @@ def test_one_stall_costs_one_call(pause_s, step):
             fault = Fault(rank, at, "pauses", pause_s)
             job = simulate_job(_marked, 4, args=(program,), seed=at, faults=[fault], timeout_s=T)
             assert {*job.kinds(-1)} == {""}, (fault, job)
-            assert max(len(one.calls) for one in job.ranks) <= 2, (fault, job)
+            others = [one for one in job.ranks if one.number != rank]
+            assert max(len(one.calls) for one in others) <= 2, (fault, job)
 
 
 def _marked(program):
-    from simulated_job import mark
-
     mark()
     return program()
 
@@ -348,7 +351,7 @@ def test_transfers_that_differ(seed):
         for ranks in (mine, [0, 1]):
             mapping = RankMapping(RankLayout([2], ["tp"], ranks=ranks), lone(2))
             attempt(consent, mapping, "all")
-            gate(f"{ranks == mine}")
+            gate("tried")
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)
@@ -424,14 +427,12 @@ def test_keys_in_the_store():
             with square() as grid:
                 attempt(grid.verify)
 
-    counts = {
-        len(simulate_job(program, 4, args=(attempts,)).server.held) for attempts in (2, 5)
-    }
+    counts = {len(simulate_job(program, 4, args=(attempts,)).server.held) for attempts in (2, 5)}
     assert len(counts) == 1, counts
 
 
 # A job that is started again on the store of one that was lost meets nothing of it.
-@pytest.mark.parametrize("at", [3, 8, 15, 25])
+@pytest.mark.parametrize("at", [3, 8, 12, 17])
 def test_a_restart_on_the_old_store(at):
     def program():
         grid = square()
@@ -455,6 +456,7 @@ def test_survivors(step):
         grid = square()
         grid.create_pgs(["tp", "dp"])
         gate("created")
+        mark()
         found = attempt(grid.survivors, seconds(T))
         if found.error is not None:
             gate("once more")
@@ -465,23 +467,15 @@ def test_survivors(step):
 
     for victim in (0, 3):
         for at in range(1, 30, step):
-            job = simulate_job(
-                _after_gate, 4, args=(program,), seed=at, faults=[Fault(victim, at, "dies")]
-            )
+            job = simulate_job(program, 4, seed=at, faults=[Fault(victim, at, "dies")], timeout_s=T)
             check_time(job, 2 * T + GRACE_S)
             left = job.living()
             values = {rank.value[:2] for rank in left}
             assert len(values) == 1, job
-            if values == {((0, 1, 2, 3), "tp=4,dp=1")} and len(left) < 4:
-                continue  # it died after it had been found
-            assert {rank.calls[-1].kind for rank in left} == {""}, job
-
-
-def _after_gate(program):
-    from simulated_job import mark
-
-    mark()
-    return program()
+            ((ranks, _),) = values
+            kinds = {rank.calls[-1].kind for rank in left}
+            is_whole = victim not in ranks or len(left) == 4  # else it died once it was found
+            assert kinds == {""} or (kinds == {"GroupCreationTimeout"} and not is_whole), job
 
 
 # Two sets of ranks, each of which holds the other for lost, do not both continue.

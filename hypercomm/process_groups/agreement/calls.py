@@ -63,7 +63,7 @@ _FINISHED_S = 0.6
 _BEAT_S = 1.0
 """How often the calling thread looks whether the process was stopped, and reports that it lives."""
 
-_STUCK_S = 1.0
+_STUCK_S = 0.8
 """How long after the deadline the calling thread waits for its worker."""
 
 _LAST_WORD_S = 0.5
@@ -309,12 +309,11 @@ class Call(Generic[T]):
         if job.is_reporting:
             job.is_reporting = False
             run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
-        self._ticket = ticket = run(protocol.propose(key, self._proposal, job.heard.get(key, -1)))
-        job.heard[key] = ticket.round
+        self._ticket = ticket = self._enter()
         self.name = f"{key}/{ticket.round}"
-        first = ticket.record.first
-        if ticket.record.outcome is not None:
-            return ticket.record.outcome
+        first, ended = ticket.record.first, ticket.record.outcome
+        if ended is not None:
+            return ended
         if time.monotonic() > self.deadline:
             return self._arrived_late()
         if first.refusal and first is not self._proposal:
@@ -325,6 +324,16 @@ class Call(Generic[T]):
             return run(protocol.decide(ticket, outcome))
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         return None
+
+    def _enter(self) -> Ticket:
+        """Join a round, or hear how one has ended that this rank does not know of."""
+        heard, key = self.scope.job.heard, self.scope.key
+        while True:
+            ticket = run(protocol.propose(key, self._proposal, heard.get(key, -1)))
+            heard[key] = ticket.round
+            ended = ticket.record.outcome
+            if ended is None or ended.token not in self.scope.job.reported:
+                return ticket
 
     def _arrived_late(self) -> Outcome:
         """Return the outcome for this rank alone: its time was over before it arrived."""
@@ -398,8 +407,8 @@ class Call(Generic[T]):
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
             before = ticket.record.previous
-            if before is not None and own in before.absent and states.keys() <= {own}:
-                return _late(own)
+            if before is not None and states.keys() <= {*before.absent}:
+                return _late(*states)  # the others have given up on all that are here
             return (yield from self._missing(absent, "did not join"))
         if self._was_stopped():
             return _late(own)
@@ -546,8 +555,8 @@ def run_one(operation: protocol.Operation) -> Any:
     return run(steps())
 
 
-def _late(rank: int) -> Outcome:
-    return Outcome("missing", f"rank {rank} arrived late", (rank,), (rank,))
+def _late(*ranks: int) -> Outcome:
+    return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
 
 
 def _failed(rank: int, error: BaseException) -> str:

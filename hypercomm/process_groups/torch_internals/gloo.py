@@ -62,6 +62,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._size = size
         self._wait: Wait | None = wait
         self._found: dict[str, bytes] = {}
+        self._own: list[str] = []
         self.error: BaseException | None = None
         """What ended the wait: gloo passes it on in a form of its own."""
 
@@ -73,7 +74,13 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     def set(self, key: str, value: bytes) -> None:
         """Publish the address of this member."""
         self._found[key] = bytes(value)
+        self._own.append(key)
         self._store.set(key, value)
+
+    def forget(self) -> None:
+        """Delete the address of this member: the group has failed."""
+        for key in self._own:
+            self._store.delete_key(key)
 
     def get(self, key: str) -> bytes:
         """Return the address of a member, once it is there."""

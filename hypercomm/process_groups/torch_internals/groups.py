@@ -104,8 +104,10 @@ def new_group(
                 group_desc=group_desc,
             )
         except Exception as error:
-            if isinstance(place, GlooStore) and place.error is not None:
-                raise place.error from error
+            if isinstance(place, GlooStore):
+                _forget_address(place)
+                if place.error is not None:
+                    raise place.error from error
             raise
         finally:
             if isinstance(place, GlooStore):
@@ -113,6 +115,18 @@ def new_group(
     _kept[group] = place
     _table("pg_group_ranks")[group] = Positions(members)
     return group  # type: ignore[no-any-return]
+
+
+def forget_address(group: ProcessGroup) -> None:
+    """Delete what a group of gloo that has failed on other ranks has left in the store."""
+    place = _kept.get(group)
+    if isinstance(place, GlooStore):
+        _forget_address(place)
+
+
+def _forget_address(place: GlooStore) -> None:
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        place.forget()
 
 
 class Positions(Mapping[int, int]):
