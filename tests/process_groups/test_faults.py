@@ -1,130 +1,106 @@
-"""One rank dies, stops, or comes late: every other one ends in time, with the right words."""
+"""One rank of a real job dies or stops: every other one ends in time, with the right words."""
 
 import json
+import os
 import signal
-import socket
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from busy import late_s
-from ranks import fault_ranks, mortal_ranks
+from ranks import mortal_ranks
+from ranks.common import attempt, registered, sum_over
 
-from hypercomm.process_groups import creation
+from hypercomm import HyperCommGrid
+from hypercomm.process_groups.torch_internals.gloo import GlooStore
 
-HOST = socket.gethostname()
-PLACES = ["tp=0, dp=0", "tp=1, dp=0", "tp=0, dp=1", "tp=1, dp=1"]
+SIZE = 4
+EVERY = ["tp", "dp"]
 GRACE_S = late_s(2)
 """How much later than its timeout a rank may end."""
 
 
-def run_job(folder, fault, victim, number, timeout_s, store_in=None):
-    """Run the ranks of a job to their end; what each survivor told, and how each rank ended."""
+def die_once_the_address_is_known(number):
+    """Let this rank get a signal after it has published its address, before it connects."""
+    publish = GlooStore.set
+
+    def publish_and_end(self, key, value):
+        publish(self, key, value)
+        self._store.check([key])  # it has arrived
+        os.kill(os.getpid(), number)
+
+    GlooStore.set = publish_and_end
+
+
+def take_part(rank, port, folder, fault, victim, number, timeout_s):
+    """Be one rank of a job in which the victim gets a signal."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
+    if port == 0:
+        Path(folder, "port.new").write_text(str(store.port))
+        Path(folder, "port.new").rename(Path(folder, "port"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+    grid, before = HyperCommGrid([2, 2], EVERY), len(registered())
+    dist.barrier()
+    if rank == victim and fault == "during":
+        die_once_the_address_is_known(number)
+    elif rank == victim and fault != "after":
+        time.sleep(0.5 if fault == "store" else 0.0)
+        os.kill(os.getpid(), number)
+    timeout = timedelta(seconds=timeout_s)
+    told = [attempt(lambda: grid.create_pg(EVERY, timeout=timeout) is not None)]
+    told.append((len(registered()) - before, len(grid.pgs)))
+    if rank == victim:
+        os.kill(os.getpid(), number)
+    if grid.pgs:
+        told.append(attempt(lambda: sum_over(grid.get_pg(EVERY))))
+    told.append(attempt(grid.destroy))
+    told.append((len(registered()) - before, 0))
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the world is broken: nobody waits for it
+
+
+# Whenever a rank is killed or stopped, or rank 0, which serves the store, every other rank hears so
+# in time, and has nothing left; where the group exists, its next collective ends in time.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "victim", "number"),
+    [
+        ("before", 2, signal.SIGKILL),
+        ("before", 0, signal.SIGSTOP),
+        ("during", 2, signal.SIGKILL),
+        ("during", 0, signal.SIGSTOP),
+        ("after", 2, signal.SIGKILL),
+        ("after", 0, signal.SIGSTOP),
+        ("store", 0, signal.SIGKILL),
+    ],
+)
+def test_a_rank_is_lost(tmp_path, fault, victim, number):
+    timeout_s = 3.0
     codes = mortal_ranks.exit_codes(
-        fault_ranks.take_part,
-        fault_ranks.WORLD_SIZE,
-        *(str(folder), fault, victim, number, timeout_s),
-        server=None if store_in is None else (store_in, folder / "port"),
+        *(take_part, SIZE, str(tmp_path), fault, victim, number, timeout_s),
+        server=(0, tmp_path / "port") if fault == "store" else None,
         stopped=[victim] if number == signal.SIGSTOP else [],
     )
-    told = {
-        rank: json.loads((folder / f"{rank}.json").read_text())
-        for rank in range(fault_ranks.WORLD_SIZE)
-        if (folder / f"{rank}.json").exists()
-    }
-    return told, dict(enumerate(codes))
-
-
-def run_to_the_end(folder, fault, victim, number, timeout_s, store_in=None):
-    """Run a job whose victim ends by SIGKILL, and all others by themselves; what those told."""
-    told, codes = run_job(folder, fault, victim, number, timeout_s, store_in)
-    show(fault, number, told)
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert set(codes.values()) == {0}
-    return told
-
-
-def show(fault, number, told):
-    """Print the figure: how long each survivor waited for its answer."""
-    waits = ", ".join(f"rank {rank} {answers[0][1]:.2f} s" for rank, answers in told.items())
-    print(f"\n{fault} {signal.Signals(number).name if number else ''}: {waits}", end="")
-
-
-# A rank that is killed or stopped before it comes to a creation: every other rank names it within
-# the timeout and two seconds, and has nothing left.
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_never_comes(tmp_path, number, victim, timeout_s):
-    timeout_s *= 2  # a machine that stands still for a second makes others late, too
-    told = run_to_the_end(tmp_path, "before", victim, number, timeout_s)
-    for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
-        (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
-        assert said.startswith("GroupCreationTimeout: the process group over tp+dp of ranks "), said
-        assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not come" in said
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(SIZE)]
+    for rank in {*range(SIZE)} - {victim}:
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        (said, waited), (left, keys), *used, (destroyed, took), (after, _) = told
         assert waited < timeout_s + GRACE_S
-        assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < late_s(1)
-
-
-# A rank that is killed or stopped while it connects: those that it has not connected to name it in
-# time, and have nothing left; for the others, the next collective ends in time.
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_does_not_connect(tmp_path, number, victim):
-    timeout_s = 3.0  # in less, the others may not have heard of each other
-    told = run_to_the_end(tmp_path, "during", victim, number, timeout_s)
-    for rank in set(range(fault_ranks.WORLD_SIZE)) - {victim}:
-        (said, waited), (left, _), *used, (destroyed, took), (after, _) = told[rank]
-        assert waited < timeout_s + GRACE_S
-        if said == "True":
-            ((failed, waited),) = used
-            assert failed.startswith("RuntimeError: ")
-            assert waited < timeout_s + GRACE_S
-        else:
-            assert said.startswith("GroupCreationTimeout: the process group over tp+dp of ranks ")
-            assert f"rank {victim} ({PLACES[victim]}; host {HOST}) did not connect" in said
-            assert (left, used) == ("0 more, 0 in the grid", [])
-        assert (destroyed, after) == ("None", "0 more")
-        assert took < creation.PATIENCE_S + late_s(1)
-
-
-# A rank that is killed or stopped after the creation: the next collective of the others ends with
-# an error within the timeout, and destroying the grid neither hangs nor leaves anything.
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_afterwards(tmp_path, number, timeout_s):
-    told = run_to_the_end(tmp_path, "after", 2, number, timeout_s)
-    for rank in (0, 1, 3):
-        (said, _), (left, _), (second, waited), (destroyed, took), (after, _) = told[rank]
-        assert (said, left) == ("True", "1 more, 1 in the grid")
-        assert second.split(":")[0] in {"RuntimeError", "DistBackendError", "DistNetworkError"}
-        assert waited < timeout_s + GRACE_S
-        assert (destroyed, after) == ("None", "0 more")
+        assert (destroyed, after) == (None, 0)
         assert took < timeout_s + GRACE_S
-
-
-# Rank 0, whose process serves the store, is killed while the others wait for it: they say so.
-def test_the_store_dies(tmp_path, timeout_s):
-    told = run_to_the_end(tmp_path, "store", 0, signal.SIGKILL, timeout_s, store_in=0)
-    for rank in (1, 2, 3):
-        (said, waited), (left, _), (destroyed, took), (after, _) = told[rank]
-        assert said.startswith("CreationError: the process group over tp+dp of ranks "), said
-        assert "the job's store is gone, and with it, as a rule, rank 0" in said
-        assert waited < timeout_s + GRACE_S
-        assert (left, destroyed, after) == ("0 more, 0 in the grid", "None", "0 more")
-        assert took < late_s(1)
-
-
-# A rank that is late by half of the timeout is waited for.
-@pytest.mark.long
-def test_a_late_rank(tmp_path):
-    told, codes = run_job(tmp_path, "late", 2, 0, 3.0)
-    show("late", 0, told)
-    assert set(codes.values()) == {0}
-    for answers in told.values():
-        assert [said for said, _ in answers] == [
-            "True",
-            "1 more, 1 in the grid",
-            "1111",
-            "None",
-            "0 more",
-        ]
+        if said is True:
+            assert fault in {"during", "after"}
+            assert (left, keys) == (1, 1)
+            assert "Error: " in used[0][0]
+            assert used[0][1] < timeout_s + GRACE_S
+        else:
+            assert (left, keys, used) == (0, 0, [])
+            if fault == "store":
+                assert said.startswith("CreationError: "), said
+                assert "store is gone" in said
+            else:
+                assert said.startswith("GroupCreationTimeout: "), said
+                assert f"rank {victim} (" in said
+                assert all(f"rank {other} (" not in said for other in {*range(SIZE)} - {victim})

@@ -18,8 +18,7 @@ from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.process_groups import reshaping
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import registered_groups
-from ranks.common import settle, sum_over
-from ranks.fault_ranks import attempt
+from ranks.common import attempt, settle, sum_over
 
 SHAPE, NAMES = [2, 2, 2], ["tp", "cp", "dp"]
 START, OTHER = "tp=2,cp=2,dp=2", "tp=4,dp=2"

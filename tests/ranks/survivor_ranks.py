@@ -14,8 +14,7 @@ from hypercomm import GridSet, HyperCommGrid, renew_world
 from hypercomm.errors import GroupCreationTimeout
 from hypercomm.process_groups.torch_internals import store as c10d
 from hypercomm.testing import registered_groups
-from ranks.common import sum_over
-from ranks.fault_ranks import attempt
+from ranks.common import attempt, sum_over
 
 PATIENCE = timedelta(seconds=4)
 
