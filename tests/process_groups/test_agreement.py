@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -161,7 +162,7 @@ def test_the_end_of_a_grid():
         dist.destroy_process_group()
         other.destroy()
         other.destroy()
-        return took, left, [attempt(lambda: one.create_pg("x"))[0] for one in (grid, other)]
+        return took, left, [attempt(partial(one.create_pg, "x"))[0] for one in (grid, other)]
 
     for took, left, said in run_ranks(program, 2):
         assert took < late_s(1)
