@@ -530,8 +530,8 @@ class GridView:
         """
         named = isinstance(requests, Mapping) and "dims" not in requests  # else a lone request
         wanted = requests.values() if isinstance(requests, Mapping) and named else requests
-        specs = self._specs(wanted, {"backend": backend, "timeout": timeout, "share": share})
-        groups = create_all(self._owner, specs)
+        defaults: SharedKeywords = {"backend": backend, "timeout": timeout, "share": share}
+        groups = create_all(self._owner, lambda: self._specs(wanted, defaults))
         return dict(zip(requests, groups, strict=True)) if named else groups  # type: ignore[arg-type]
 
     def destroy_pg(

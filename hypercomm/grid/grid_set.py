@@ -396,7 +396,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 f"{{{next(iter(self))!r}: ['tp', ['dp', 'cp']]}}, got {shown(requests)}"
             )
         for name in requests:
-            self[name]  # raises for an unknown one
+            self[name]._owner.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}

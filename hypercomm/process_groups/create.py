@@ -14,7 +14,8 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, Attempt
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, take_stale
+from hypercomm.process_groups.torch_internals.store import forget
 
 
 def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup | None:
@@ -82,6 +83,15 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def discard(groups: Iterable[ProcessGroup | None]) -> None:
+    """Destroy what a call has made that fails on other ranks, the last one first."""
+    try:
+        destroy(reversed([group for group in groups if group is not None]))
+    finally:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            forget(take_stale())
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import inf
 from typing import Any
@@ -25,9 +25,16 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Call, Scope, agree, limit_of, together
+from hypercomm.process_groups.agreement.calls import (
+    Call,
+    Scope,
+    agree,
+    limit_of,
+    refusing,
+    together,
+)
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, abort, create, destroy
+from hypercomm.process_groups.create import Ending, abort, create, destroy, discard
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
@@ -232,7 +239,7 @@ class GroupOwner:
             made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
 
         def undo() -> None:
-            destroy([pg for pg in made if pg is not None])
+            discard(made)
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
         limit_s = limit_of(spec.options.timeout)
@@ -472,7 +479,7 @@ class Batch:
     def undo(self) -> None:
         """Destroy what was created."""
         made, self._made = self._made, []
-        destroy([pg for pg in reversed(made) if pg is not None])
+        discard(made)
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""
@@ -485,22 +492,34 @@ class Batch:
         self._reserved, self._new = [], []
 
 
-def create_all(owner: GroupOwner, specs: Sequence[GroupSpec]) -> list[ProcessGroup | None]:
-    """Create several groups in the order given, on all ranks of the grid or on none.
+def create_all(
+    owner: GroupOwner, find: Callable[[], Sequence[GroupSpec]]
+) -> list[ProcessGroup | None]:
+    """Create several groups in order, on all ranks of the grid or on none.
+
+    Args:
+        owner: The owner.
+        find: Returns the specs; where it raises, the other ranks hear of it.
 
     Raises:
         GroupExistsError: A key is there twice, or exists.
         PlanMismatchError: Another rank creates something else, or failed.
         GroupCreationTimeout: A rank is missing; names it.
     """
-    if not specs:
-        return []
+    owner.check_alive()
     job = current_or_none()
     if job is None:
+        if not find():
+            return []
         raise _not_initialized()
-    check_once(specs)
-    scope, batch = owner.grid_scope(job), Batch(owner, specs)
-    batch.reserve()
+    scope = owner.grid_scope(job)
+    with refusing(scope):
+        specs = find()
+        check_once(specs)
+        batch = Batch(owner, specs)
+        batch.reserve()
+    if not specs:
+        return []
     return create_batches(scope, CREATE, {"": batch}, batch.limit_s())[""]
 
 

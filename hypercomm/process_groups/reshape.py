@@ -17,7 +17,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
-from hypercomm.process_groups.create import check_strategy, create, destroy
+from hypercomm.process_groups.create import check_strategy, create, discard
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
@@ -114,7 +114,7 @@ def reshape(
             made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
 
     def undo() -> None:
-        destroy([pg for pg in reversed(made) if pg is not None])
+        discard(made)
 
     pending = None
     if scope is not None:

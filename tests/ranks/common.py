@@ -68,3 +68,13 @@ def settle():
         if now != before:
             before, since = now, time.monotonic()
         time.sleep(0.1)
+
+
+def attempt(action):
+    """What an action returned or raised, and how long it took."""
+    begin = time.monotonic()
+    try:
+        said = action()
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - begin

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
-from hypercomm.errors import GroupCreationTimeout
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
@@ -137,7 +136,7 @@ CASES = {
 
 def program(case: str) -> Any:
     """Make a call; then all that live repeat it until it succeeds."""
-    size, set_up, retries = CASES[case]
+    _, set_up, retries = CASES[case]
     call = set_up()
     gate("is set up")
     mark()
@@ -166,32 +165,29 @@ def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
     """
     odd = {fault.rank for fault in job.happened}
     words = [job.is_stuck] if job.is_stuck else []
-    held: dict[str, tuple[int, object]] = {}
     for rank in job.living():
         if rank.error is not None:
             words.append(f"{rank} raised {rank.error!r}")
         limit_s = timeout_s + GRACE_S + (extra_s if rank.number in odd else 0.0)
         for call in rank.calls:
+            named = getattr(call.error, "missing", None)
             if call.took_s > limit_s:
                 words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
-            if isinstance(call.error, GroupCreationTimeout):
-                if not call.error.missing or not set(call.error.missing) <= odd:
-                    words.append(f"{rank} accuses {call.error.missing}")
-        for group in rank.groups():
-            first, like = held.setdefault(group.name, (rank.number, group))
-            if group != like:
-                words.append(f"rank {first} has {like}, {rank} has {group}")
-            if rank.number not in group.ranks:
-                words.append(f"{rank} has {group}")
-    for name, (_, group) in held.items():
-        lack = [
-            other.number
-            for other in job.living()
-            if other.number in group.ranks and name not in {own.name for own in other.groups()}
-        ]
-        if lack:
-            words.append(f"ranks {lack} lack {group}")
-    return words
+            if named is not None and (not named or not {*named} <= odd):
+                words.append(f"{rank} accuses {named}")
+    return words + _unlike_groups(job)
+
+
+def _unlike_groups(job: Job) -> list[str]:
+    """Name groups that not all of their members hold alike."""
+    living = {rank.number: {group.name: group for group in rank.held} for rank in job.living()}
+    return [
+        f"rank {rank} holds {group}, and rank {other} {living[other].get(group.name)}"
+        for rank, held in living.items()
+        for group in held.values()
+        for other in (*group.ranks, rank)
+        if other in living and (living[other].get(group.name) != group or rank not in group.ranks)
+    ]
 
 
 def broken_by_fault(job: Job, case: str) -> list[str]:

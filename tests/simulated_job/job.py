@@ -19,7 +19,6 @@ import attrs
 import torch
 import torch.distributed as dist
 
-import hypercomm
 from hypercomm.grid import connect
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals import store as real_store
@@ -27,8 +26,6 @@ from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.other_world import OtherWorld, other_worlds
 from hypercomm.testing.simulation.group import SimulatedGroup
 from simulated_job.scheduler import Clock, EndedError, Scheduler, Task, Threads
-
-assert hypercomm
 
 _LOST = "the link to the simulated store is lost"
 
@@ -282,6 +279,7 @@ class Rank:
         is_dead: Whether it has died.
         points: How many steps it has made since `mark`.
         asked: How often it called each operation of the store.
+        held: The process groups that it has at its end.
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -290,6 +288,7 @@ class Rank:
         self.points = -math.inf
         self.is_dead = self.is_calling = False
         self.calls: list[Made] = []
+        self.held: list[Group] = []
         self.value: Any = None
         self.error: BaseException | None = None
         self.asked: Counter[str] = Counter()
@@ -358,8 +357,7 @@ class Rank:
         return group
 
     def groups(self) -> list[Group]:
-        """Return the process groups that torch has registered for it."""
-        self.world.show()
+        """Return the process groups that torch has registered for it; while it runs."""
         found = []
         for group, name, backend in self.world.groups():
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -498,7 +496,7 @@ def simulate_job(
                         stack.enter_context(mock.patch.object(module, name, _LazyOfRank()))
             start = _Workers(scheduler).start
             stack.enter_context(mock.patch.object(real_store.workers, "start", start))
-            stack.enter_context(mock.patch.object(connect, "_is_live", lambda: True))
+            stack.enter_context(mock.patch.object(connect, "_is_live", return_value=True))
             stack.enter_context(other_worlds(lambda: this_rank().world, functions))
             job.ranks += [Rank(number, job) for number in range(size)]
             for rank in job.ranks:
@@ -524,6 +522,7 @@ def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> No
     except BaseException as error:  # noqa: BLE001 - the test looks at it
         rank.error = error
     finally:
+        rank.held = rank.groups()
         rank.gates["over"] = 1
         rank.job.scheduler.notify(rank.job)
 

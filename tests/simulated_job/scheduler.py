@@ -8,7 +8,7 @@ import math
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from hypercomm.process_groups.torch_internals import store
 
@@ -112,7 +112,7 @@ class Scheduler:
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
-        """Wait until `notify` is called with the same object; return False if that took too long."""
+        """Wait until `notify` is called with the same object; False if that took too long."""
         me = self._me()
         self._check(me)
         me.awaits, me.wake_s = on, until_s
@@ -208,7 +208,7 @@ class Scheduler:
 class _Thread:
     """A real thread, which stays for the next task: a new one is slow to start."""
 
-    idle: list[_Thread] = []
+    idle: ClassVar[list[_Thread]] = []
 
     def __init__(self) -> None:
         self.baton = threading.Lock()

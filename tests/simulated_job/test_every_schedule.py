@@ -82,10 +82,18 @@ def perform(held, operation):
     return None
 
 
-class State(NamedTuple):
-    """The replies to each rank, what the store holds, who has died, and what may still happen."""
+class Node:
+    """Where a rank is: what it asks, how its calls have ended, and replies that lead there."""
 
-    replies: tuple
+    def __init__(self, replies, asks, ended):
+        self.replies, self.asks, self.ended = replies, asks, ended
+        self.after = {}
+
+
+class State(NamedTuple):
+    """Where ranks are, what the store holds, who has died, and what may still happen."""
+
+    nodes: tuple
     items: frozenset
     dead: frozenset
     deaths: int
@@ -103,60 +111,61 @@ class Search:
 
     def __init__(self, deeds, deaths=0, late=0):
         self.makes = [partial(member, rank, len(deeds), deed) for rank, deed in enumerate(deeds)]
-        self.known = {}
-        first = State(((),) * len(deeds), frozenset(), frozenset(), deaths, late)
-        self.seen, waiting = {first}, [first]
-        self.ends = set()
+        self.nodes = {}
+        first = tuple(self.node(rank, ()) for rank in range(len(deeds)))
+        waiting = [State(first, frozenset(), frozenset(), deaths, late)]
+        self.seen, self.ends = {*waiting}, set()
         while waiting:
             state = waiting.pop()
-            after = [*self.after(state)]
+            after = {*self.after(state)}
             if not after:
-                ended = [self.at(rank, replies)[1] for rank, replies in enumerate(state.replies)]
-                self.ends.add((tuple(ended), state.dead))
-            fresh = {*after} - self.seen
-            self.seen |= fresh
-            waiting += fresh
+                self.ends.add((tuple(node.ended for node in state.nodes), state.dead))
+            waiting += after - self.seen
+            self.seen |= after
 
-    def at(self, rank, replies):
-        """Return what a rank asks after some replies, and how its calls have ended."""
-        if (rank, replies) not in self.known:
-            run, ended = self.makes[rank](), []
-            left, asks = [*replies], None
-            try:
-                asks = next(run)
-                while isinstance(asks, Ended) or left:
-                    if isinstance(asks, Ended):
-                        ended.append(asks)
-                        asks = next(run)
-                    else:
-                        asks = run.send(left.pop(0))
-            except StopIteration:
-                asks = None
-            self.known[rank, replies] = asks, tuple(ended)
-        return self.known[rank, replies]
+    def node(self, rank, replies):
+        """Return where a rank is after some replies."""
+        run, ended, left = self.makes[rank](), [], [*replies]
+        try:
+            asks = next(run)
+            while isinstance(asks, Ended) or left:
+                if isinstance(asks, Ended):
+                    ended.append(asks)
+                    asks = next(run)
+                else:
+                    asks = run.send(left.pop(0))
+        except StopIteration:
+            asks = None
+        frames, at = [], run
+        while at is not None and at.gi_frame is not None:
+            frames.append((at.gi_code, at.gi_frame.f_lasti, repr(at.gi_frame.f_locals)))
+            at = at.gi_yieldfrom
+        place = rank, repr(asks), tuple(ended), tuple(frames)
+        return self.nodes.setdefault(place, Node(replies, asks, tuple(ended)))
 
     def after(self, state):
         """Yield the states that may come next."""
-        for rank, replies in enumerate(state.replies):
-            asks, _ = self.at(rank, replies)
-            if asks is None or rank in state.dead:
+        for rank, node in enumerate(state.nodes):
+            if node.asks is None or rank in state.dead:
                 continue
 
-            def answered(reply, rank=rank):
-                all_replies = list(state.replies)
-                all_replies[rank] = (*all_replies[rank], reply)
-                return state._replace(replies=tuple(all_replies))
+            def answered(reply, rank=rank, node=node):
+                if reply not in node.after:
+                    node.after[reply] = self.node(rank, (*node.replies, reply))
+                nodes = list(state.nodes)
+                nodes[rank] = node.after[reply]
+                return state._replace(nodes=tuple(nodes))
 
             if state.deaths:
                 yield state._replace(dead=state.dead | {rank}, deaths=state.deaths - 1)
             held = dict(state.items)
-            if isinstance(asks, Look):
-                if held.get(KEY) != asks.text:
+            if isinstance(node.asks, Look):
+                if held.get(KEY) != node.asks.text:
                     yield answered("news")
                 elif state.late:
                     yield answered("late")._replace(late=state.late - 1)
             else:
-                reply = perform(held, asks)
+                reply = perform(held, node.asks)
                 yield answered(reply)._replace(items=frozenset(held.items()))
 
     def broken(self):

@@ -64,7 +64,7 @@ _FINISHED_S = 0.6
 _BEAT_S = 1.0
 """How often the calling thread looks whether the process was stopped, and reports that it lives."""
 
-_STUCK_S = 1.0
+_STUCK_S = 0.8
 """How long after the deadline the calling thread waits for its worker."""
 
 _LAST_WORD_S = 0.5
@@ -266,8 +266,9 @@ class Call(Generic[T]):
 
         def last_word() -> Outcome:
             if self._ticket is None:
-                self.scope.refuse(self._refusal(pending))
-                return Outcome("failed", "interrupted")
+                refusal = self._refusal(pending)
+                self.scope.refuse(refusal)
+                return Outcome("failed", refusal.refusal)
             outcome = self._interruption() if pending else run(self._timed_out())
             return run(protocol.decide(self._ticket, outcome))
 
@@ -431,8 +432,8 @@ class Call(Generic[T]):
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
             before = (ticket.record.failed or (None,))[-1]
-            if before is not None and own in before.absent and states.keys() <= {own}:
-                return _late(own)
+            if before is not None and states.keys() <= {*before.absent}:
+                return _late(*states)  # the others have given up on all that are here
             return (yield from self._missing(absent, "missing", "did not join"))
         if self._was_stopped():
             return _late(own)
@@ -575,8 +576,8 @@ def run_one(operation: protocol.Operation) -> Any:
     return run(steps())
 
 
-def _late(rank: int) -> Outcome:
-    return Outcome("missing", f"rank {rank} arrived late", (rank,), (rank,))
+def _late(*ranks: int) -> Outcome:
+    return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
 
 
 def ask(title: str, question: Callable[[], V], limit_s: float) -> V:

@@ -279,6 +279,8 @@ def propose(
             yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
             text, seen = (yield Read(key)) or "", found.round
             continue
+        if found.round > seen and proposal.refusal and proposal.rank in found.outcome.absent:
+            return Ticket(key, found)  # the others have given up on this rank: nobody waits for it
         record = found.next(proposal)
         text = yield Exchange(key, text, record.text())
         if text == record.text():

@@ -1,0 +1,75 @@
+"""One fault of one rank, at every step of every call; and random programs with one mistake."""
+
+import itertools
+import random
+
+import pytest
+
+from simulated_job import Fault, simulate_job
+from simulated_job.cases import CASES, T, broken, broken_by_fault, points_of, program
+from simulated_job.programs import Program, broken_by
+
+FAULTS = [
+    ("dies", 0.0),
+    ("is interrupted", 0.0),
+    ("loses a request", 0.0),
+    ("loses a reply", 0.0),
+    *[("pauses", seconds) for seconds in (T - 0.5, T, T + 0.5, 3 * T)],
+]
+
+
+def check(case, seed, rank, at, kind, seconds):
+    fault = Fault(rank, at, kind, seconds)
+    job = simulate_job(
+        program, CASES[case].size, args=(case,), seed=seed, faults=[fault], timeout_s=T
+    )
+    assert broken_by_fault(job, case) == [], (seed, job)
+
+
+# Whatever happens to one rank, the others get one answer in time, which names nobody else; what a
+# failed call has made is gone; and one retry by all succeeds.
+@pytest.mark.parametrize("case", CASES)
+def test_some_faults(case):
+    drawn, points = random.Random(case), points_of(case)
+    for seed in range(12):
+        rank, at = drawn.randrange(CASES[case].size), drawn.randint(1, points)
+        check(case, seed, rank, at, *FAULTS[seed % len(FAULTS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_fault(case, fault):
+    points = points_of(case)
+    for rank, at in itertools.product(range(CASES[case].size), range(1, points + 4)):
+        check(case, 31 * at + rank, rank, at, *fault)
+
+
+# Without a fault every call succeeds on all ranks, in any order.
+@pytest.mark.parametrize("case", CASES)
+def test_no_fault(case):
+    for seed in range(5):
+        job = simulate_job(program, CASES[case].size, args=(case,), seed=seed, timeout_s=T)
+        assert broken(job) == [], job
+        assert {*job.kinds(0)} == {""}, job
+
+
+def check_program(seed, *, odd):
+    drawn = Program.draw(seed, odd=odd)
+    job = drawn.run(seed)
+    assert broken_by(drawn, job) == [], (seed, drawn, job)
+
+
+# Ranks that do the same hear of no error; where one makes a mistake, no other is named, calls of
+# all ranks end alike, all in time, and all can go on.
+@pytest.mark.parametrize("odd", [False, True])
+def test_some_programs(odd):
+    for seed in range(30):
+        check_program(seed, odd=odd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 3000, 150))
+def test_many_programs(first):
+    for seed in range(first, first + 150):
+        check_program(seed, odd=seed % 4 > 0)

@@ -1,0 +1,132 @@
+"""Mistakes in how ranks agree, put in one after the other: the tests of this folder notice each."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACE = Path("hypercomm/process_groups/agreement")
+
+MUTANTS = {
+    "a round is ended without a look at how it has ended": (
+        "protocol.py",
+        "        if found is not None:\n            return found\n",
+        "        if found is not None:\n            return outcome\n",
+    ),
+    "the last rank does not end the round": (
+        "protocol.py",
+        "    if (yield Add(ticket.count)) < size:\n",
+        "    if (yield Add(ticket.count)) <= size:\n",
+    ),
+    "one rank is not waited for": (
+        "protocol.py",
+        "    if (yield Add(ticket.count)) < size:\n",
+        "    if (yield Add(ticket.count)) < size - 1:\n",
+    ),
+    "a rank counts itself twice": (
+        "protocol.py",
+        "    if (yield Add(ticket.count)) < size:\n",
+        "    yield Add(ticket.count)\n    if (yield Add(ticket.count)) < size:\n",
+    ),
+    "ranks that have arrived do not say so": (
+        "calls.py",
+        '        run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))\n',
+        "",
+    ),
+    "ranks that have finished do not say so": (
+        "protocol.py",
+        '    yield Append(ticket.arrivals, f"{rank}+,")\n',
+        "",
+    ),
+    "a rank that arrives later does not hear of a failure": (
+        "protocol.py",
+        '_HEARD_LATER = {"differs", "failed"}',
+        "_HEARD_LATER = set()",
+    ),
+    "a failure is heard again and again": (
+        "calls.py",
+        "            heard[key] = ticket.round\n",
+        "",
+    ),
+    "the next round has the number of the last one": (
+        "protocol.py",
+        "Record(found.round + 1, proposal,",
+        "Record(found.round, proposal,",
+    ),
+    "proposals are not compared": (
+        "protocol.py",
+        "    if own.entries == first.entries:\n",
+        "    if True:\n",
+    ),
+    "a refusal ends nothing": (
+        "protocol.py",
+        '        yield from decide(ticket, Outcome("failed", proposal.refusal))\n',
+        "        pass\n",
+    ),
+    "a rank that was stopped names the others": (
+        "calls.py",
+        "        if self._was_stopped():\n            return _late(own)\n",
+        "",
+    ),
+    "a late rank ends a round of others": (
+        "calls.py",
+        "        if ticket.record.first == self._proposal:\n            return run(",
+        "        if True:\n            return run(",
+    ),
+    "ranks that wait do not say so": (
+        "calls.py",
+        "            run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))\n",
+        "            pass\n",
+    ),
+    "a circle is not ended elsewhere": (
+        "calls.py",
+        "                self._end_elsewhere(status, outcome)\n",
+        "                pass\n",
+    ),
+    "what a failed call has made stays": (
+        "calls.py",
+        "                undo()\n            except Exception",
+        "                pass\n            except Exception",
+    ),
+    "keys of ended rounds stay": (
+        "protocol.py",
+        "            yield Delete([old.arrivals, old.count])\n",
+        "            pass\n",
+    ),
+    "an interrupted rank does not tell the others": (
+        "calls.py",
+        "            if self._is_interrupted:\n                raise _InterruptedError\n",
+        "",
+    ),
+}
+
+
+# Each mistake fails a test that runs by default; without one, none fails.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *MUTANTS])
+def test_a_mistake_is_noticed(tmp_path, name):
+    shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
+    if name is not None:
+        file, old, new = MUTANTS[name]
+        path = tmp_path / PLACE / file
+        text = path.read_text()
+        assert text.count(old) == 1, "the source has changed: adapt the mutant"
+        path.write_text(text.replace(old, new))
+    plain = ["-q", "-x", "-m", "not slow", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=no"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"}
+    try:
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", *plain, str(Path(__file__).parent)],
+            cwd=tmp_path,
+            env=environment,
+            timeout=300,
+            check=False,
+            stdout=subprocess.DEVNULL,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        code = 1
+    assert (code == 0) == (name is None)

@@ -1,0 +1,495 @@
+"""Single situations of ranks that agree, each with its answer."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm.errors import HyperCommError
+from hypercomm.transfers.consent import consent
+from simulated_job import (
+    Fault,
+    Server,
+    attempt,
+    gate,
+    interrupt_in,
+    mark,
+    simulate_job,
+    sleep,
+    thread,
+)
+from simulated_job.cases import GRACE_S, T, broken
+
+QUICK_S = 1.0
+"""What can be told at once is told within this time."""
+
+seeds = pytest.mark.parametrize("seed", range(3))
+
+
+def square(**options):
+    return HyperCommGrid([2, 2], ["tp", "dp"], **options)
+
+
+def lone(rank):
+    return RankLayout([1], ["dp"], rank)
+
+
+def seconds(count):
+    return timedelta(seconds=count)
+
+
+def check_time(job, limit_s):
+    assert job.is_stuck == ""
+    assert [rank.error for rank in job.living()] == [None] * len(job.living()), job
+    assert max(call.took_s for rank in job.living() for call in rank.calls) < limit_s, job
+
+
+# ---- the simulated job itself --------------------------------------------------------------------
+
+
+# torch.distributed answers as on each rank, afterwards as before, and time is virtual.
+def test_ranks_are_apart():
+    def program():
+        grid = square()
+        group = grid.create_pg("tp")
+        sleep(600.0)
+        return dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(group)
+
+    job = simulate_job(program, 4)
+    assert job.values() == [(rank, 4, [0, 1] if rank < 2 else [2, 3]) for rank in range(4)]
+    assert 600 < job.took_s < 601
+    assert not dist.is_initialized()
+
+
+# The same seed makes the same run, whatever has run before; others make others.
+def test_the_same_seed_makes_the_same_run():
+    def program():
+        return square().create_pgs(["tp", "dp"])
+
+    traces = [simulate_job(program, 4, seed=seed).scheduler.trace for seed in range(6)]
+    assert len({str(trace) for trace in traces}) == 6
+    for seed in reversed(range(6)):
+        assert simulate_job(program, 4, seed=seed).scheduler.trace == traces[seed]
+
+
+# Ranks that wait for each other for ever end the run.
+def test_a_run_without_end_is_given_up():
+    assert simulate_job(lambda: gate(f"{dist.get_rank()}"), 2).is_stuck == "all wait for each other"
+    assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+def another_batch(grid, rank):
+    attempt(grid.create_pgs, ["tp"] if rank == 3 else ["dp"])
+
+
+def another_option(grid, rank):
+    timeout = seconds(20 + (rank == 3))
+    attempt(grid.create_pg, ["tp", "dp"], timeout=timeout)
+
+
+def another_target(grid, rank):
+    attempt(grid.reshape, "tp=4,dp=1" if rank == 3 else "tp=1,dp=4")
+
+
+def another_call(grid, rank):
+    attempt(grid.verify) if rank == 3 else attempt(grid.create_pgs, ["tp"])
+
+
+def an_argument(grid, rank):
+    attempt(
+        grid.create_pgs,
+        ["tp", {"dims": "dp", "name": "own", "derive": lambda groups: 1 / (rank - 3) and groups}],
+    )
+
+
+# Of a difference or a refusal all ranks hear at once, also those that arrive afterwards; nothing is
+# left, and the next call succeeds.
+@seeds
+@pytest.mark.parametrize(
+    ("mistake", "kinds"),
+    [
+        (another_batch, {"PlanMismatchError"}),
+        (another_option, {"PlanMismatchError"}),
+        (another_target, {"PlanMismatchError"}),
+        (another_call, {"PlanMismatchError"}),
+        (an_argument, {"CreationError", "ZeroDivisionError"}),
+    ],
+)
+def test_a_mistake_is_heard_at_once(mistake, kinds, seed):
+    def program():
+        grid, rank = square(), dist.get_rank()
+        sleep(0.05 * ((rank + seed) % 4))
+        mistake(grid, rank)
+        left = len(grid.pgs)
+        gate("all have heard")
+        attempt(grid.create_pgs, [{"dims": "dp", "name": "next"}])
+        return left, grid
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, QUICK_S)
+    assert {*job.kinds(0)} == kinds, job
+    assert [left for left, _ in job.values()] == [0] * 4
+    assert {*job.kinds(1)} == {""}, job
+
+
+# Grids that differ are told to all of their ranks, each time; a grid that is alike then works.
+@seeds
+@pytest.mark.parametrize("shape", [[4, 1], [2, 1], [1, 2, 2]])
+def test_grids_that_differ(shape, seed):
+    def program():
+        rank = dist.get_rank()
+        wrong = rank == 1
+        names = ["tp", "dp", "pp"][: len(shape)] if wrong else ["tp", "dp"]
+        for turn in range(2):
+            with HyperCommGrid(shape if wrong else [2, 2], names) as grid:
+                attempt(grid.create_pg, grid.dim_names)
+                gate(f"turn {turn}")
+        with square() as grid:
+            attempt(grid.create_pg, "tp")
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, QUICK_S)
+    assert {*job.kinds(0)} == {*job.kinds(1)} == {"GridMismatchError"}, job
+    assert {*job.kinds(2)} == {""}, job
+
+
+# Ranks that each wait in their only thread for the other hear so at once, with both calls.
+@seeds
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_circle_of_waits(size, seed):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([size], ["tp"])
+        for turn in range(2):
+            pair = sorted({(rank + turn) % size, (rank + turn + 1) % size})
+            if rank not in pair:
+                pair = sorted({rank, (rank + 1) % size})
+            groups = RankLayout([2], ["tp"], ranks=pair).groups("tp")
+            name = f"{pair} {rank if size == 2 and turn == 0 else ''}"
+            if turn == 0:
+                attempt(grid.create_pg, "tp", name=name, derive=lambda _, groups=groups: groups)
+                gate("all have heard")
+        attempt(grid.create_pg, "tp", name="together")
+        return grid
+
+    job = simulate_job(program, size, seed=seed)
+    check_time(job, QUICK_S)
+    assert {*job.kinds(0)} == {"PlanMismatchError"}, job
+    assert all("wait for each other" in str(call.error) for call in job.calls(0)), job
+    assert {*job.kinds(1)} == {""}, job
+
+
+# A rank with another thread that may end the wait is in no circle.
+@seeds
+def test_two_threads_in_two_orders(seed):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([2], ["tp"])
+        ways = [("x", None), ("y", False)]
+        threads = []
+        for name, lazily in ways if rank else ways[::-1]:
+            threads.append(
+                thread(
+                    lambda name=name, lazily=lazily: attempt(
+                        grid.create_pg, "tp", name=name, lazy_init=lazily
+                    )
+                )
+            )
+            sleep(0.05)
+        for one in threads:
+            one.join()
+        return sorted(map(str, grid.pgs)), grid
+
+    job = simulate_job(program, 2, seed=seed)
+    assert [keys for keys, _ in job.values()] == [["tp (x)", "tp (y)"]] * 2
+    check_time(job, 2 * QUICK_S)
+
+
+# What a rank outside of a grid calls concerns nobody inside.
+@seeds
+def test_a_rank_outside(seed):
+    def program():
+        grid = HyperCommGrid([2, 1], ["tp", "dp"], rank_offset=1)
+        if dist.get_rank() == 0:
+            attempt(grid.create_pgs, ["tp"])
+        gate("the rank outside came first")
+        if dist.get_rank() != 0:
+            attempt(grid.create_pgs, ["tp", "dp"])
+        return grid
+
+    job = simulate_job(program, 3, seed=seed)
+    check_time(job, QUICK_S)
+    assert {*job.kinds(0)} == {""}, job
+
+
+# ---- who is late ---------------------------------------------------------------------------------
+
+
+# In a chain of waits the rank at its end is named, and nobody in between.
+@seeds
+def test_a_chain_of_waits(seed):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([4], ["tp"])
+        for pair in ([2, 3], [1, 2], [0, 1]) if rank < 3 else ():
+            groups = RankLayout([2], ["tp"], ranks=pair).groups("tp")
+            call = attempt(grid.create_pg, "tp", name=f"{pair}", derive=lambda _, g=groups: g)
+            if call.error is not None:
+                break
+        return grid
+
+    job = simulate_job(program, 4, seed=seed, timeout_s=T)
+    check_time(job, T + GRACE_S)
+    last = [rank.calls[-1] for rank in job.ranks[:3]]
+    assert [call.kind for call in last] == ["GroupCreationTimeout"] * 3, job
+    assert [call.error.missing for call in last] == [(3,)] * 3, job
+
+
+# A late rank is waited for; one that never comes is named by all, also where there are many.
+@pytest.mark.parametrize(("size", "missing"), [(4, 3), (4, 0), (40, 17)])
+def test_a_rank_that_does_not_come(size, missing):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([size], ["dp"])
+        if rank == missing:
+            sleep(T / 2)
+        attempt(grid.verify)
+        gate("all came")
+        if rank != missing:
+            attempt(grid.verify)
+        return grid
+
+    job = simulate_job(program, size, timeout_s=T)
+    check_time(job, T + GRACE_S)
+    assert {*job.kinds(0)} == {""}
+    assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
+
+
+# Ranks with deadlines of their own hear one answer, and accuse only those that came later.
+@seeds
+def test_ranks_within_their_own_time(seed):
+    late_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
+
+    def program():
+        grids = GridSet.colocated(6, a="tp=6", b="x=6")
+        sleep(late_s[dist.get_rank()])
+        attempt(grids.create_pgs, {"a": ["tp"], "b": ["x"]}, timeout=seconds(T))
+        return grids
+
+    job = simulate_job(program, 6, seed=seed, timeout_s=T)
+    check_time(job, T + GRACE_S)
+    named = {one for call in job.calls(0) for one in getattr(call.error, "missing", ())}
+    assert "" not in job.kinds(0), job
+    assert named <= {2, 3, 4}, job
+
+
+# A stall of one rank costs the others one call that fails, also where nobody waits before trying
+# again.
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pause_s", [T - 0.3, T, T + 2.0])
+def test_one_stall_costs_one_call(pause_s, step):
+    def program():
+        grid = square()
+        for _ in range(6):
+            if attempt(grid.create_pgs, ["tp", "dp"]).error is None:
+                break
+        return grid
+
+    for at in range(1, 45, step):
+        for rank in range(4):
+            fault = Fault(rank, at, "pauses", pause_s)
+            job = simulate_job(_marked, 4, args=(program,), seed=at, faults=[fault], timeout_s=T)
+            assert {*job.kinds(-1)} == {""}, (fault, job)
+            others = [one for one in job.ranks if one.number != rank]
+            assert max(len(one.calls) for one in others) <= 2, (fault, job)
+
+
+def _marked(program):
+    mark()
+    return program()
+
+
+# Ctrl-C in a rank that waits ends the call of those that come later, too.
+@seeds
+@pytest.mark.parametrize("call", ["verify", "reshape", "set"])
+def test_a_call_that_was_interrupted_before_others_came(call, seed):
+    def program():
+        grid = square()
+        grid.create_pg("tp")
+        grids = GridSet.colocated(4, a="tp=4", b="dp=4")
+        action, given = {
+            "verify": (grid.verify, []),
+            "reshape": (grid.reshape, ["tp=4,dp=1"]),
+            "set": (grids.create_pgs, [{"a": ["tp"], "b": ["dp"]}]),
+        }[call]
+        if dist.get_rank() == 0:
+            interrupt_in(1.0)
+        else:
+            sleep(2.0)
+        attempt(action, *given)
+        shape = str(grid.layout)
+        gate("again")
+        attempt(action, *given)
+        return shape, grid, grids
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, 1.0 + QUICK_S)
+    assert job.kinds(0)[0] == "KeyboardInterrupt", job
+    assert {*job.kinds(0)[1:]} == {"CreationError"}, job
+    assert {shape for shape, *_ in job.values()} == {"tp=2,dp=2"}
+    assert {*job.kinds(1)} == {""}, job
+
+
+# ---- transfers -----------------------------------------------------------------------------------
+
+
+# Transfers that differ end on all ranks at once, and the next one is right.
+@seeds
+def test_transfers_that_differ(seed):
+    def program():
+        mine = [1, 0] if dist.get_rank() == 2 else [0, 1]
+        for ranks in (mine, [0, 1]):
+            mapping = RankMapping(RankLayout([2], ["tp"], ranks=ranks), lone(2))
+            attempt(consent, mapping, "all")
+            gate("tried")
+
+    job = simulate_job(program, 3, seed=seed)
+    check_time(job, QUICK_S)
+    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(1) == [""] * 3, job
+
+
+# Ranks that wait in a circle of transfers hear so at once; then transfers among some work.
+@seeds
+def test_transfers_in_a_circle(seed):
+    def program():
+        rank = dist.get_rank()
+        ends = [(0, 2), (1, 0), (2, 1)][rank]
+        attempt(consent, RankMapping(*map(lone, ends)), "all")
+        gate("all have heard")
+        for pair in ((0, 2), (1, 2), (0, 1)):
+            if rank in pair:
+                attempt(consent, RankMapping(*map(lone, pair)), "all")
+
+    job = simulate_job(program, 3, seed=seed)
+    check_time(job, QUICK_S)
+    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(1) == job.kinds(2) == [""] * 3, job
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+# Each call on a store that is gone or silent ends in time with an error of ours; so does the next.
+@pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
+@pytest.mark.parametrize("how", ["gone_s", "silent_s"])
+def test_a_store_that_is_lost(how, from_s):
+    def program():
+        grid = square()
+        attempt(grid.create_pgs, ["tp", "dp"])
+        sleep(1.5)
+        attempt(grid.verify)
+        attempt(grid.create_pg, "tp", name="more")
+        return grid
+
+    job = simulate_job(program, 4, server=Server(**{how: from_s}), timeout_s=T)
+    check_time(job, T + GRACE_S)
+    for number in (1, 2):
+        assert "" not in job.kinds(number), job
+        assert all(isinstance(call.error, HyperCommError) for call in job.calls(number)), job
+
+
+# A slow store makes calls slow, and no more.
+def test_a_slow_store():
+    def program():
+        grid = square()
+        attempt(grid.create_pgs, ["tp", "dp"])
+        attempt(grid.reshape, "tp=4,dp=1")
+        return grid
+
+    job = simulate_job(program, 4, server=Server(late_s=0.1), timeout_s=T)
+    assert broken(job) == []
+    assert {*job.kinds(0)} == {*job.kinds(1)} == {""}, job
+
+
+# Keys grow neither with attempts that fail, nor with grids that are destroyed.
+def test_keys_in_the_store():
+    def program(attempts):
+        rank = dist.get_rank()
+        with square() as grid:
+            for _ in range(attempts):
+                attempt(grid.create_pgs, ["tp"] if rank == 3 else ["dp"])
+                gate("failed")
+                if rank != 3:
+                    attempt(grid.verify, seconds(1))
+                gate("timed out")
+        for _ in range(attempts):
+            with square() as grid:
+                attempt(grid.verify)
+
+    counts = {len(simulate_job(program, 4, args=(attempts,)).server.held) for attempts in (2, 5)}
+    assert len(counts) == 1, counts
+
+
+# A job that is started again on the store of one that was lost meets nothing of it.
+@pytest.mark.parametrize("at", [3, 8, 12, 17])
+def test_a_restart_on_the_old_store(at):
+    def program():
+        grid = square()
+        attempt(grid.create_pgs, ["tp", "dp"])
+        return grid
+
+    lost = simulate_job(_marked, 4, args=(program,), faults=[Fault(2, at, "dies")], timeout_s=T)
+    assert lost.happened
+    again = simulate_job(program, 4, server=lost.server, timeout_s=T)
+    check_time(again, QUICK_S)
+    assert again.kinds(0) == [""] * 4, again
+
+
+# ---- survivors -----------------------------------------------------------------------------------
+
+
+# Whenever a rank dies, the others find the same survivors, and continue with a grid of them.
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_survivors(step):
+    def program():
+        grid = square()
+        grid.create_pgs(["tp", "dp"])
+        gate("created")
+        mark()
+        found = attempt(grid.survivors, seconds(T))
+        if found.error is not None:
+            gate("once more")
+            found = attempt(grid.survivors, seconds(T))
+        ranks = found.value
+        attempt(grid.reshape, f"tp={len(ranks)},dp=1", ranks=ranks)
+        return ranks, str(grid.layout), grid
+
+    for victim in (0, 3):
+        for at in range(1, 30, step):
+            job = simulate_job(program, 4, seed=at, faults=[Fault(victim, at, "dies")], timeout_s=T)
+            check_time(job, 2 * T + GRACE_S)
+            left = job.living()
+            values = {rank.value[:2] for rank in left}
+            assert len(values) == 1, job
+            ((ranks, _),) = values
+            kinds = {rank.calls[-1].kind for rank in left}
+            is_whole = victim not in ranks or len(left) == 4  # else it died once it was found
+            assert kinds == {""} or (kinds == {"GroupCreationTimeout"} and not is_whole), job
+
+
+# Two sets of ranks, each of which holds the other for lost, do not both continue.
+@seeds
+def test_two_sets_do_not_both_continue(seed):
+    def program():
+        rank, grid = dist.get_rank(), square()
+        mine = (0, 1) if rank < 2 else (2, 3)
+        sleep(0.05 * ((rank + seed) % 4))
+        attempt(grid.reshape, "tp=2,dp=1", ranks=mine)
+        return grid
+
+    job = simulate_job(program, 4, seed=seed, timeout_s=T)
+    check_time(job, T + GRACE_S)
+    kinds = job.kinds(0)
+    assert not ("" in kinds[:2] and "" in kinds[2:]), job
+    assert kinds[0] == kinds[1] or "" not in kinds[:2], job
