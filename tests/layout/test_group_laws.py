@@ -8,7 +8,7 @@ import pytest
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from numbered import grouped, in_order, numbered, slice_groups
+from numbered import grouped, in_order, numbered
 
 import hypercomm.layout.groups
 import hypercomm.layout.layout
@@ -90,16 +90,6 @@ def test_all_ways_to_read_groups_agree(case):
         groups[:]
 
 
-# So it does for levels of levels, where indices of groups and positions in them interleave.
-@pytest.mark.parametrize("outer", range(3))
-@pytest.mark.parametrize("inner", range(2))
-def test_levels_of_levels_are_slices_of_slices(outer, inner):
-    groups = RankLayout.parse("tp=2,cp=64").groups("cp").levels([4, 4, 4])[outer].levels([2, 2])
-    expected = [tuple(range(lane, 128, 2)) for lane in range(2)]
-    expected = slice_groups(slice_groups(expected, 4, 4**outer), 2, 2**inner)
-    check(groups[inner], expected)
-
-
 # Sixteen ranks in levels of 2, 2 and 4 are the groups that Megatron documents for this case.
 def test_levels_of_sixteen_ranks():
     levels = RankLayout.parse("cp=16").groups("cp").levels([2, 2, 4])
@@ -120,20 +110,6 @@ def test_levels_of_sixteen_ranks():
 def test_pick_refuses_a_wrong_choice(function, ask):
     with pytest.raises(LayoutError, match=r"pick\(\)"):
         ask(RankLayout.parse("tp=2,pp=3").groups("pp").pick(function))
-
-
-# numpy's integers index and ask as ints do, and plain ints come back.
-@given(grouped(max_size=2), st.sampled_from([np.int16, np.uint16, np.int64]))
-def test_numpy_integers_are_ints(case, dtype):
-    groups, expected = case
-    rank = expected[-1][-1]
-    answers = [
-        *groups[dtype(len(expected) - 1)],
-        *groups.of(dtype(rank)),
-        *groups.locate(dtype(rank)),
-    ]
-    assert answers == [*expected[-1], *expected[-1], len(expected) - 1, len(expected[0]) - 1]
-    assert {type(answer) for answer in answers} == {int}
 
 
 # The hosts that a group touches are the distinct host numbers of its members.

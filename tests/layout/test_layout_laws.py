@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numbered import divisors, in_order, index_at, numbered, read, some_coords
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError, RankOutsideError, WorldSizeError
+from hypercomm.errors import RankOutsideError, WorldSizeError
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
 pytestmark = pytest.mark.torch_free
@@ -93,6 +93,8 @@ def test_numpy_integers_are_ints(layout, dtype, data):
         twin.shift(dtype(rank), dim, dtype(1), periodic=True),
         *twin.coords(dtype(rank)).values(),
         *twin.ranks_where(**coords),
+        *twin.groups(dim).of(dtype(rank)),
+        *twin.groups(dim).locate(dtype(rank)),
     ]
     numbers = [*twin.shape, *twin.strides, *listed.ranks, twin.rank_offset, *answers]
     assert answers[0] == rank
@@ -243,14 +245,6 @@ def test_evolved_layouts():
 # ---- from an order, from a world size -----------------------------------------------------------
 
 
-# Each dim strides over the sizes before it in the order, however the keywords are ordered.
-@given(orders(NAMES), sizes_by_name, offsets)
-def test_from_order_strides_over_the_sizes_before(order, sizes, offset):
-    layout = RankLayout.from_order(order, rank_offset=offset, **sizes)
-    names = order.split("-")
-    assert layout == RankLayout([sizes[name] for name in names], names, offset)
-
-
 # The one unspecified size is what the others leave of the world, be it missing, -1 or a bare name.
 @given(orders(NAMES), sizes_by_name, st.sampled_from(NAMES), offsets)
 def test_one_open_size_is_inferred(order, sizes, open_name, offset):
@@ -259,6 +253,7 @@ def test_one_open_size_is_inferred(order, sizes, open_name, offset):
     expected = RankLayout([sizes[name] for name in names], names, offset)
     known = {name: size for name, size in sizes.items() if name != open_name}
     text = ",".join(f"{name}={known[name]}" if name in known else name for name in names)
+    assert RankLayout.from_order(order, rank_offset=offset, **sizes) == expected
     assert RankLayout.from_order(order, **known, **world) == expected
     assert RankLayout.from_order(order, **known, **{open_name: -1}, **world) == expected
     assert RankLayout.parse(text, **world) == expected
@@ -308,29 +303,7 @@ def test_fit(world_size, tp, pp):
             assert RankLayout.fit(int(number), tp=tp, pp=pp, dp=-1).size == int(number)
 
 
-# A size of 0 is refused as what it is, whatever else is unspecified or does not fit.
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: RankLayout.parse("tp=0,dp", world_size=8),
-        lambda: RankLayout.from_order("tp-dp", tp=0, dp=-1, world_size=8),
-        lambda: RankLayout.parse("cp=8").split("cp", inner=0, outer=-1),
-        lambda: RankLayout.suggest(8, tp=3, dp=0),
-    ],
-)
-def test_no_size_is_zero(call):
-    with pytest.raises(LayoutError, match="0"):
-        call()
-
-
-# Drawn lists keep their bounds, and shrink to two ranks turned round.
-@given(layouts(listed=True, max_ranks=32, max_offset=5))
-def test_drawn_lists(layout):
-    assert layout.size <= 32
-    assert 0 <= layout.rank_offset <= layout.last_rank < layout.size + 5
-    assert len(set(layout.ranks)) == layout.size
-
-
+# Drawn lists shrink to two ranks turned round.
 def test_drawn_lists_shrink():
     turned = hypothesis.find(
         layouts(listed=True),

@@ -105,6 +105,8 @@ def listed(ranks, **arguments):
         (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, .* has 24"),
         (lambda: RankLayout.from_json("[]"), LayoutError, "'.*' is not the JSON form"),
         (lambda: RankLayout.from_order("tp-tp", tp=2), LayoutError, "'tp-tp'"),
+        (lambda: RankLayout.suggest(8, tp=3, dp=0), LayoutError, "'dp' .*0"),
+        (lambda: LAYOUT.split("dp", a=0, b=-1), LayoutError, "'dp' .*'a' .*0"),
         (lambda: RankLayout.parse(" "), LayoutError, "the text is empty"),
         (lambda: RankLayout.parse("tp=2,dp,"), LayoutError, "part 3 of 'tp=2,dp,' is empty"),
         (lambda: RankLayout.parse("tp8"), LayoutError, "did you mean 'tp=8'"),

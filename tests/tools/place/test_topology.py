@@ -64,7 +64,6 @@ def test_sizes(on):
     [
         "b slots=2\na slots=1\n",
         "# ours\n\nb   slots=2 max_slots=4\na slots=1 # last",
-        "b:2\na:1\n",
         "\ufeffb:2\r\na:1\r\n",
     ],
 )
@@ -78,7 +77,6 @@ def test_hostfiles(file, text):
     [
         ("n1,n2", ["n1", "n2"]),
         ("n[08-11]", ["n08", "n09", "n10", "n11"]),
-        ("n[7,9-10]-ib, m1", ["n7-ib", "n9-ib", "n10-ib", "m1"]),
         ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
     ],
 )
@@ -86,21 +84,13 @@ def test_node_lists(text, hosts):
     assert units(read_topology(text, 2 * len(hosts)))["host"] == list(np.repeat(hosts, 2))
 
 
-# SLURM's trees: the leaf is the switch of a node, the spine the switch above it.
-def test_topology_conf(file):
-    topology = read_topology(file("topology.conf", RACKS), 8)
-    assert units(topology) == {
-        "host": list(np.repeat([f"node{number}" for number in range(4)], 2)),
-        "leaf": ["s0"] * 4 + ["s1"] * 4,
-        "spine": ["s2"] * 8,
-    }
-
-
-# `scontrol show topology` repeats the hosts of lower switches at each switch; a short branch of an
+# SLURM's trees: the leaf is the switch of a node, the spine the switch above it. `scontrol show
+# topology` repeats the hosts of lower switches at each switch; a short branch of an
 # uneven tree repeats its highest switch.
 @pytest.mark.parametrize(
     ("text", "leaves", "spines"),
     [
+        (RACKS, ["s0", "s0", "s1", "s1"], ["s2"] * 4),
         (SCONTROL, ["s0", "s0", "s1"], ["top"] * 3),
         (
             "SwitchName=a Nodes=x\nSwitchName=b Nodes=y\nSwitchName=t Switches=a\n",
@@ -170,7 +160,6 @@ def test_fewer_ranks():
     ("name", "text", "where"),
     [
         ("hosts", "a slots=8\nb slots=8x\n", "line 2"),
-        ("hosts", f"a slots={'9' * 5000}\n", "line 1"),
         ("hosts", "a slots=4\nb slot=4\n", "line 2"),
         ("hosts", "a slots=8\n\na slots=8\n", "line 3"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=b Nodes=x\n", "line 2"),
@@ -179,7 +168,6 @@ def test_fewer_ranks():
         ("t.yaml", "[" * 20_000, "YAML"),
         ("t.yaml", "#" * 2**23, "bytes"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=a Nodes=y\n", "defines switch 'a' again"),
-        ("t.yaml", f"a: {'9' * 5000}\nb: [s]\n", "must map"),
         ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),
         ("t.yaml", "a: &x s1\nb: *x\n", "alias"),
     ],
@@ -202,18 +190,14 @@ def test_bad_files(file, name, text, where):
         ("nope.txt", 4),
         ("a\0b", 4),
         ("8,36", 72),
-        ("host=8,host=16", 8),
         ("hots=2", 4),
         (0, 8),
-        (f"host={'9' * 5000}", 8),
         ("n[1-3],n2", 6),
         ("n[1-99999999]", 4),
         ("n[1-" + "9" * 5000 + "]", 4),
-        ("n[2-1]", 4),
         ("n1,\x1b[31m", 4),
         ({"a": "s"}, None),
         ({}, 4),
-        (1.5, 4),
         ("live", 4),
     ],
 )
@@ -240,10 +224,8 @@ def test_too_small(file):
     "make",
     [
         lambda: Level("host", [0, 1], "a"),
-        lambda: Level("host", [0], ["\n"]),
         lambda: Topology([]),
         lambda: Topology([Level.of("a", "xy"), Level.of("a", "xy")]),
-        lambda: Topology([Level.of("a", "xy"), Level.of("b", "x")]),
         lambda: read_topology(2, 4).level("hots"),
     ],
 )
