@@ -9,18 +9,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import (
-    GroupMissingError,
-    LayoutError,
-    MissingPackageError,
-    RankOutsideError,
-)
+from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups, RankLayout
@@ -33,9 +28,6 @@ __all__ = ["Mpu", "process_topology", "topology_axes"]
 Dims = str | Iterable[str] | None
 """The dims of a role: one, several, or none."""
 
-Fact = TypeVar("Fact")
-Asked = Callable[["Mpu"], Fact]
-
 _GROUPS = (("tp",), ("pp",), ("dp",), ("sp",), ("sp", "dp"), ("tp", "pp"))
 """The roles that make a group; the last two are sequence data and model parallel."""
 
@@ -43,24 +35,34 @@ _ALONE = "deepspeed.alone"
 """The name of the group of one rank, for roles without dims."""
 
 
-def _asks(words: str, fact: Callable[[ProcessGroup], Fact]) -> Callable[..., Asked[Fact]]:
+def _group(*parts: str) -> Callable[[Mpu], ProcessGroup]:
+    """Return a method that returns the group over the dims of some roles."""
+
+    def get(self: Mpu) -> ProcessGroup:
+        return self._find(*parts)
+
+    get.__doc__ = f"Return the calling rank's {' x '.join(parts)} group."
+    return get
+
+
+def _number(
+    words: str, number: Callable[[ProcessGroup], int]
+) -> Callable[..., Callable[[Mpu], int]]:
     """Return a factory of methods, which takes the roles that make a group."""
 
-    def of(*parts: str) -> Asked[Fact]:
-        def ask(self: Mpu) -> Fact:
-            return fact(self._find(*parts))
+    def of(*parts: str) -> Callable[[Mpu], int]:
+        def get(self: Mpu) -> int:
+            return number(self._find(*parts))
 
-        ask.__doc__ = f"Return {words} {' x '.join(parts)} group."
-        return ask
+        get.__doc__ = f"Return {words} {' x '.join(parts)} group."
+        return get
 
     return of
 
 
-_group = _asks("the calling rank's", lambda group: group)
-_rank = _asks("the calling rank's place in its", lambda group: group.rank())
-_world_size = _asks("the size of the", lambda group: group.size())
-_group_ranks = _asks("the ranks of the calling rank's", dist.get_process_group_ranks)
-_src_rank = _asks(
+_rank = _number("the calling rank's position in its", lambda group: group.rank())
+_world_size = _number("the size of the", lambda group: group.size())
+_src_rank = _number(
     "the first rank of the calling rank's", lambda group: dist.get_process_group_ranks(group)[0]
 )
 
@@ -174,7 +176,12 @@ class Mpu:
         roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
         self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
         wanted = {self._dims(*parts): self._request(*parts) for parts in _GROUPS}
-        missing = [request for request in wanted.values() if not self._has(request)]
+        held = {(key.dims, key.name) for key in grid.pgs}
+        missing = [
+            request
+            for dims, request in wanted.items()
+            if (dims or grid.layout.dim_names[:1], request.get("name")) not in held
+        ]
         grid.create_pgs(missing, share="identical")
 
     def __repr__(self) -> str:
@@ -183,7 +190,8 @@ class Mpu:
 
     def _find(self, *parts: str) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
-        group = self._look_up(self._request(*parts))
+        request = self._request(*parts)
+        group = self.grid.get_pg(request["dims"], name=request.get("name"))
         if group is None:
             raise RankOutsideError(
                 f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
@@ -201,16 +209,6 @@ class Mpu:
         if dims:
             return {"dims": dims}
         return {"dims": self.grid.dim_names[0], "name": _ALONE, "derive": _each_alone}
-
-    def _look_up(self, request: GroupArguments) -> ProcessGroup | None:
-        return self.grid.get_pg(request["dims"], name=request.get("name"))
-
-    def _has(self, request: GroupArguments) -> bool:
-        try:
-            self._look_up(request)
-        except GroupMissingError:
-            return False
-        return True
 
     get_tensor_model_parallel_group = _group("tp")
     get_tensor_model_parallel_rank = _rank("tp")
@@ -236,7 +234,6 @@ class Mpu:
     get_data_parallel_rank = _rank("dp")
     get_data_parallel_world_size = _world_size("dp")
     get_data_parallel_src_rank = _src_rank("dp")
-    get_data_parallel_group_ranks = _group_ranks("dp")
 
     get_sequence_parallel_group = _group("sp")
     get_sequence_parallel_rank = _rank("sp")
@@ -246,6 +243,10 @@ class Mpu:
     get_sequence_data_parallel_group = _group("sp", "dp")
     get_sequence_data_parallel_rank = _rank("sp", "dp")
     get_sequence_data_parallel_world_size = _world_size("sp", "dp")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks of the calling rank's dp group."""
+        return dist.get_process_group_ranks(self._find("dp"))
 
     def model_parallel_is_initialized(self) -> bool:
         """Return whether the groups exist: until the grid is destroyed."""
@@ -343,7 +344,7 @@ def process_topology(
 
     Raises:
         LayoutError: As for `topology_axes`.
-        MissingPackageError: DeepSpeed cannot be imported (an ImportError).
+        ImportError: DeepSpeed cannot be imported.
 
     Example:
         >>> layout = RankLayout.parse("tp=2,dp=4,pp=3")
@@ -354,11 +355,5 @@ def process_topology(
     Source: DeepSpeed 0.19.8, `deepspeed/runtime/pipe/topology.py`.
     """
     axes = topology_axes(layout, pp=pp, dp=dp, tp=tp)
-    try:
-        module = importlib.import_module("deepspeed.runtime.pipe.topology")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"process_topology() needs DeepSpeed, which cannot be imported ({error}): "
-            f"pip install deepspeed"
-        ) from error
+    module = importlib.import_module("deepspeed.runtime.pipe.topology")
     return module.ProcessTopology(axes=list(axes), dims=list(axes.values()))

@@ -44,13 +44,6 @@ GROUPS = {
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "expert_tensor_and_model_parallel",
     "_EXPERT_DATA_PARALLEL_GROUP": "expert_data_parallel",
 }
-FIRSTS = {
-    TP_RANKS: "get_tensor_model_parallel_src_rank",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "get_model_parallel_src_rank",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "get_data_parallel_src_rank",
-    "_PIPELINE_GLOBAL_RANKS": "get_pipeline_model_parallel_first_rank",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "get_expert_model_parallel_src_rank",
-}
 OVERRIDES = [name for name in facts.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
 SETTERS = [name for name in vars(theirs) if name.startswith("set_")]
 VALUES = [
@@ -138,54 +131,6 @@ def test_getters_follow_a_written_group(name, what):
     setattr(ours, name, written)
     assert (size(), rank(), group()) == (41, 40, written)
     assert getattr(ours, name) is written
-
-
-# A real group that is written is followed as well: rank 5 has place 2 among 1, 3, 5 and 7.
-@pytest.mark.usefixtures("job")
-def test_getters_follow_a_real_group():
-    assert sizes() == (2, 2)
-    ours._TENSOR_MODEL_PARALLEL_GROUP = dist.new_group([1, 3, 5, 7])
-    assert sizes() == (4, 2)
-    assert ours.get_tensor_model_parallel_rank() == 2
-
-
-# ... and what is changed within the list that the global holds.
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(("name", "getter"), FIRSTS.items())
-def test_source_ranks_follow_a_changed_list(name, getter):
-    getattr(ours, getter)()
-    getattr(ours, name)[0] = 12
-    assert getattr(ours, getter)() == 12
-
-
-# What writing None makes of a state is no state: getters fail as before initialisation.
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(("name", "what"), GROUPS.items())
-def test_a_group_set_to_none_is_not_initialised(name, what):
-    getter = getattr(ours, f"get_{what}_group")
-    getter()
-    setattr(ours, name, None)
-    with pytest.raises(AssertionError, match="is not initialized"):
-        getter()
-
-
-# is_initialized follows the data parallel group, model_parallel_is_initialized the three.
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(
-    ("name", "initialised", "model_parallel"),
-    [
-        (TP, True, False),
-        ("_PIPELINE_MODEL_PARALLEL_GROUP", True, False),
-        ("_DATA_PARALLEL_GROUP", False, False),
-        ("_CONTEXT_PARALLEL_GROUP", True, True),
-    ],
-)
-def test_is_initialised_follows_globals(name, initialised, model_parallel):
-    assert ours.is_initialized()
-    assert ours.model_parallel_is_initialized()
-    setattr(ours, name, None)
-    assert ours.is_initialized() is initialised
-    assert ours.model_parallel_is_initialized() is model_parallel
 
 
 # A deleted global is gone: from attributes, for getters, for a second delete; writing mends it.
@@ -285,23 +230,6 @@ def answers(module, when, act):
 def test_answers_at_every_time(when):
     found, expected = (answers(module, when, lambda _: None) for module in (ours, theirs))
     assert found == expected
-
-
-# Groups that are created at their first use are the same, in whatever order they are asked for.
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("instances", [1, 2])
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("way", [{"share": "identical"}], ids=str)
-def test_answers_of_lazy_and_shared_groups(way, backwards, instances):
-    sizes = {**SIZES, "num_distributed_optimizer_instances": instances}
-    found = []
-    for module, more in ((ours, way), (theirs, {})):
-        with world_of(module, "world"):
-            module.initialize_model_parallel(**sizes, **more)
-            for name in sorted(facts.GLOBALS, reverse=backwards):
-                getattr(module, name)
-            found.append(facts.ask(module))
-    assert found[0] == found[1]
 
 
 # If torch.distributed was destroyed first, what Megatron answers is what ours answers.
@@ -446,31 +374,6 @@ def test_threads(states):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(ask, states))
     assert found == [[(4, 4), 4] * 5 + [False], [(8, 2), 8] * 5 + [False]]
-
-
-# Two tasks of one event loop have each their own state, and so has the code that awaits them.
-def test_tasks(states):
-    turns = []
-
-    async def ask(state):
-        found = []
-        with ours.use(state):
-            for _ in range(3):
-                found.append(sizes())
-                turns.append(state)
-                await asyncio.sleep(0)  # let the other task run
-        return [*found, ours.is_initialized()]
-
-    async def both():
-        with ours.use(states[1]):
-            found = await asyncio.gather(*map(ask, states))
-            return found, sizes()
-
-    assert asyncio.run(both()) == (
-        [[(4, 4)] * 3 + [True], [(8, 2)] * 3 + [True]],
-        (8, 2),
-    )
-    assert turns == [*states] * 3
 
 
 # A scope may be left from another asyncio context than it was entered in, as generators are that

@@ -163,40 +163,37 @@ class Configuration:
         return {**sizes, "dp": world_size // math.prod(sizes.values())}
 
     def _check_sharp(self) -> None:
-        group = self.sharp_enabled_group
-        if not self.use_sharp and group is not None:
+        group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
+        if group is None:
+            return
+        if not self.use_sharp:
+            raise ConfigurationError(f"sharp_enabled_group={group!r} needs use_sharp=True")
+        check_choice("sharp_enabled_group", group, ("dp", "dp_replica"), ConfigurationError)
+        if group == "dp_replica" and instances < 2:
             raise ConfigurationError(
-                f"sharp_enabled_group={group!r} needs use_sharp=True; leave it out, or use SHARP"
-            )
-        if group is not None:
-            check_choice("sharp_enabled_group", group, ("dp", "dp_replica"), ConfigurationError)
-        name = "num_distributed_optimizer_instances"
-        if group == "dp_replica" and self.num_distributed_optimizer_instances < 2:
-            raise ConfigurationError(
-                f"sharp_enabled_group='dp_replica' needs {name} of at least 2, "
-                f"got {self.num_distributed_optimizer_instances}"
+                f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances of at "
+                f"least 2, got {instances}"
             )
 
     def check_gtp(self) -> None:
         """Raise if there are several optimizer instances with GTP."""
-        name = "num_distributed_optimizer_instances"
         instances = self.num_distributed_optimizer_instances
         if self.has_gtp and instances > 1:
-            given = "gtp_remat_size" if self.gtp_remat_size > 1 else "expert_gtp_remat_size"
             raise ConfigurationError(
-                f"{given}={getattr(self, given)} works with one optimizer instance only, got "
-                f"{name}={instances}; set one of them to 1"
+                f"gtp_remat_size={self.gtp_remat_size} and expert_gtp_remat_size="
+                f"{self.expert_gtp_remat_size} above 1 work with one optimizer instance only, got "
+                f"num_distributed_optimizer_instances={instances}"
             )
 
     def _check_virtual_pipeline(self) -> None:
-        if self.virtual_pipeline_model_parallel_size is None:
+        stages = self.virtual_pipeline_model_parallel_size
+        if stages is None:
             return
-        positive(self.virtual_pipeline_model_parallel_size, "virtual_pipeline_model_parallel_size")
+        positive(stages, "virtual_pipeline_model_parallel_size")
         if self.pipeline_model_parallel_size == 1:
             raise ConfigurationError(
-                f"virtual_pipeline_model_parallel_size="
-                f"{self.virtual_pipeline_model_parallel_size} interleaves pipeline stages, but "
-                f"pipeline_model_parallel_size is 1; make it at least 2"
+                f"virtual_pipeline_model_parallel_size={stages} needs a "
+                f"pipeline_model_parallel_size of at least 2, got 1"
             )
 
     def _check_derived(self, replicas: int, expert_replicas: int) -> None:

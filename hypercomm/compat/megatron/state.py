@@ -210,7 +210,7 @@ class ParallelState(ModuleState):
             values[_STAGES] = configuration.virtual_pipeline_model_parallel_size
             values[_STAGE] = 0
         self.fill(values | _values_of(wanted, groups, configuration))
-        self.list_groups(group for group in groups if group is not None)
+        self.list_groups(groups)
         current.keep(self)
 
     def destroy(self) -> None:
@@ -281,16 +281,18 @@ class ParallelState(ModuleState):
                 "group_desc": wanted.row.description(None, twin=False),
             }
             groups.append(grid.ensure_pg(**arguments))
-        self.list_groups(group for group in groups if group is not None)
+        self.list_groups(groups)
         return groups[0], groups[1] if len(groups) > 1 else None
 
-    def list_groups(self, groups: Iterable[ProcessGroup]) -> None:
+    def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Add groups to the list of those whose timeout `update_pg_timeout` changes."""
         listed = self.values[_LIST]
         if listed is None:
             listed = [None]  # WORLD
             self.write(_LIST, listed)
-        listed += dict.fromkeys(group for group in groups if group not in listed)
+        for group in groups:
+            if group not in listed:
+                listed.append(group)
 
     # ---- what getters read ----------------------------------------------------------------------
 
@@ -355,9 +357,9 @@ def _create(
     sharp = _SHARP.get(config.sharp_group)
     names = [each.name for each in wanted]
     place = names.index(sharp) if sharp is not None else 0
-    requests = []
+    requests, timeout = [], config.timeout
     for each in wanted:
-        more: dict[str, Any] = {"timeout": config.timeout}
+        more: dict[str, Any] = {"timeout": timeout}
         if each.name == sharp:
             more["share"] = "never"
         if config.share == "never" or each.name == sharp or each.row.overlaps:

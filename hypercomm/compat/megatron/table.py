@@ -195,15 +195,16 @@ class Row:
     ) -> str | None:
         """Return the name of the group over `dims` in a grid; None for a group without a name."""
         own = "" if self.derive is None and dims else self.field or self.key
-        return "_".join(filter(None, (own, self._suffix(part), "gloo" * twin))) or None
+        if part is not None:
+            own += f"_{self.part}{part}"
+        if twin:
+            own += "_gloo"
+        return own.lstrip("_") or None
 
     def description(self, part: int | None, *, twin: bool) -> str:
         """Return the description of a group in the logs of torch."""
-        name = self.name.lstrip("_").removesuffix("S")
-        return "_".join(filter(None, (name, "GLOO" * twin, self._suffix(part))))
-
-    def _suffix(self, part: int | None) -> str:
-        return "" if part is None else f"{self.part}{part}"
+        name = self.name.lstrip("_").removesuffix("S") + GLOO * twin
+        return name if part is None else f"{name}_{self.part}{part}"
 
     def gather(self, parts: Mapping[Any, Value]) -> Value | dict[Any, Value] | list[Value] | None:
         """Return the value of the global: a group, a list of levels, or a dict by size."""
@@ -301,9 +302,6 @@ ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE
 
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
-_NAMES = {name: (f"expt_{name}", name) for name in ("tp", "dp", GTP)}
-"""Other names of Megatron's dims in the expert layers; the first one found counts."""
-
 _REPLICAS = {"dense": "ep", "expert": "cp"}
 """The dim that only the other layers are divided along, so that these are replicated along it."""
 
@@ -327,15 +325,17 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
         >>> own_dims(RankLayout.parse("tp=2,cp=2,dp=2"), "dp", "expert")
         ('cp', 'dp')
     """
-    wanted, names = dims.split("-"), layout.dim_names
-    own = set()
-    for dim in wanted:
-        called = _NAMES.get(dim, (dim,)) if grid == "expert" else (dim,)
-        own.update([name for name in called if name in names][:1])
-    replicas = _REPLICAS[grid]
-    if "dp" in wanted and replicas in names and layout.shape[names.index(replicas)] > 1:
-        own.add(replicas)
-    return tuple([name for name in names if name in own])
+    wanted, names, own = dims.split("-"), layout.dim_names, []
+    replicas = _REPLICAS[grid] if "dp" in wanted else None
+    for name, size in zip(names, layout.shape, strict=True):
+        called = name
+        if grid == "expert":
+            if f"expt_{name}" in names:
+                continue  # that one is the dim of the experts
+            called = name.removeprefix("expt_")
+        if called in wanted or (name == replicas and size > 1):
+            own.append(name)
+    return tuple(own)
 
 
 def gtp_size(layout: RankLayout, grid: Side) -> int:

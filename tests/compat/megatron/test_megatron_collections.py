@@ -186,18 +186,6 @@ def test_collection_of_a_state(arguments, rank, way):
             assert held_by(first, name) == held_by(second, name) == held_by(mpu, name)
 
 
-# Before initialisation a field is None or an error, as in Megatron.
-@pytest.mark.parametrize("name", FIELDS)
-def test_collection_before_initialisation(name):
-    found = []
-    for module in (ours, theirs):
-        try:
-            found.append(getattr(class_of(module).use_mpu_process_groups([name]), name))
-        except AssertionError:
-            found.append(AssertionError)
-    assert found[0] == found[1]
-
-
 # ---- of grids -----------------------------------------------------------------------------------
 
 DENSE = {
@@ -488,19 +476,6 @@ def test_modules_are_like_a_dict(modules):
     assert list(both.items()) == [("encoder", encoder), ("llm", llm)]
     assert both.get_module_collection("encoder") is encoder
     assert (both.module_pgs, both.language_model_module_name) == (dict(both.items()), "llm")
-
-
-# The context parallel size is that of the language model: 4 ranks, where the encoder has 2.
-def test_language_model_cp_size():
-    with fake_world(8), HyperCommGrid([2, 4], ["a", "b"]) as grid:
-        both = MultiModuleProcessGroupCollection(
-            {
-                "encoder": ProcessGroupCollection(cp=grid.create_pg("a")),
-                "llm": ProcessGroupCollection(cp=grid.create_pg("b")),
-            },
-            "llm",
-        )
-        assert both.get_language_model_cp_size() == 4
 
 
 # An unknown module is a ValueError, or a KeyError in brackets; both name those that there are.

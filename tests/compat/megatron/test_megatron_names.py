@@ -181,17 +181,6 @@ def test_all_gather_groups():
         assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
 
 
-# Embedding functions that do not treat all pipelines alike are refused on the ranks of all.
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("name", ["get_embedding_ranks", "get_position_embedding_ranks"])
-def test_uneven_embeddings(name, rank):
-    uneven = {name: lambda ranks: ranks if ranks[0] else ranks[:1]}
-    with fake_world(4, rank):
-        with pytest.raises(ValueError, match="keeps 1 of group 0 and 2 of group 1"):
-            ours.initialize_model_parallel(1, 2, **uneven)
-        ours.initialize_model_parallel(1, 2, **{name: lambda ranks: ranks})
-
-
 # DeepSpeed takes the module as `mpu`: model parallel is tensor times pipeline, and the name that
 # sends it down another path is missing.
 def test_deepspeed():

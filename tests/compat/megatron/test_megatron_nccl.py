@@ -157,18 +157,6 @@ def file(tmp_path):
     return write
 
 
-# A file that is not there, or is none, is the operating system's error, with the path.
-@pytest.mark.parametrize(
-    ("name", "error"), [("missing.yaml", FileNotFoundError), ("", IsADirectoryError)]
-)
-def test_no_file(name, error, tmp_path):
-    path = str(tmp_path / name)
-    found = error_of(ours, nccl_communicator_config_path=path)
-    assert type(found) is error
-    assert str(found.filename).rstrip("/") == path.rstrip("/")
-    assert isinstance(error_of(theirs, nccl_communicator_config_path=path), error)
-
-
 # A file that is not yaml, or whose yaml is not a mapping of groups to NCCL options, is refused.
 @pytest.mark.parametrize(
     ("content", "named"),
@@ -258,23 +246,6 @@ def test_options_are_megatrons(content, high_priority, rank, file):
 
 
 # ---- functions ----------------------------------------------------------------------------------
-
-
-# The error of NCCL for a value is an NcclConfigError, which names the group.
-def test_get_nccl_options_refuses(monkeypatch):
-    class Strict:
-        def __setattr__(self, name, value):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an int")
-
-    class Options:
-        def __init__(self, is_high_priority_stream):
-            self.config, self.priority = Strict(), is_high_priority_stream
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    assert ours.get_nccl_options("dp", {"dp": {"max_ctas": 8}}) is not None
-    with pytest.raises(NcclConfigError, match=r"'dp'.*max_ctas must be an int"):
-        ours.get_nccl_options("dp", {"dp": {"max_ctas": "8"}})
 
 
 # ---- SHARP --------------------------------------------------------------------------------------

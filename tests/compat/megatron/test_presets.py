@@ -16,7 +16,6 @@ from hypercomm.compat.megatron.presets import create_megatron_pgs, megatron_requ
 from hypercomm.errors import (
     ConfigurationError,
     GroupOptionsError,
-    HyperCommError,
     LayoutError,
     UnknownDimError,
     WorldSizeError,
@@ -53,16 +52,6 @@ def test_collections_are_megatrons(model):
     assume(wanted is not None)
     with fake_world(world_size, rank), megatron_grids(**arguments) as grids:
         assert ranks_of_fields(create_megatron_pgs(grids)["training"]) == wanted
-
-
-# What Megatron refuses because sizes do not fit the world is refused here too.
-@given(models())
-@settings(max_examples=examples(100))
-def test_what_megatron_refuses(model):
-    world_size, rank, arguments = model
-    assume(megatrons_fields(world_size, rank, **arguments) is None)
-    with pytest.raises(HyperCommError):
-        megatron_grids(**arguments, world_size=world_size)
 
 
 # After a reshape, of sizes or of their order, every field is Megatron's at the new sizes.
@@ -236,40 +225,6 @@ def test_no_dims_of_megatrons():
             megatron_requests(grid)
 
 
-# Inference on the same ranks has groups of its own sizes, and each model has Megatron's.
-@pytest.mark.parametrize("rank", range(16))
-def test_inference_on_the_same_ranks(rank):
-    training = {"tp": 2, "cp": 1, "pp": 2, "ep": 2}
-    inference = {"tp": 4, "cp": 1, "pp": 1, "ep": 4, "expt_tp": 1}
-    with (
-        fake_world(16, rank),
-        megatron_grids(**training, inference=inference) as grids,
-    ):
-        assert grids.placement == "colocated"
-        collections = create_megatron_pgs(grids)
-        for name, model in (("training", training), ("inference", inference)):
-            assert ranks_of_fields(collections[name]) == megatrons_of(rank, model)
-
-
-def megatrons_of(rank, model):
-    """Megatron's fields for a model in a world of 16, outside of the fake world that there is."""
-    return FIELDS_OF_16[tuple(model.items())][rank]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatrons_world_of_16():
-    for model in (
-        {"tp": 2, "cp": 1, "pp": 2, "ep": 2},
-        {"tp": 4, "cp": 1, "pp": 1, "ep": 4, "expt_tp": 1},
-    ):
-        FIELDS_OF_16[tuple(model.items())] = [
-            megatrons_fields(16, rank, **model) for rank in range(16)
-        ]
-
-
-FIELDS_OF_16 = {}
-
-
 # Beside training, inference takes the ranks behind it; each rank has the collection of its own.
 @pytest.mark.parametrize(("rank", "name"), [(0, "training"), (7, "training"), (8, "inference")])
 def test_inference_beside(rank, name):
@@ -296,19 +251,6 @@ def test_offset():
         assert own == {
             name: ranks and tuple(8 + rank for rank in ranks) for name, ranks in wanted.items()
         }
-
-
-# With share="identical", groups of the same ranks are one, also those of training and inference.
-def test_sharing():
-    with (
-        fake_world(16, 5),
-        megatron_grids(tp=2, pp=2, inference={"tp": 2, "pp": 2}, share="identical") as grids,
-    ):
-        collections = create_megatron_pgs(grids)
-        one, other = collections["training"], collections["inference"]
-        assert one.tp is other.tp is one.tp_cp is other.tp_cp
-        assert one.mp is other.mp
-        assert one.tp is not one.dp
 
 
 # An optimizer instance is all ranks whose place among the replicas is in one part, however the
