@@ -170,7 +170,6 @@ class FakeDevices:
 def started(monkeypatch):
     """The calls of init_process_group, which does nothing else."""
     calls = []
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **kw: calls.append((a, kw)))
     return calls
 
