@@ -1,4 +1,4 @@
-"""join(): what it finds, what it makes, and what it refuses."""
+"""join() in each kind of job, on each kind of device, and its errors."""
 
 import os
 import socket
