@@ -182,7 +182,7 @@ class Outcome:
                 joined.leave()
             except (HyperCommError, RuntimeError) as error:  # torch's where a peer dies
                 reason = " ".join(str(error).split())
-                self.failed = job.rank, f"{socket.gethostname()}, or a peer of it: {reason}"
+                self.failed = job.rank, f"on {socket.gethostname()}, or on a peer of it: {reason}"
 
     def record(self, message: Message) -> None:
         """Record a message of one rank."""

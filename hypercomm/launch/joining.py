@@ -167,8 +167,7 @@ def join(
     else:
         job.rendezvous()
     backend, chosen = _choose(backend, device, job)
-    agent = not (address or port) and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    _initialise(job, backend, chosen, timeout, agent=agent)
+    _initialise(job, backend, chosen, timeout)
     return _joined(job, backend, chosen, [dist.group.WORLD])
 
 
@@ -217,7 +216,7 @@ def _joined(job: FoundJob, backend: str, device: torch.device, made: list[Any]) 
 
 
 def _initialise(
-    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None, *, agent: bool
+    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None
 ) -> None:
     """Create WORLD on the device, or leave torch.distributed as it was."""
     options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
@@ -225,21 +224,13 @@ def _initialise(
         torch.get_device_module(device.type).set_device(device)
         if c10d.parts_of(backend)[device.type] in c10d.NCCL:
             options["device_id"] = device
-    stores: Any = dist  # has them, but not for type checkers
+    if job.address is None:
+        stores: Any = dist  # has them, but not for type checkers
+        options["store"] = stores.HashStore()
+    else:  # torch knows whether torchrun's agent or rank 0 serves the store
+        host = f"[{job.address}]" if ":" in job.address else job.address
+        options["init_method"] = f"tcp://{host}:{job.port}"
     try:
-        if agent:
-            options["init_method"] = "env://"  # torch knows where in its agent's store they meet
-        elif job.address is None:
-            options["store"] = stores.HashStore()
-        else:
-            store = stores.TCPStore(
-                *(job.address, job.port, job.size),
-                is_master=job.rank == 0,
-                timeout=timeout or dist.constants.default_pg_timeout,
-                multi_tenant=True,  # so that a process may join, leave and join
-            )
-            # As torch does with an address: init_process_group by hand can meet these ranks.
-            options["store"] = stores.PrefixStore("default_pg", store)
         dist.init_process_group(backend, **options)
     except BaseException as error:
         c10d.destroy_world()
@@ -310,8 +301,5 @@ def _accelerator() -> str:
 
 
 def _count(kind: str) -> int:
-    try:
-        module = torch.get_device_module(kind)
-    except RuntimeError:  # this build of torch has no such module
-        return 0
+    module = torch.get_device_module(kind)
     return int(module.device_count()) if module.is_available() else 0

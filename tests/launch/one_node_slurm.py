@@ -1,4 +1,4 @@
-"""SLURM on this machine alone: its daemons, with configuration, ports and folders of their own."""
+"""SLURM on this machine: its daemons, with their configuration, ports and folders."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""join(): what it finds, what it makes, and what it refuses."""
+"""join() in each kind of job, on each kind of device, and its errors."""
 
 import os
 import socket
@@ -106,29 +106,6 @@ def test_worlds_that_are_not_real(monkeypatch):
     assert found == [(rank, 3, "nccl", 3) for rank in range(3)]
 
 
-# A wrong call raises before anything changes, and the error has the argument and its value.
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"need_launcher": True}, LaunchError, "no launcher was found"),
-        ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8, .* srun"),
-        ({"environment": STEP}, LaunchError, "MASTER_ADDR=None.* rank 1 of 4"),
-        ({"rank": 1, "size": 4, "address": "node7"}, LaunchError, "node7, MASTER_PORT=None"),
-        ({"rank": 4}, LaunchError, "rank=4 and size=None: give both"),
-        ({"device": "gpu0"}, RuntimeError, "gpu0"),
-        ({"backend": "glooo"}, GroupOptionsError, "unknown backend 'glooo'"),
-        ({"backend": "gloo", "device": "meta:0"}, LaunchError, "device 'meta:0' .* backend 'gloo'"),
-        ({"rank": "0", "size": 1}, LayoutError, "rank must be an int"),
-    ],
-)
-def test_mistakes(arguments, error, words):
-    before = dict(os.environ)
-    with pytest.raises(error, match=words):
-        join(**arguments)
-    assert not dist.is_initialized()
-    assert dict(os.environ) == before
-
-
 # If no other rank arrives, the error names the rank and the address, and nothing is initialised; if
 # another program uses the port, the error explains how to choose one.
 def test_ranks_that_do_not_meet():
@@ -170,7 +147,6 @@ class FakeDevices:
 def started(monkeypatch):
     """The calls of init_process_group, which does nothing else."""
     calls = []
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **kw: calls.append((a, kw)))
     return calls
 
@@ -209,17 +185,27 @@ def test_devices(kind, arguments, backend, device, started, monkeypatch):
     assert options.get("device_id") == (job.device if "nccl" in backend else None)
 
 
+# A wrong call raises before anything changes, and the error has the argument and its value.
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "error", "words"),
     [
-        (job_of(2, 4) | {"backend": "nccl", "device": "cpu"}, "'cpu' does not fit .* 'nccl'"),
-        (job_of(0, 1) | {"device": "mps"}, "device 'mps.*' does not fit backend 'gloo'"),
-        ({"rank": 1, "size": 2, "address": "a", "port": 1}, "LOCAL_RANK.* local_rank= or device="),
-        (job_of(7, 8), "8 ranks .* a device each, and it has 4 of type 'cuda'"),
+        ({"need_launcher": True}, LaunchError, "no launcher was found"),
+        ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8, .* srun"),
+        ({"environment": STEP}, LaunchError, "MASTER_ADDR=None.* rank 1 of 4"),
+        ({"rank": 1, "size": 4, "address": "node7"}, LaunchError, "node7, MASTER_PORT=None"),
+        ({"rank": 4}, LaunchError, "rank=4 and size=None: give both"),
+        ({"rank": "0", "size": 1}, LayoutError, "rank must be an int"),
+        ({"device": "gpu0"}, RuntimeError, "gpu0"),
+        ({"backend": "glooo"}, GroupOptionsError, "unknown backend 'glooo'"),
+        ({"backend": "nccl", "device": "cpu"}, LaunchError, "'cpu' does not fit .* 'nccl'"),
+        ({"rank": 1, "size": 2, "address": "a", "port": 1}, LaunchError, "local_rank= or device="),
+        (job_of(7, 8), LaunchError, "8 ranks .* a device each, and it has 4 of type 'cuda'"),
     ],
 )
-@pytest.mark.usefixtures("started")
-def test_devices_that_do_not_fit(arguments, words, monkeypatch):
+def test_mistakes(arguments, error, words, monkeypatch):
     FakeDevices("cuda", 4, monkeypatch)
-    with pytest.raises(LaunchError, match=words):
+    before = dict(os.environ)
+    with pytest.raises(error, match=words):
         join(**arguments)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before

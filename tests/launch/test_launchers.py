@@ -96,7 +96,7 @@ def test_no_job():
         (by_hand("9" * 5000, 4), ["RANK must be an integer", "'999"]),
         (step(0, 1, 0, SLURM_STEP_ID="9" * 5000), ["SLURM_STEP_ID must be an integer"]),
         (step(0, 1, 0, SLURM_JOB_ID="9" * 5000), ["SLURM_JOB_ID must be an integer"]),
-        # nothing says where to meet
+        # the address of rank 0 is unknown
         (by_hand(1, 4) | {"MASTER_ADDR": "a"}, ["MASTER_ADDR=a, MASTER_PORT=None", "rank 1 of 4"]),
         (step(1, 4, 1, SLURM_DISTRIBUTION="arbitrary"), ["MASTER_ADDR=None"]),
         (by_hand(0, 4) | {"MASTER_PORT": "70000"}, ["MASTER_PORT", "1 to 65535", "'70000'"]),

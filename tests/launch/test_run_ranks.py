@@ -167,8 +167,8 @@ def test_ranks_that_hang():
     assert_gone(pids)
 
 
-# What a rank returned counts, whether it then dies, cannot leave, or has left its job before others
-# could connect to it.
+# The result of a rank counts, also if the rank then dies, cannot leave, or has left its job before
+# others could connect to it.
 @pytest.mark.long
 def test_after_returning():
     def body():
