@@ -216,7 +216,7 @@ class TorchVersionError(HyperCommError, ImportError):
 
 
 class ToolError(HyperCommError, ValueError, RuntimeError):
-    """A tool cannot watch, read, draw or write as asked: mend the argument or name another file."""
+    """A tool cannot watch, read, draw or write as asked: change the argument or the file."""
 
 
 class MissingPackageError(HyperCommError, ImportError):
@@ -232,7 +232,7 @@ class JoinError(HyperCommError, RuntimeError):
 
 
 class SimulationError(HyperCommError, RuntimeError, AssertionError):
-    """Simulated ranks would hang or differ, or cannot communicate: mend what they call."""
+    """Simulated ranks would hang or differ, or cannot communicate: change their calls."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):
