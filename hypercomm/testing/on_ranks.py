@@ -156,9 +156,8 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
     layouts: list[RankLayout] = []
     for value in drawn.values():
         ends = (value.source, value.target) if isinstance(value, RankMapping) else (value,)
-        layouts += [
-            found for end in ends if isinstance(found := getattr(end, "layout", end), RankLayout)
-        ]
+        found = [getattr(end, "layout", end) for end in ends]
+        layouts += [each for each in found if isinstance(each, RankLayout)]
     if not layouts:
         raise LaunchError(
             f"no argument of {test} sets the number of ranks: {', '.join(drawn)}; draw a "
