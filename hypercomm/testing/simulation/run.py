@@ -59,11 +59,8 @@ class Simulation(Generic[Result]):
     def _lines(self) -> list[str]:
         found = self.disagreements
         more = [f"  and {len(found) - 5:,} more"] if len(found) > 5 else []
-        return [
-            f"{counted(len(found), 'disagreement')}:",
-            *(f"  {one}" for one in found[:5]),
-            *more,
-        ]
+        lines = [f"  {one}" for one in found[:5]] + more
+        return [f"{counted(len(found), 'disagreement')}:", *lines]
 
     def __repr__(self) -> str:
         return f"<Simulation: {str(self).splitlines()[0]}>"
