@@ -196,7 +196,7 @@ class UnknownFieldError(HyperCommError, AttributeError, ValueError):
 
 
 class NcclConfigError(HyperCommError, RuntimeError, ValueError):
-    """An NCCL configuration cannot be read, or names what does not exist: mend the file."""
+    """An NCCL configuration cannot be read, or names what does not exist: correct the file."""
 
 
 class InstallError(HyperCommError, RuntimeError):
@@ -220,7 +220,7 @@ class ToolError(HyperCommError, ValueError, RuntimeError):
 
 
 class SimulationError(HyperCommError, RuntimeError, AssertionError):
-    """Simulated ranks would hang or differ, or cannot communicate: correct what they call."""
+    """Simulated ranks would hang or differ, or cannot communicate: change their calls."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):

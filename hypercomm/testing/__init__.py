@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     try:
         return _resolve(name)
     except ModuleNotFoundError as error:
-        if error.name not in {"cloudpickle", "hypothesis"}:
+        if error.name not in {"cloudpickle", "hypothesis", "pytest"}:
             raise
         raise MissingPackageError(
             f"hypercomm.testing.{name} needs {error.name}: pip install 'hypercomm[testing]'"

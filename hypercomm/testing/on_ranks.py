@@ -71,7 +71,7 @@ def given_ranks(
     """Make a test of hypothesis whose body runs on real ranks, anew for each example.
 
     Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
-    a job of its own, with the same arguments. The number of ranks is that of the largest layout
+    a new job, with the same arguments. The number of ranks is that of the largest layout
     drawn: by `layouts()`, by `grids()`, or either end of `mappings()`. A grid is built on each
     rank and destroyed after the body. The test fails with the traceback of the first rank that
     fails, or with the stacks of ranks that hang. It has no deadline and takes no `@settings`.
@@ -156,12 +156,11 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
     layouts: list[RankLayout] = []
     for value in drawn.values():
         ends = (value.source, value.target) if isinstance(value, RankMapping) else (value,)
-        layouts += [
-            found for end in ends if isinstance(found := getattr(end, "layout", end), RankLayout)
-        ]
+        found = [getattr(end, "layout", end) for end in ends]
+        layouts += [each for each in found if isinstance(each, RankLayout)]
     if not layouts:
         raise LaunchError(
-            f"no argument of {test} says how many ranks it needs: {', '.join(drawn)}; draw a "
+            f"no argument of {test} sets the number of ranks: {', '.join(drawn)}; draw a "
             f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1

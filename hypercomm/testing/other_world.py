@@ -17,9 +17,7 @@ from hypercomm.process_groups.torch_internals.backends import backend_config, de
 Create = Callable[[str, tuple[int, ...], str, timedelta, str], Any]
 
 _c10d: Any = dist.distributed_c10d
-_TABLES = (
-    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"),
-)
+_TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"]
 
 
 class OtherWorld(_c10d._World):  # type: ignore[misc]

@@ -323,7 +323,7 @@ def test_views():
 TARGETS = [
     ("tp=4,dp=4", None, WorldSizeError, "16 ranks"),
     ("tp=3,dp=-1", None, WorldSizeError, "8 ranks"),
-    ("tp=x", None, NotationError, "tp=x"),
+    ("tp=x", None, LayoutError, "tp=x"),
     (RankLayout([4], ["dp"]), None, WorldSizeError, r"4\.\.7"),
     (RankLayout([8], ["dp"], 1), None, WorldSizeError, "0, 8"),
     ([2, 4], None, LayoutError, "target"),
@@ -331,7 +331,7 @@ TARGETS = [
     ("tp=2,dp=2,pp=2", None, LayoutError, "shared"),
     ("tp=8", {"expert": "ep=3,e=-1"}, LayoutError, "expert"),
     ("tp=8", {"expert": "ep=x"}, LayoutError, "expert"),
-    ("tp=8", {"other": "ep=8"}, UnknownViewError, "other"),
+    ("tp=8", {"other": "ep=8"}, UnknownDimError, "other"),
     ("tp=8", ["expert"], LayoutError, "views"),
 ]
 

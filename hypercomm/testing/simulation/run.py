@@ -27,8 +27,6 @@ from hypercomm.testing.simulation.records import Book, Collective, Creation
 
 Result = TypeVar("Result")
 
-_SHOWN = 5  # disagreements in the text of a simulation
-
 
 @attrs.frozen(repr=False)
 class Simulation(Generic[Result]):
@@ -60,9 +58,9 @@ class Simulation(Generic[Result]):
 
     def _lines(self) -> list[str]:
         found = self.disagreements
-        more = [f"  and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
-        first = [f"  {one}" for one in found[:_SHOWN]]
-        return [f"{counted(len(found), 'disagreement')}:", *first, *more]
+        more = [f"  and {len(found) - 5:,} more"] if len(found) > 5 else []
+        lines = [f"  {one}" for one in found[:5]] + more
+        return [f"{counted(len(found), 'disagreement')}:", *lines]
 
     def __repr__(self) -> str:
         return f"<Simulation: {str(self).splitlines()[0]}>"

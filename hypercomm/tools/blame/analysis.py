@@ -343,10 +343,10 @@ class Verdict:
         }
 
     def _found(
-        self, kind: str, says: str, ranks: Iterable[int], culprits: Iterable[int] = ()
+        self, kind: str, says: str, ranks: Iterable[int], odd: Iterable[int] = ()
     ) -> Finding:
         ranks = tuple(sorted(ranks))
-        return Finding(kind, tuple(culprits), ranks, _waiting(self._graph, ranks), says)
+        return Finding(kind, tuple(odd), ranks, _waiting(self._graph, ranks), says)
 
     def _mistakes(self) -> Iterator[Finding]:
         """Yield the calls that differ, and the ranks that leave the common order."""

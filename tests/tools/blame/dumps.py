@@ -42,16 +42,11 @@ class Dumps:
                 "process_group": (name, desc),
                 "collective_seq_id": number,
                 "p2p_seq_id": 0,
-                "op_id": number,
                 "profiling_name": f"nccl:{op}",
-                "time_created_ns": 1,
                 "input_sizes": [list(sizes)],
                 "input_dtypes": [dtype],
                 "output_sizes": [list(sizes)],
-                "output_dtypes": [dtype],
                 "state": STATES[state],
-                "retired": state == "done",
-                "timeout_ms": 600000,
                 "is_p2p": False,
                 **more,
             }
@@ -71,12 +66,7 @@ class Dumps:
             for name, desc, ranks in self.groups.values()
             if rank in ranks
         }
-        return {
-            "version": "2.10",
-            "pg_config": config,
-            "pg_status": {},
-            "entries": self.entries[rank],
-        }
+        return {"version": "2.10", "pg_config": config, "entries": self.entries[rank]}
 
     def write(self, folder, but=()):
         """Write the dumps, and return the folder."""
