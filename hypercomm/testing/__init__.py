@@ -7,6 +7,7 @@ other way round. Names resolve on first use.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hypercomm import _resolver
@@ -49,6 +50,8 @@ _DRAWN = (
     ("hypercomm.grid.grid", "HyperCommGrid", "grids"),
 )
 
+# pytest's --ranks-max, and the ranks of an example of `given_ranks` left out because of it.
+_bound = SimpleNamespace(most=None, left_out=0)
 
 _resolve = _resolver(__name__, _HOMES)
 

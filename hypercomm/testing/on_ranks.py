@@ -29,7 +29,7 @@ from hypercomm.launch import run_ranks
 from hypercomm.launch.run import preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
-from hypercomm.testing.pytest_plugin import bound
+from hypercomm.testing import _bound
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 
@@ -110,9 +110,9 @@ def given_ranks(
             __tracebackhide__ = True
             name = function.__qualname__
             needed = _ranks_of(drawn, name) if ranks is None else ranks
-            option = bound.most
+            option = _bound.most
             if option is not None and needed > option:
-                bound.left_out = min(needed, bound.left_out or needed)
+                _bound.left_out = min(needed, _bound.left_out or needed)
                 hypothesis.event(f"left out: more than --ranks-max={option} ranks")
                 hypothesis.reject()
             most = ranks_max or option or most_ranks()

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from hypercomm.process_groups.torch_internals.backends import backend_config, default_timeout
 
-Create = Callable[[str, tuple[int, ...], str, timedelta, str], Any]
-
 _c10d: Any = dist.distributed_c10d
 _TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"]
 
@@ -46,7 +44,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         make_world: Callable[[], Any],
         ranks: Mapping[int, int],
         backend: str,
-        create: Create,
+        create: Callable[[str, tuple[int, ...], str, timedelta, str], Any],
         store: object = None,
         end: Callable[[Any], None] = lambda _group: None,
     ) -> None:

@@ -16,13 +16,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-# --ranks-max, and the ranks of an example of `given_ranks` that was left out because of it.
-bound = SimpleNamespace(most=None, left_out=0)
+from hypercomm.testing import _bound
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,12 +138,12 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Bound the examples of `given_ranks`; skip a test of which all are left out."""
-    bound.most, bound.left_out = item.config.getoption("--ranks-max"), 0
+    _bound.most, _bound.left_out = item.config.getoption("--ranks-max"), 0
     try:
         return (yield)
     except Exception as error:
-        if bound.left_out and type(error).__name__ == "Unsatisfiable":
-            pytest.skip(f"{_too_many(bound.left_out, bound.most)}; no example had fewer")
+        if _bound.left_out and type(error).__name__ == "Unsatisfiable":
+            pytest.skip(f"{_too_many(_bound.left_out, _bound.most)}; no example had fewer")
         raise
 
 
