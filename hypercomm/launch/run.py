@@ -25,8 +25,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from unittest import mock
 
 import attrs
@@ -72,7 +71,6 @@ class _Job:
         group_timeout: The timeout of WORLD; None: torch's.
         environment: The parent's environment.
         port: The port of the job's store.
-        folder: The folder of the files with the stacks, which are named by rank.
     """
 
     call: bytes
@@ -82,16 +80,16 @@ class _Job:
     group_timeout: timedelta | None
     environment: dict[str, str]
     port: int
-    folder: str
 
 
 @attrs.frozen(eq=False)
 class _Rank:
-    """A started rank, as its parent sees it."""
+    """A started rank, as its parent sees it; `stack` is the file for its stack."""
 
     number: int
     process: ForkServerProcess
     link: connection.Connection
+    stack: IO[bytes]
 
 
 def run_ranks(
@@ -148,16 +146,13 @@ def run_ranks(
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
     ranks: list[_Rank] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        socket.create_server((_LOOPBACK, 0), backlog=nprocs) as listener,
-    ):
+    with socket.create_server((_LOOPBACK, 0), backlog=nprocs) as listener:
         port, environment = listener.getsockname()[1], dict(os.environ)
-        job = _Job(call, nprocs, backend, timeout, group_timeout, environment, port, folder)
+        job = _Job(call, nprocs, backend, timeout, group_timeout, environment, port)
         try:
             ranks.extend(_start(job, at, None if at else listener) for at in range(nprocs))
             listener.close()
-            returned = _results(ranks, timeout, on_message, Path(folder))
+            returned = _results(ranks, timeout, on_message)
             _let_them_leave(ranks)
         finally:
             _end(ranks)
@@ -202,20 +197,18 @@ def _start_fork_server() -> None:
 def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
+    stack = tempfile.TemporaryFile()  # noqa: SIM115 - _end closes it
     # multiprocessing passes file descriptors on if they are those of connections
-    output = [connection.Connection(os.dup(fd)) for fd in (1, 2)]
-    args = (job, number, theirs, output, listener)
+    files = [connection.Connection(os.dup(fd)) for fd in (1, 2, stack.fileno())]
+    args = (job, number, theirs, files, listener)
     process = context.Process(target=_serve, args=args, name=f"rank {number}", daemon=True)
     process.start()
     theirs.close()
-    return _Rank(number, process, ours)
+    return _Rank(number, process, ours, stack)
 
 
 def _results(
-    ranks: list[_Rank],
-    timeout: float,
-    on_message: Callable[[int, Any], None] | None,
-    folder: Path,
+    ranks: list[_Rank], timeout: float, on_message: Callable[[int, Any], None] | None
 ) -> list[Any]:
     """Receive from the ranks until all have returned, one has failed, or the time is over."""
     deadline = time.monotonic() + timeout
@@ -240,7 +233,7 @@ def _results(
         if not ready:
             break
     if waiting and not failures:
-        reason = f"it had not returned after {timeout:g} s\n{_stacks(waiting, folder)}"
+        reason = f"it had not returned after {timeout:g} s\n{_stacks(waiting)}"
         failures = [(0.0, waiting[0].number, reason)]
     if failures:
         _, first, reason = min(failures)
@@ -265,13 +258,13 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
     return "failed", (0.0, reason)  # a death precedes the errors that it causes on other ranks
 
 
-def _stacks(late: Sequence[_Rank], folder: Path) -> str:
+def _stacks(late: Sequence[_Rank]) -> str:
     """Return the stacks that ranks have written into files, with the ranks that are at each."""
     time.sleep(_STACK_S)
     places: dict[str, list[int]] = {}
     for rank in late:
-        file = folder / str(rank.number)
-        text = file.read_text(errors="replace") if file.exists() else ""
+        rank.stack.seek(0)
+        text = rank.stack.read().decode(errors="replace")
         main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the last thread
         frames = re.split(r"^  File .* in _serve$", main, flags=re.MULTILINE)[0].rstrip()
         places.setdefault(frames or "  (it does not answer)", []).append(rank.number)
@@ -296,6 +289,7 @@ def _end(ranks: list[_Rank]) -> None:
         rank.process.join()
         rank.process.close()
         rank.link.close()
+        rank.stack.close()
 
 
 # ---- in a rank ----------------------------------------------------------------------------------
@@ -325,14 +319,15 @@ def _serve(
     job: _Job,
     rank: int,
     link: connection.Connection,
-    output: Sequence[connection.Connection],
+    files: Sequence[connection.Connection],
     listener: socket.socket | None,
 ) -> None:
     """Join the job, run the function, send its result, and wait for the other ranks."""
     os.setpgid(0, 0)  # so that processes that this rank starts end with it
     gc.freeze()  # else the first full collection walks all of torch, and copies it page by page
-    for fd, file in enumerate(output, 1):
-        os.dup2(file.fileno(), fd)
+    stdout, stderr, stack = (file.fileno() for file in files)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
     os.environ.clear()
@@ -340,7 +335,6 @@ def _serve(
     _parent.link = link
     all_returned = threading.Event()
     threading.Thread(target=_listen, args=(link, all_returned), daemon=True).start()
-    stack = Path(job.folder, str(rank)).open("wb")  # noqa: SIM115 - until the process ends
     faulthandler.dump_traceback_later(job.timeout, file=stack)
     try:
         _join(job, rank, listener)
