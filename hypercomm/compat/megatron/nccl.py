@@ -115,7 +115,8 @@ def options_by_key(config: Configuration) -> Callable[[str], Any]:
 
     Raises:
         OSError, NcclConfigError: As for `load`.
-        NotInitializedError: There are options, and no job tells whether they have an effect.
+        NotInitializedError: There are options, but no job, whose backend decides if they have an
+            effect.
     """
     options = load(config)
     if not options:

@@ -3,14 +3,12 @@
 Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
 """
 
-from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_facts import plain
-from ranks import megatron_ranks
 
 from hypercomm import errors, megatron_grids
 from hypercomm.compat.megatron import ParallelState, parallel_state, version
@@ -19,7 +17,6 @@ from hypercomm.compat.megatron.process_groups_config import (
     ProcessGroupCollection,
     resolve_gtp_remat_group,
 )
-from hypercomm.launch import run_ranks
 from hypercomm.testing import fake_world
 
 DENSE, EXPERT = ("pp", "dp", "cp", "gtp", "tp"), ("pp", "dp", "gtp", "ep", "tp")
@@ -94,12 +91,6 @@ BOTH = {
     "expert_tensor_parallel_size": 1,
     "expert_model_parallel_size": 2,
     "expert_gtp_remat_size": 2,
-}
-PIPELINE = {
-    "pipeline_model_parallel_size": 2,
-    "gtp_remat_size": 2,
-    "context_parallel_size": 2,
-    "expert_tensor_parallel_size": 1,
 }
 
 
@@ -178,22 +169,6 @@ def test_collections(drawn):
         with megatron_grids(**short) as grids:
             found = create_megatron_pgs(grids)["training"]
             assert {name: plain(vars(found)[name]) for name in expected} == expected
-
-
-# On real ranks each group adds up what its members have, over and over, and nothing is left.
-@pytest.mark.long
-@pytest.mark.parametrize("arguments", [BOTH, PIPELINE], ids=["experts", "pipeline"])
-def test_on_real_ranks(arguments):
-    found = run_ranks(partial(megatron_ranks.cycles, 2, arguments), 8, timeout=120)
-    for rank, cycle in enumerate(found):
-        sums = {name: total for name, total in cycle["sums"].items() if name in DIMS}
-        assert sums == {
-            name: sum(2**member for member in members(arguments, 8, rank, name)) for name in sums
-        }
-        assert set(DIMS) - set(sums) <= {"_EXPERT_GTP_WEIGHT_REMAT_GROUP"}  # of one rank each
-        assert cycle["always the same"]
-        assert cycle["registered"]
-        assert cycle["after"] == cycle["before"]
 
 
 # With peers of the dense layers there are no gloo twins; with those of experts, none of experts.

@@ -243,16 +243,6 @@ def test_inference_beside(rank, name):
         assert (collections[name].embd.size(), collections[name].dp.size()) == wanted
 
 
-# Behind an offset, the groups are Megatron's with the offset added.
-def test_offset():
-    wanted = megatrons_fields(8, 3, tp=2, ep=2)
-    with fake_world(16, 8 + 3), megatron_grids(tp=2, ep=2, rank_offset=8) as grids:
-        own = ranks_of_fields(create_megatron_pgs(grids)["training"])
-        assert own == {
-            name: ranks and tuple(8 + rank for rank in ranks) for name, ranks in wanted.items()
-        }
-
-
 # An optimizer instance is all ranks whose place among the replicas is in one part, however the
 # replicas lie: on one stride, on two, or listed.
 @pytest.mark.parametrize(
