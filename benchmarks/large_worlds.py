@@ -20,7 +20,6 @@ from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import ENDLESS
 from hypercomm.testing import fake_world, simulate
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -135,7 +134,7 @@ def memory(world_size: int) -> Iterator[Table]:
 
     def torch_alone() -> object:
         options = {"timeout": None, "pg_options": None, "group_desc": "alone", "lazily": None}
-        options["patience"] = ENDLESS
+        options["wait"] = None
         return [
             c10d.new_group(str(dims), layout.groups(*dims).of(rank), backend="fake", **options)
             for dims in FIVE

@@ -150,16 +150,7 @@ def test_what_became_worse(modules, tmp_path, first, second, verdicts):
     assert len(worse) == (verdicts[-1] == "worse")
 
 
-# What a call costs the store is counted in a simulated job; the start of a job is reckoned from it.
+# The operations of a call on the store are counted on real ranks.
 def test_store(modules):
-    store = modules.store
-    counts = store.counted(8, "nccl")
-    joining = counts["another grid: joining"]
-    assert {cost.questions for cost in joining} == {2}
-    assert max(cost.questions for cost in counts["verify()"]) < 15
-    head, *lines = store.lines_of(counts)
-    assert len({len(line) for line in (head, *lines)}) == 1
-    cost = sum((store.mean(counts[what]) for what in store.STARTS), store.Cost(0, 0, 0, 0))
-    one, *sizes = store.reckoned(counts, store.Rate(1, 1.0, 10.0, 0.0))
-    assert one.endswith(f"= {10 * cost.questions:,.0f} us")
-    assert [line.split()[0] for line in sizes] == ["1,024", "16,384", "131,072"]
+    lines = modules.store.lines_of([{True: {"one": 7}}, {True: {"one": 5}}])
+    assert lines == ["one, lazy_init=True: 5 to 7 operations"]
