@@ -82,7 +82,7 @@ LAYOUTS = [
     (lambda: LAYOUT.merge(["tp", "dp"], "x"), errors.LayoutError, "('tp', 'dp')", "reorder"),
     (lambda: RankLayout.from_json("{}"), errors.LayoutError, "sizes are missing"),
     (lambda: RankMapping("dp=2", "tp=2", "xx"), errors.UnknownDimError, "'xx'", "neither"),
-    (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tp="),
+    (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tensor_model"),
 ]
 TEXTS = [
     (lambda: RankLayout.parse("tp=2,,dp"), errors.LayoutError, "'tp=2,,dp'"),

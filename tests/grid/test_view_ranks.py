@@ -78,24 +78,24 @@ def test_another_view(odd, arguments, words, comes):
 # enumeration leaves in the store is torch's.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("creation", "verify", "is_batched", "compared"),
+    ("creation", "verify", "is_batched", "are_deleted"),
     [
-        ("local", False, False, 0),
-        ("local", False, True, 0),
-        ("local", True, False, 0),
-        ("local", True, True, 0),
-        ("enumerate", False, False, None),
-        ("enumerate", True, True, None),
+        ("local", False, False, True),
+        ("local", False, True, True),
+        ("local", True, False, True),
+        ("local", True, True, True),
+        ("enumerate", False, False, False),
+        ("enumerate", True, True, False),
     ],
 )
-def test_destroyed_and_created_again(creation, verify, is_batched, compared):
+def test_destroyed_and_created_again(creation, verify, is_batched, are_deleted):
     args = (10, creation, verify, is_batched)
     got = run_ranks(view_ranks.destroy_and_recreate, 4, args=args, timeout=120)
     for rank, (told, keys) in enumerate(got):
         dp, tp = numpy_sum([2, 2], {1}, rank), numpy_sum([2, 2], {0}, rank)
         assert told == [(dp, 1111, tp, True, ["tp"])] * 10
-        if compared is not None:
-            assert np.diff(keys).tolist() == [compared] * 9
+        if are_deleted:
+            assert keys[-1] - keys[0] <= 8  # one round of addresses, which the next call deletes
 
 
 # A group that serves two keys stays until both are destroyed, and then it is gone.
