@@ -90,7 +90,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
             parts = ", ".join(f"{part}={shown(dims)}" for part, dims in given.items())
             raise LayoutError(
                 f"dim {name!r} of size {size} plays no part in {parts}, so DeepSpeed would not "
-                f"keep its ranks alike; name it in one, as in dp=('dp', {name!r})"
+                f"keep its ranks equal; name it in one, as in dp=('dp', {name!r})"
             )
     return {
         part: tuple(name for name in layout.dim_names if name in names)
@@ -131,7 +131,7 @@ class Mpu:
         grid: A grid, or a view of one.
         tp: The dim, or dims, over which tensors are split. A dim that the grid lacks has size 1.
         pp: The same of pipeline stages.
-        dp: The same of replicas, which have data of their own.
+        dp: The same of replicas, each with its own data.
         sp: The same of parts of a sequence (Ulysses).
 
     Attributes:
@@ -156,7 +156,7 @@ class Mpu:
 
     Source: DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and `utils/bwc.py`, and Megatron-DeepSpeed
     at 4efb479, `megatron/core/parallel_state.py`. There is no `initialize_sequence_parallel`: it
-    tells DeepSpeed that an mpu has no model parallel.
+    signals to DeepSpeed that an mpu has no model parallel.
     """
 
     def __init__(
@@ -284,8 +284,8 @@ def topology_axes(
         The size of each axis, in DeepSpeed's order, which is the layout's reversed.
 
     Raises:
-        LayoutError: The ranks do not begin at 0, have gaps or an order of their own; the dims of an
-            axis are no neighbours; or as for `Mpu`.
+        LayoutError: The ranks do not begin at 0, have gaps or are not in order; the dims of an axis
+            are not adjacent; or as for `Mpu`.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.

@@ -96,7 +96,7 @@ class TensorParallelState(ModuleState):
         """Return a new state; every rank must call this, in the same order.
 
         Args:
-            arguments: Those of `initialize_tensor_parallel`, by name.
+            arguments: The arguments of `initialize_tensor_parallel`, by name.
 
         Raises:
             AssertionError: As for `initialize_tensor_parallel`.

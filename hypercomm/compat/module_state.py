@@ -165,7 +165,7 @@ class CurrentState(Generic[State]):
             yield state
         finally:
             self._count(-1)
-            self._scoped.reset(token)  # fails in another context, so it comes last
+            self._scoped.reset(token)  # last, because it fails in another context
 
     def keep(self, state: State) -> None:
         """Count a state as alive."""

@@ -71,7 +71,7 @@ def given_ranks(
     """Make a test of hypothesis whose body runs on real ranks, anew for each example.
 
     Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
-    a job of its own, with the same arguments. The number of ranks is that of the largest layout
+    a new job, with the same arguments. The number of ranks is that of the largest layout
     drawn: by `layouts()`, by `grids()`, or either end of `mappings()`. A grid is built on each
     rank and destroyed after the body. The test fails with the traceback of the first rank that
     fails, or with the stacks of ranks that hang. It has no deadline and takes no `@settings`.
@@ -161,7 +161,7 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
         ]
     if not layouts:
         raise LaunchError(
-            f"no argument of {test} says how many ranks it needs: {', '.join(drawn)}; draw a "
+            f"no argument of {test} determines the number of ranks: {', '.join(drawn)}; draw a "
             f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1

@@ -79,9 +79,9 @@ def layouts(
     fitting = [count for count in counts if min_size**count <= max_ranks]
     has_names = min_dims >= 1 and max_dims <= len(known)
     if not has_names or not fitting or not 1 <= min_size <= max_size or max_offset < 0:
-        told = ", ".join(f"{name}={bound}" for name, bound in bounds.items())
+        limits = ", ".join(f"{name}={bound}" for name, bound in bounds.items())
         raise InvalidArgument(
-            f"no layout satisfies {told}, dim_names={known} and dims_required={required}"
+            f"no layout satisfies {limits}, dim_names={known} and dims_required={required}"
         )
     count = draw(st.integers(fitting[0], fitting[-1]))
     drawn = draw(st.permutations(list(known)))

@@ -115,7 +115,7 @@ def options_by_key(config: Configuration) -> Callable[[str], Any]:
 
     Raises:
         OSError, NcclConfigError: As for `load`.
-        NotInitializedError: There are options, and no job tells whether they have an effect.
+        NotInitializedError: There are options, and without a job their effect is unknown.
     """
     options = load(config)
     if not options:

@@ -477,12 +477,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the rank of the next stage; after the last one comes the first."""
+    """Return the rank of the next stage; after the last one, that of the first."""
     return _pipeline_ranks()[(_stage() + 1) % _stages()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the rank of the previous stage; before the first one comes the last."""
+    """Return the rank of the previous stage; before the first one, that of the last."""
     return _pipeline_ranks()[(_stage() - 1) % _stages()]
 
 

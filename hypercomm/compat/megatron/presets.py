@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _DENSE = {dim: dim for dim in ("tp", GTP, "cp", "dp", "pp")}
 _EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", "pp": "pp"}
-"""What Megatron's dims are called in the grid, and in its view of the experts."""
+"""The names of Megatron's dims in the grid, and in its view of the experts."""
 
 
 def megatron_grids(
@@ -87,17 +87,17 @@ def megatron_grids(
         dp: Data parallel size; default: what the other sizes leave of the world.
         ep: Expert parallel size.
         expt_tp: Tensor parallel size of the experts; default: `tp`.
-        gtp_remat: GTP peers, ranks that share each weight and gather it to use it; where there are
-            any, they are a dim of the grid, behind tp unless the order says where.
-        expt_gtp_remat: The same for the weights of experts, in the view, behind ep.
+        gtp_remat: GTP peers, ranks that share each weight and gather it to use it. If there are
+            any, they are a dim of the grid, after tp unless the order puts it elsewhere.
+        expt_gtp_remat: The same for the weights of experts, in the view, after ep.
         order: The order of the dims, the first varying fastest, for the dense and the expert ones.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         rank_offset: The smallest rank of the training.
         inference: The sizes of inference, with the same names and defaults.
-        beside: False puts inference on the ranks of training, True on those behind them; `dp` must
-            then be given.
+        beside: False puts inference on the ranks of training, True on the ranks after them, which
+            needs `dp`.
         requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
-            that no rank is left over ("disjoint" behind an offset), else "colocated", or
+            that no rank is left over ("disjoint" after an offset), else "colocated", or
             "disjoint" with `beside`.
         arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
             as for `GridSet`.
@@ -213,7 +213,7 @@ def megatron_requests(
         GroupOptionsError: A choice is none, or a function is no function.
         ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
             not come out even.
-        NotInitializedError: There are NCCL options, and no job tells whether they have an effect.
+        NotInitializedError: There are NCCL options, and without a job their effect is unknown.
         NcclConfigError, FileNotFoundError: The NCCL configuration cannot be used.
 
     Example:
@@ -268,8 +268,8 @@ def create_megatron_pgs(
     of its new sizes: `collections_of(grids)` collects them anew.
 
     Args:
-        grids: What `megatron_grids` has made, or other grids with such dims: what
-            `megatron_requests` says of a grid.
+        grids: The result of `megatron_grids`, or other grids with such dims; see
+            `megatron_requests`.
         backend: As for `GridSet.create_pgs`; so are the other two.
         timeout: Of each group, and for the whole call.
         share: Whether keys may hold one group.
@@ -323,7 +323,7 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
     Raises:
         LayoutError: `grids` is no set.
         GridDestroyedError: One of these grids was destroyed.
-        NotInitializedError: Nothing tells the calling rank.
+        NotInitializedError: The calling rank is unknown.
 
     Example:
         >>> from hypercomm.testing import fake_world

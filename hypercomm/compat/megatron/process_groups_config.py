@@ -210,7 +210,7 @@ class ProcessGroupCollection:
 
         Args:
             pg_collection: Where to take them from; default: the current parallel state.
-            model_chunks: The first one's configuration tells what is needed.
+            model_chunks: The configuration of the first one determines the groups.
             use_gloo_process_groups: Whether to add gloo groups. With GTP the state has none.
 
         Raises:
@@ -227,7 +227,7 @@ class ProcessGroupCollection:
 
         Args:
             pg_collection: Where to take them from; default: the current parallel state.
-            config: The model's configuration: its `context_parallel_size` tells what is needed.
+            config: The model's configuration; its `context_parallel_size` determines the groups.
             ddp_config: So does its `num_distributed_optimizer_instances`.
 
         Raises:

@@ -170,7 +170,7 @@ class ParallelState(ModuleState):
         """Return a new state; every rank must call this, in the same order.
 
         Args:
-            arguments: Those of `parallel_state.initialize_model_parallel`, by name.
+            arguments: The arguments of `parallel_state.initialize_model_parallel`, by name.
 
         Raises:
             HyperCommError: As for `initialize_model_parallel`.

@@ -360,7 +360,7 @@ class WantedGroup:
         part: The position or size of one of several groups; None for a row of one group.
         name: The global that holds the group, or the list or dict that it is in.
         groups: The ranks of all groups.
-        arguments: Those of `create_pg`.
+        arguments: The arguments of `create_pg`.
     """
 
     row: Row
@@ -387,7 +387,7 @@ def rows(
         options: Returns the backend options of an NCCL key.
         view: The view of the expert layers; None: they are laid out as the dense ones.
         table: The rows.
-        lone_peers: Whether each rank has a GTP group of its own if there are no peers.
+        lone_peers: Whether each rank has a GTP group with itself only if there are no peers.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)

@@ -61,7 +61,7 @@ _LIBRARIES = (
 
 
 class _Group:
-    """What is recorded of a group; `counts` has the number of calls of each lane."""
+    """The record of a group; `counts` has the number of calls of each lane."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name, self.description = group.group_name, group.group_desc
