@@ -92,15 +92,15 @@ class CreationError(HyperCommError, RuntimeError):
 
 
 class PlanMismatchError(CreationError):
-    """Ranks are about to create different process groups: let all make the same call."""
+    """Ranks are about to create different process groups: make the same call on all ranks."""
 
 
 class GridMismatchError(CreationError):
-    """Ranks mean different grids: let all build the same one."""
+    """Ranks build different grids: build the same one on all ranks."""
 
 
 class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torch's own
-    """Ranks did not join a call in time: see what they do, and call again on all ranks.
+    """Ranks did not join a call in time: find out why, and repeat the call on all ranks.
 
     Attributes:
         missing: The ranks that caused the timeout.
@@ -124,7 +124,7 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
 
 
 class ConnectTimeout(GroupCreationTimeout):
-    """Ranks did not connect the groups that exist in time: see what they do, and where.
+    """Ranks did not connect the existing groups in time: find out where they are and why.
 
     Attributes:
         missing: The ranks that did not take part.
@@ -146,21 +146,22 @@ class ConnectTimeout(GroupCreationTimeout):
 
 
 class TransferMismatchError(PlanMismatchError, LayoutError):
-    """The ranks of a transfer mean different ones, or one refused or did not come: nothing moved.
+    """Ranks propose different transfers, or one failed or is missing: nothing was sent.
 
-    As for other differences between ranks; and as for what is wrong with this rank's own call.
+    It is a PlanMismatchError, like other differences between ranks, and a LayoutError, like wrong
+    arguments of this rank.
     """
 
 
 class OutcomeUnknownError(CreationError):
-    """The job's store was lost while ranks decided: nobody can tell how; restart the job."""
+    """The job's store was lost before the outcome of a call was known: restart the job."""
 
 
 class StateTransferError(HyperCommError, RuntimeError):
-    """A model's parameters did not all arrive: see why, and go on from the bucket named.
+    """Some parameters of a model did not arrive: find out why, and continue from the bucket named.
 
     Attributes:
-        bucket: The first bucket that did not arrive; all before it have.
+        bucket: The first bucket that did not arrive; all earlier ones have.
     """
 
     def __init__(self, message: str, *, bucket: int = 0) -> None:

@@ -86,7 +86,7 @@ _WRITE = {
     "get_rank": "torch.distributed.get_rank()",
     "mesh": "grid.device_mesh().mesh",
 }
-"""What to write for names of a DeviceMesh that a grid lacks."""
+"""Replacements for the names of a DeviceMesh that a grid lacks."""
 
 _WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
@@ -828,9 +828,9 @@ class GridView:
 
         Every rank of the grid that is left calls this after a collective has failed, and then
         `reshape(target, ranks=...)`. First it ends the grid's process groups, so that peers which
-        wait in them fail too: those of NCCL at once, those of gloo once the program holds no other
-        reference to them. Called in an `except` block, it clears the local variables of the frames
-        that the exception came through, which hold such references.
+        wait in them fail too: those of NCCL immediately, those of gloo once the program holds no
+        other reference to them. Called in an `except` block, it clears the local variables of the
+        frames that the exception came through, which hold such references.
 
         Args:
             timeout: How long to wait for ranks that do not arrive; longer than the timeout of the

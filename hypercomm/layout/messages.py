@@ -247,7 +247,7 @@ class AxisCut:
     Args:
         layout: The layout.
         dims: The dims, outermost first; those that the layout lacks have size 1.
-        zigzag: Those of them that cut in zigzag.
+        zigzag: The dims among them that cut in zigzag.
 
     Attributes:
         dims: The dims of the layout, with their sizes.

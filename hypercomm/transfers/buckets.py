@@ -1,30 +1,31 @@
-"""Buckets: a whole model's parameters, in segments, a bounded number of bytes at a time.
+"""The plan of a state transfer: segments of parameters in buckets of bounded size.
 
-Every rank works out the whole plan for itself, from the parameters alone, and so the same one.
+Every rank computes the plan from the parameters alone, so all ranks have the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, product, zip_longest
 
 import attrs
+import torch
 
 from hypercomm.layout.mapping import RankMapping
-from hypercomm.layout.messages import Message, resolve_axes
+from hypercomm.layout.messages import Message
 
 ALIGNMENT = 16
-"""Bytes at whose multiples a segment may begin in a buffer: the largest element's."""
+"""Segments begin at multiples of this many bytes: the size of the largest element type."""
 
 LEAST_BUCKET = 1024
-_LEAST_GRAIN = 4096
-_TURNS = 64
-"""Segments that a rank sends at least, where they are not too small: they are what balances."""
+
+Slices = tuple[slice, ...]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index along each axis, and how many."""
+"""The first index and the length along each axis."""
 
 
 @attrs.frozen
@@ -33,168 +34,192 @@ class Parameter:
 
     Attributes:
         name: Its name.
-        shape: The whole one's, in elements.
-        dtype: Its type, as text.
-        itemsize: Bytes of an element.
-        mapping: Who has which part of it.
+        source_shape: The shape of the part on each source rank.
+        target_shape: The shape of the part on each target rank.
+        dtype: The type of its elements.
+        mapping: The mapping of its parts.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    dtype: torch.dtype
     mapping: RankMapping
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole one."""
-        return math.prod(self.shape) * self.itemsize
-
-    def shape_on(self, *, source: bool) -> tuple[int, ...]:
-        """Return the shape of the part that each rank of one end has."""
-        lengths, cuts = list(self.shape), self.mapping.cuts
-        for cut, axis in zip(cuts, resolve_axes(cuts, len(lengths)), strict=True):
-            lengths[axis] //= cut.sources if source else cut.targets
-        return tuple(lengths)
-
     def __str__(self) -> str:
-        return f"{self.name!r}: {self.shape} of {self.dtype}, cut by {dict(self.mapping.shards)}"
+        return (
+            f"{self.name!r}: parts {self.source_shape} to parts {self.target_shape} of "
+            f"{self.dtype}, cut by {dict(self.mapping.shards)}"
+        )
 
 
 @attrs.frozen
 class Segment:
-    """A part of a parameter that goes from one rank to another in one bucket.
+    """A part of a parameter that one rank sends to another in one bucket.
 
     Attributes:
-        parameter: The parameter's position.
+        parameter: The position of the parameter.
         source: The rank that sends.
-        target: The rank that receives; perhaps the same, which copies.
-        source_slices: Where it lies in what the source has.
-        target_slices: Where it goes in what the target has.
-        nbytes: Its bytes.
-        bucket: The number of its bucket; -1 where a rank copies it.
+        target: The rank that receives. If it is the source, the segment is copied.
+        source_slices: The slices of the source's part.
+        target_slices: The slices of the target's part.
+        nbytes: Its size in bytes.
+        bucket: The number of its bucket; -1 for a copy.
     """
 
     parameter: int
     source: int
     target: int
-    source_slices: tuple[slice, ...]
-    target_slices: tuple[slice, ...]
+    source_slices: Slices
+    target_slices: Slices
     nbytes: int
     bucket: int
 
     @property
     def room(self) -> int:
-        """Bytes of a buffer that it takes, with room for a checksum behind it.
+        """The bytes that it takes in a buffer, padded and with room for a checksum.
 
         Example:
             >>> Segment(0, 0, 1, (), (), nbytes=20, bucket=0).room
             48
         """
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+        return _room(self.nbytes)
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+
+
+@attrs.frozen
+class Plan:
+    """The plan of one rank.
+
+    Attributes:
+        copies: The segments that the rank copies to itself.
+        sends: The segments that it sends in each bucket.
+        receives: The segments that it receives in each bucket.
+    """
+
+    copies: Sequence[Segment]
+    sends: Sequence[Sequence[Segment]]
+    receives: Sequence[Sequence[Segment]]
+
+    @property
+    def buckets(self) -> int:
+        """The number of buckets, which is the same on all ranks."""
+        return len(self.sends)
+
+    @property
+    def room(self) -> int:
+        """The most bytes that the rank sends and receives in one bucket."""
+        buckets = zip(self.sends, self.receives, strict=True)
+        return max((sum(one.room for one in chain(*bucket)) for bucket in buckets), default=0)
+
+
+@lru_cache(maxsize=4)
+def plan_of(parameters: tuple[Parameter, ...], bucket_bytes: int, rank: int) -> Plan:
+    """Return the plan of a rank; the arguments are those of `segments`."""
+    copies: list[Segment] = []
+    sends: list[list[Segment]] = []
+    receives: list[list[Segment]] = []
+    for segment in segments(parameters, bucket_bytes):
+        while len(sends) <= segment.bucket:
+            sends.append([])
+            receives.append([])
+        if segment.source == segment.target == rank:
+            copies.append(segment)
+        elif segment.source == rank:
+            sends[segment.bucket].append(segment)
+        elif segment.target == rank:
+            receives[segment.bucket].append(segment)
+    return Plan(copies, sends, receives)
 
 
 def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Segment]:
-    """Cut parameters into segments, and say who sends each to whom in which bucket.
+    """Cut parameters into segments, and assign each to a source, a target and a bucket.
 
-    A segment goes from that replica of its part which has sent the fewest bytes so far. What a rank
-    sends and receives in one bucket takes at most `bucket_bytes` of room there.
+    Each segment comes from the replica that has sent the fewest bytes so far. The segments that one
+    rank sends and receives in one bucket take at most `bucket_bytes` of room.
 
     Args:
-        parameters: The parameters, in the order in which they go.
+        parameters: The parameters, in the order in which they are sent.
         bucket_bytes: At least `LEAST_BUCKET`.
 
     Example:
-        Two source ranks have the same row of 2048 numbers: each sends one half of it.
+        Two source ranks have the same row of 2048 numbers, and each sends one half of it.
 
         >>> from hypercomm import RankLayout
         >>> row = RankMapping("dp=2", RankLayout([1], ["tp"], 2), along=None)
-        >>> found = segments([Parameter("row", (2048,), "float32", 4, row)], 1 << 16)
+        >>> found = segments([Parameter("row", (2048,), (2048,), torch.float32, row)], 1 << 16)
         >>> [(one.source, one.target_slices[0], one.bucket) for one in found]
         [(0, slice(0, 1024, None), 0), (1, slice(1024, 2048, None), 0)]
     """
-    grain = _grain(parameters, bucket_bytes)
-    sent: defaultdict[int, int] = defaultdict(int)
+    # Small enough to balance the senders and to fill the buckets.
+    grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
+    sent: Counter[int] = Counter()
     filling = _Filling(bucket_bytes)
-    routes: dict[RankMapping, list[Route]] = {}
+    all_routes: dict[RankMapping, list[Route]] = {}
     for position, parameter in enumerate(parameters):
-        if not parameter.nbytes:
+        if 0 in parameter.source_shape:
             continue
         mapping = parameter.mapping
-        if mapping not in routes:
-            routes[mapping] = _routes(mapping)
-        shapes = parameter.shape_on(source=True), parameter.shape_on(source=False)
-        most = max(1, grain // parameter.itemsize)
-        lanes = (_pieces(route, shapes, most) for route in routes[mapping])
-        # A piece for each target in turn, so that all of them receive at once.
-        for target, holders, here, there in filter(None, chain(*zip_longest(*lanes))):
-            nbytes = math.prod(one.stop - one.start for one in here) * parameter.itemsize
+        if mapping not in all_routes:
+            all_routes[mapping] = _routes(mapping)
+        lanes = [_pieces(route, parameter, grain) for route in all_routes[mapping]]
+        # One piece for each target in turn, so that all of them receive at the same time.
+        for holders, target, here, there in filter(None, chain(*zip_longest(*lanes))):
+            nbytes = math.prod(one.stop - one.start for one in here) * parameter.dtype.itemsize
             source = min(holders, key=sent.__getitem__)
-            segment = Segment(position, source, target, here, there, nbytes, -1)
+            bucket = -1
             if source != target:
                 sent[source] += nbytes
-                bucket = filling.bucket_for(source, target, segment.room)
-                segment = attrs.evolve(segment, bucket=bucket)
-            yield segment
+                bucket = filling.bucket_for(source, target, _room(nbytes))
+            yield Segment(position, source, target, here, there, nbytes, bucket)
 
 
-Route = tuple[int, list[tuple[Message, tuple[int, ...]]]]
-"""A target rank with what it receives, and who could send each."""
-
-Piece = tuple[int, tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
-"""A target rank, who could send it something, and where that lies on both."""
+Route = list[tuple[Message, tuple[int, ...]]]
+"""The messages to a target rank, each with the ranks that have its data."""
 
 
 def _routes(mapping: RankMapping) -> list[Route]:
-    """Tell who could send what to each target rank: itself alone, where it has the part."""
+    """Return the route to each target rank. A rank that has its part already copies it."""
     back = mapping.inverse()
-
-    def holders(message: Message) -> tuple[int, ...]:
-        if message.source == message.target:
-            return (message.source,)
-        return back.broadcast_siblings(message.source)
-
     return [
-        (target, [(one, holders(one)) for one in mapping.receives(target)])
+        [
+            (one, (target,) if one.source == target else back.broadcast_siblings(one.source))
+            for one in mapping.receives(target)
+        ]
         for target in mapping.target_ranks
     ]
 
 
-def _pieces(route: Route, shapes: tuple[tuple[int, ...], ...], most: int) -> Iterator[Piece]:
-    """Cut what a target rank receives into pieces of at most `most` elements."""
-    target, messages = route
-    for message, holders in messages:
-        (here, lengths), (there, _) = (
-            _box_of(slices, shape)
-            for slices, shape in zip(
-                (message.source_slices(shapes[0]), message.target_slices(shapes[1])),
-                shapes,
-                strict=True,
-            )
-        )
-        if message.source == target:
-            yield target, holders, _slices(here, lengths), _slices(there, lengths)
-            continue
-        for offsets, extents in split(lengths, most):
-            yield (
-                target,
-                holders,
-                _slices(map(sum, zip(here, offsets, strict=True)), extents),
-                _slices(map(sum, zip(there, offsets, strict=True)), extents),
-            )
+def _pieces(
+    route: Route, parameter: Parameter, grain: int
+) -> Iterator[tuple[tuple[int, ...], int, Slices, Slices]]:
+    """Yield pieces of at most `grain` bytes: holders, target, and the slices on both."""
+    most = max(1, grain // parameter.dtype.itemsize)
+    for message, holders in route:
+        here = _bounds(message.source_slices(parameter.source_shape), parameter.source_shape)
+        there = _bounds(message.target_slices(parameter.target_shape), parameter.target_shape)
+        lengths = tuple(stop - start for start, stop in here)
+        whole = [((0,) * len(lengths), lengths)]
+        for offsets, extents in whole if message.source == message.target else split(lengths, most):
+            here_and_there = [
+                tuple(
+                    slice(start + offset, start + offset + extent)
+                    for (start, _), offset, extent in zip(bounds, offsets, extents, strict=True)
+                )
+                for bounds in (here, there)
+            ]
+            yield holders, message.target, here_and_there[0], here_and_there[1]
 
 
-def _box_of(slices: Iterable[slice], shape: Iterable[int]) -> Box:
-    bounds = [one.indices(length)[:2] for one, length in zip(slices, shape, strict=True)]
-    return tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds)
-
-
-def _slices(starts: Iterable[int], extents: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(at, at + extent) for at, extent in zip(starts, extents, strict=True))
+def _bounds(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [one.indices(n)[:2] for one, n in zip(slices, shape, strict=True)]
 
 
 def split(lengths: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `most` elements, nearly alike, in the order of memory.
+    """Cut a box into boxes of at most `most` elements of similar size, in memory order.
 
     Example:
         >>> list(split((2, 5), most=3))
@@ -218,37 +243,25 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Box]:
             yield (*outer, first, *[0] * len(rest)), extents
 
 
-def _grain(parameters: Sequence[Parameter], bucket_bytes: int) -> int:
-    """Return the most bytes of a segment: few enough to balance, and for buckets to fill up."""
-    total, senders = 0, 1
-    for parameter in parameters:
-        mapping = parameter.mapping
-        parts = math.prod(cut.targets for cut in mapping.cuts)
-        total += parameter.nbytes * len(mapping.target_ranks) // parts
-        senders = len(mapping.source_ranks)
-    even = max(total // (senders * _TURNS), _LEAST_GRAIN)
-    return min(even, bucket_bytes // 4)
-
-
 @attrs.define
 class _Filling:
-    """How full the buckets are; each rank fills them in order.
+    """The fill level of the buckets. Each rank fills them in order.
 
     Attributes:
-        limit: Bytes of room that a rank has in a bucket.
-        last: The bucket of each rank that is being filled, and the room taken in it.
+        limit: The bytes that a rank may use in one bucket.
+        last: For each rank, its last bucket and the bytes used in it.
     """
 
     limit: int
     last: dict[int, tuple[int, int]] = attrs.field(factory=dict)
 
     def bucket_for(self, source: int, target: int, room: int) -> int:
-        """Take room in the first bucket that has some on both ranks, and is not behind them."""
+        """Reserve room in the first bucket that has space on both ranks, in order on both."""
         ends = [self.last.get(rank, (0, 0)) for rank in (source, target)]
         bucket = max(number for number, _ in ends)
-        taken = [used if number == bucket else 0 for number, used in ends]
-        if max(taken) + room > self.limit:
-            bucket, taken = bucket + 1, [0, 0]
-        for rank, used in zip((source, target), taken, strict=True):
-            self.last[rank] = bucket, used + room
+        used = [amount if number == bucket else 0 for number, amount in ends]
+        if max(used) + room > self.limit:
+            bucket, used = bucket + 1, [0, 0]
+        for rank, amount in zip((source, target), used, strict=True):
+            self.last[rank] = bucket, amount + room
         return bucket

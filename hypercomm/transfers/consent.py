@@ -1,4 +1,4 @@
-"""Before a transfer, its ranks agree that all of them make the same one."""
+"""Check before a transfer that all its ranks propose the same one."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ def consent(
     entries: Sequence[str] = (),
     effect: str = "nothing was sent",
 ) -> BaseException | None:
-    """Wait until all ranks of a transfer have joined, and propose the same one.
+    """Wait until all ranks of a transfer have joined and propose the same one.
 
     Args:
         mapping: The mapping of the transfer.
-        tensor: What it moves, as all ranks describe it alike.
-        refusal: Why this rank cannot take part; the others raise it, and nobody is waited for.
-        entries: What else must be equal on all ranks.
-        effect: What a failure means for the data, for the error.
+        tensor: A description of the data that is identical on all ranks.
+        refusal: The error that keeps this rank from taking part. The other ranks raise it, and
+            this rank does not wait.
+        entries: Further descriptions that must be equal on all ranks.
+        effect: The consequence of a failure for the data, as the error states it.
 
     Returns:
-        What interrupted this rank although all continue: to be raised after the transfer.
+        An interrupt that reached this rank although all ranks continue. The caller raises it after
+        the transfer.
 
     Raises:
-        TransferMismatchError: Ranks make different transfers, one refuses, or ranks are missing.
+        TransferMismatchError: Ranks propose different transfers, one has failed, or some are
+            missing.
         OutcomeUnknownError: The store is gone, and the other ranks may have continued.
     """
     job, ranks = current(), _ranks(mapping)
@@ -60,7 +63,7 @@ def _ranks(mapping: RankMapping) -> tuple[int, ...]:
 
 @lru_cache(maxsize=128)
 def _details(mapping: RankMapping) -> str:
-    """Return what the text of a mapping leaves out."""
+    """Return the properties of a mapping that its text leaves out."""
     layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
     return (
         f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "

@@ -1,38 +1,52 @@
-"""The state: all parameters of a model move to other ranks, as from a trainer to inference.
+"""Move all parameters of a model to other ranks, for example from a trainer to inference.
 
-They go in buckets, two of which are under way at a time. Small segments for one rank are packed
-into one message, large ones go as they lie in memory; with checksums, which stand behind each
-segment, all are packed.
+The parameters travel in buckets, at most two of which are in progress at a time. Each segment is a
+message: the contiguous bytes of a tensor, or a packed copy with room for a checksum.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from itertools import groupby
-from operator import attrgetter
+from collections import deque
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import zip_longest
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from hypercomm.errors import LayoutError, StateTransferError, TransferMismatchError
 from hypercomm.layout import RankMapping
-from hypercomm.layout.checks import as_int, world_too_small
-from hypercomm.layout.text import shown
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
-from hypercomm.transfers.buckets import ALIGNMENT, LEAST_BUCKET, Parameter, Segment, segments
+from hypercomm.transfers.buckets import (
+    LEAST_BUCKET,
+    Parameter,
+    Plan,
+    Segment,
+    plan_of,
+)
 from hypercomm.transfers.consent import consent
-from hypercomm.transfers.manifest import Manifest, read_manifest
-from hypercomm.transfers.tensors import mark_written, post
+from hypercomm.transfers.transfer import (
+    as_tensor,
+    check_buffer,
+    check_mapping,
+    mark_written,
+    memory_span,
+    post,
+    shapes_of,
+)
 
 BUCKET_BYTES = 64 << 20
 
-_LARGE = 64 << 10
-"""Bytes from which a segment is a message of its own, which no copy is made for."""
+_CONTINUE = "continue on all ranks with the smallest start that one of them reports (start={})"
+
+Tensors = dict[str, Tensor]
 
 
 def transfer_state(
@@ -45,353 +59,360 @@ def transfer_state(
     start: int = 0,
     verify: bool | None = None,
 ) -> int | None:
-    """Move all parameters of a model between ranks of the running job; all of both ends call it.
+    """Move all parameters of a model between ranks of the job; all ranks of both layouts call it.
 
-    First the ranks of both ends meet, and make sure that they mean the same parameters, shapes and
-    dtypes: of the first difference all hear, and nothing was sent. Then the parameters go in the
-    order of their names, in buckets. Each part comes from one of the ranks that have it: from the
-    receiving one itself, else from the one that has sent the fewest bytes so far.
+    First the ranks check that they propose the same parameters, shapes and dtypes. On a difference,
+    every rank raises and nothing is sent. Then the parameters are sent in the order of their names,
+    in buckets. A rank that has a part already copies it. Otherwise the part comes from the rank
+    that has sent the fewest bytes so far among those that have it.
 
     Args:
-        mapping: From which layout to which: one with `along=None`, as weights have no batch, and
-            without leaders, as `RankMapping.weights` makes. With a pipeline, a stage's parameters
-            are moved by a call for it, on a mapping of that stage's ranks (`at={"pp": 0}`).
-        state: On a source rank its parts of the parameters, by name. Nothing is cast on the way:
-            where `into` has another dtype, give `{name: one.bfloat16(), ...}`.
-        into: On a target rank the tensors that receive, by name. On a rank of both ends, none may
-            share memory with `state`, unless it keeps exactly what it has; memory that is mapped
-            at two addresses is not noticed.
-        shards: Which dims cut which parameters, and along which axis: {"*.qkv.weight": {"tp": 0},
-            "*": {}}. Of patterns as in `fnmatch`, the first that matches a name counts. A dim that
-            is not named replicates. Default: the mapping's own shards, for all.
+        mapping: The mapping between the layouts, with `along=None`, because weights have no batch,
+            and without leaders, as `RankMapping.weights` makes it. With a pipeline, make one call
+            for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
+        state: On a source rank its parts of the parameters, by name. The dtype is not converted:
+            if `into` has another one, pass `{name: tensor.bfloat16(), ...}`.
+        into: On a target rank the tensors to receive into, by name. On a rank of both layouts, none
+            may overlap a tensor of `state` in memory, unless the rank keeps exactly what it has.
+        shards: The dims that cut each parameter, with the axis: {"*.qkv.weight": {"tp": 0},
+            "*": {}}. The first pattern that matches a name applies, as in `fnmatch`. A dim without
+            an axis replicates. Default: the shards of the mapping, for all parameters.
         bucket_bytes: The most bytes that a rank sends and receives in one bucket. Two buckets are
-            all the memory that is needed beside the tensors.
-        start: The first bucket that is moved. Where one failed, all ranks go on from it, in a job
-            that was initialised anew, or, where it was damaged, in the same.
-        verify: Whether each segment is sent with a checksum, which the receiver compares, and
-            whether all ranks hear at the end of one that differs. All ranks must say the same.
-            Default: as the environment's HYPERCOMM_VERIFY says, "0" or "1".
+            the only memory that is needed in addition to the tensors.
+        start: The first bucket to move. After a failed bucket, all ranks continue from it, in a job
+            that was initialised again, or in the same job if the bucket was damaged.
+        verify: Whether each segment is sent with a checksum, which the receiver compares. If one
+            differs, every rank raises at the end. All ranks must pass the same value. Default: the
+            environment variable HYPERCOMM_VERIFY, "0" or "1".
 
     Returns:
-        The number of buckets; None on a rank of neither end.
+        The number of buckets; None on a rank of neither layout.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit.
         TransferMismatchError: Ranks differ or are missing; nothing was sent.
-        StateTransferError: Communication failed, or what arrived is not what was sent; `bucket`
-            says from which bucket to go on: all ranks from the smallest that one of them says.
+        StateTransferError: Communication failed, or data was damaged. All ranks continue from the
+            smallest `bucket` of their errors.
         OutcomeUnknownError: The job's store is gone; restart the job.
-        GroupOptionsError: `verify` is none of True, False and None.
+        GroupOptionsError: `verify` is not True, False or None.
 
-    Every rank works out the whole plan, once for the same parameters: it takes time in proportion
-    to the parameters and target ranks. What devices and backends are asked for, `transfer` says.
+    Every rank computes the whole plan, once for the same parameters. This takes time proportional
+    to the number of parameters and target ranks. Devices and backends are those of `transfer`.
 
     Example:
         >>> from hypercomm import RankLayout
         >>> from hypercomm.testing import fake_world
         >>> mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([1], ["tp"]), along=None)
         >>> mine, theirs = {"w": torch.arange(3)}, {"w": torch.zeros(3, dtype=torch.int64)}
-        >>> with fake_world(1):  # there is nobody else: it is copied, in no bucket
+        >>> with fake_world(1):  # the only rank copies its parameter, in no bucket
         ...     transfer_state(mapping, mine, into=theirs, shards={"*": {}})
         0
         >>> theirs["w"].tolist()
         [0, 1, 2]
     """
     job = current()
-    is_source, is_target = _ends(mapping, job.rank, job.size)
+    check_mapping(mapping, job.size)
+    if mapping.along is not None or mapping.leaders:
+        raise LayoutError(
+            f"mapping must have along=None and no leaders, because a state has no batch and all "
+            f"its replicas take part; got {mapping}"
+        )
+    is_source, is_target = job.rank in mapping.source_ranks, job.rank in mapping.target_ranks
     if not is_source and not is_target:
         return None
     try:
         is_verified = as_verified(verify)
-        limit = _bucket_bytes(bucket_bytes)
-        manifest = read_manifest(
-            mapping, job.rank, state, into, shards, is_source=is_source, is_target=is_target
+        limit = as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET)
+        model = _read(
+            _read_patterns(mapping, shards),
+            _read_tensors(state, "state", job.rank) if is_source else {},
+            _read_tensors(into, "into", job.rank) if is_target else {},
+            job.rank,
         )
-        plan = _plan(manifest.parameters, limit, job.rank)
-        start = _start(start, plan.buckets)
-        mover = _Mover(manifest, plan, job.rank, is_verified=is_verified)
-    except Exception as error:  # also of a dict that loads, and of memory that is not there
+        plan = plan_of(model.parameters, limit, job.rank)
+        start = as_int(start, "start", 0, plan.buckets)
+        mover = _Mover(model, plan, job.rank, is_verified=is_verified)
+    except Exception as error:  # including those of the caller's mappings, and of torch
         consent(mapping, "", error)
         raise
-    how = f"buckets of {limit} bytes from number {start} on, verify={is_verified}"
-    interrupt = consent(mapping, "a state", entries=[*manifest.entries(), how])
+    how = f"buckets of {limit} bytes from number {start}, verify={is_verified}"
+    interrupt = consent(mapping, "a state", entries=[*model.entries(), how])
     with torch.no_grad():
-        damage = mover.move(start)
-    for tensor in manifest.received.values():
+        mover.move(start)
+    for tensor in model.received.values():
         mark_written(tensor)
     if is_verified:
-        _report(mapping, damage)
+        _share_damage(mapping, mover.damage)
     if interrupt is not None:
-        raise interrupt  # only now: the others had this rank's consent
+        raise interrupt  # only now, because the other ranks had this rank's consent
     return plan.buckets
 
 
-# ---- before anything is sent --------------------------------------------------------------------
+# ---- arguments ----------------------------------------------------------------------------------
 
 
-def _ends(mapping: object, rank: int, size: int) -> tuple[bool, bool]:
-    """Check the mapping, and say whether a rank sends, and whether it receives."""
-    if not isinstance(mapping, RankMapping):
-        raise LayoutError(f"mapping must be a RankMapping, got {shown(mapping)}")
-    if mapping.along is not None or mapping.leaders:
+@attrs.frozen
+class _Model:
+    """The parameters of a model, and the tensors of this rank by name.
+
+    Attributes:
+        parameters: The parameters, in the order of their names.
+        sent: The parts that this rank sends; empty if it is not a source.
+        received: The parts that it receives into; empty if it is not a target.
+    """
+
+    parameters: tuple[Parameter, ...]
+    sent: Tensors
+    received: Tensors
+
+    def entries(self) -> list[str]:
+        """Describe the parameters; the lines must be equal on all ranks."""
+        lines = [f"parameter {number} as {each}" for number, each in enumerate(self.parameters, 1)]
+        return [*lines, f"no parameter {len(lines) + 1}"]
+
+
+def _read(
+    patterns: Mapping[str, RankMapping], sent: Tensors, received: Tensors, rank: int
+) -> _Model:
+    """Check the tensors of a rank against each other and against the patterns."""
+    devices = {str(tensor.device) for tensor in (*sent.values(), *received.values())}
+    if len(devices) > 1:
+        raise LayoutError(f"all tensors of a rank must be on one device, found {sorted(devices)}")
+    for name, buffer in received.items():
+        check_buffer(buffer, f"into[{name!r}]")
+    mappings = _match(patterns, sorted({*sent, *received}))
+    here = _parameters(mappings, sent, is_source=True)
+    there = _parameters(mappings, received, is_source=False)
+    for one, other in zip_longest(here or there, there or here):
+        if one != other:
+            raise LayoutError(
+                f"state and into differ on rank {rank}, which sends and receives: state has {one}, "
+                f"into has {other}"
+            )
+    _check_overlaps(sent, received, mappings, rank)
+    return _Model(here or there, sent, received)
+
+
+def _read_patterns(mapping: RankMapping, shards: object) -> dict[str, RankMapping]:
+    """Return the mapping of the parameters that match each pattern."""
+    if shards is None:
+        return {"*": mapping}
+    if not isinstance(shards, Mapping):
         raise LayoutError(
-            f"a state has no batch, and every replica of it takes part: make the mapping with "
-            f"along=None and without leaders; got {mapping}"
+            f"shards must map patterns of names to dims and axes, such as "
+            f"{{'*.qkv.weight': {{'tp': 0}}, '*': {{}}}}, got {shown(shards)}"
         )
-    last_rank = max(mapping.source.last_rank, mapping.target.last_rank)
-    if last_rank >= size:
-        raise world_too_small(f"the mapping {mapping}", last_rank, size)
-    return rank in mapping.source_ranks, rank in mapping.target_ranks
+    return {pattern: attrs.evolve(mapping, shards=cuts) for pattern, cuts in shards.items()}
 
 
-def _bucket_bytes(value: object) -> int:
-    number = as_int(value, "bucket_bytes")
-    if number < LEAST_BUCKET:
-        raise LayoutError(f"bucket_bytes must be at least {LEAST_BUCKET}, got {number}")
-    return number
+def _match(patterns: Mapping[str, RankMapping], names: Sequence[str]) -> dict[str, RankMapping]:
+    """Return the mapping of each name: that of the first pattern that matches it."""
+    unused = {pattern for pattern in patterns if pattern != "*"}
+    found: dict[str, RankMapping] = {}
+    for name in names:
+        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        if pattern is None:
+            raise LayoutError(
+                f"no pattern of shards matches parameter {name!r}: they are {shown([*patterns])}; "
+                f"add '*': {{}} as the last one for parameters that no dim cuts"
+            )
+        found[name] = patterns[pattern]
+        unused.discard(pattern)
+    if unused:
+        raise LayoutError(
+            f"the pattern {min(unused)!r} of shards matches no parameter that an earlier pattern "
+            f"leaves; there are {len(names)}, such as {names[0]!r}"
+            f"{did_you_mean(min(unused), names)}"
+        )
+    return found
 
 
-def _start(value: object, buckets: int) -> int:
-    number = as_int(value, "start")
-    if not 0 <= number <= buckets:
-        raise LayoutError(f"start must be the number of a bucket, in 0 .. {buckets}, got {number}")
-    return number
+def _read_tensors(value: object, what: str, rank: int) -> Tensors:
+    """Return a state dict with checked tensors."""
+    if not isinstance(value, Mapping) or not value:
+        raise LayoutError(
+            f"rank {rank} needs {what}, a dict of tensors by name that is not empty; got "
+            f"{shown(value)}"
+        )
+    tensors: Tensors = {}
+    for name, given in value.items():
+        if hasattr(given, "to_local"):
+            raise LayoutError(
+                f"{what}[{name!r}] is a DTensor; pass its to_local(), and list in shards the dims "
+                f"that cut it"
+            )
+        tensors[name] = as_tensor(given, f"{what}[{name!r}]").detach()
+    return tensors
+
+
+def _parameters(
+    mappings: Mapping[str, RankMapping], tensors: Tensors, *, is_source: bool
+) -> tuple[Parameter, ...]:
+    """Return the parameters of which a rank has parts, in the order of their names."""
+    parameters = []
+    for name in sorted(tensors):
+        tensor, mapping = tensors[name], mappings[name]
+        try:
+            shapes = shapes_of(mapping, tuple(tensor.shape), is_source=is_source)
+        except LayoutError as error:
+            raise type(error)(f"{'state' if is_source else 'into'}[{name!r}]: {error}") from error
+        parameters.append(Parameter(name, *shapes, tensor.dtype, mapping))
+    return tuple(parameters)
+
+
+def _check_overlaps(
+    sent: Tensors, received: Tensors, mappings: Mapping[str, RankMapping], rank: int
+) -> None:
+    """Raise if a buffer overlaps a tensor that is being sent, unless the rank keeps it in place."""
+    names = list(sent)
+    spans = np.array([memory_span(tensor) for tensor in sent.values()]).reshape(-1, 2)
+    for name, buffer in received.items():
+        begin, end = memory_span(buffer)
+        for at in np.flatnonzero((spans[:, 0] < end) & (begin < spans[:, 1])):
+            other = names[at]
+            places = {
+                (each.data_ptr(), each.shape, each.stride()) for each in (sent[other], buffer)
+            }
+            is_same = len(places) == 1 and mappings[other] == mappings[name]
+            if not is_same or mappings[name].sources_of(rank) != (rank,):
+                raise LayoutError(
+                    f"into[{name!r}] overlaps state[{other!r}] in memory, which is being sent; "
+                    f"pass another buffer"
+                )
+
+
+# ---- communication ------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class _Plan:
-    """What one rank does.
+class _Piece:
+    """The data of a segment on this rank.
 
     Attributes:
-        buckets: How many buckets there are, on all ranks together.
-        copies: What it copies to itself.
-        sends: What it sends in each bucket, by target.
-        receives: What it receives in each bucket, by source.
-        room: The most bytes that it sends and receives in one bucket.
+        segment: The segment.
+        tensor: Its elements.
+        buffer: The bytes that are sent or received: those of the tensor, or bytes of a pool.
+        is_packed: Whether the bytes are in a pool.
     """
 
-    buckets: int
-    copies: Sequence[Segment]
-    sends: Sequence[Sequence[Segment]]
-    receives: Sequence[Sequence[Segment]]
-    room: int
-
-
-@lru_cache(maxsize=4)
-def _plan(parameters: tuple[Parameter, ...], bucket_bytes: int, rank: int) -> _Plan:
-    copies: list[Segment] = []
-    own: list[Segment] = []
-    buckets = 0
-    for segment in segments(parameters, bucket_bytes):
-        buckets = max(buckets, segment.bucket + 1)
-        if rank in (segment.source, segment.target):
-            (copies if segment.bucket < 0 else own).append(segment)
-    sends: list[list[Segment]] = [[] for _ in range(buckets)]
-    receives: list[list[Segment]] = [[] for _ in range(buckets)]
-    for segment in own:
-        (sends if segment.source == rank else receives)[segment.bucket].append(segment)
-    room = 0
-    for sent, received in zip(sends, receives, strict=True):
-        sent.sort(key=attrgetter("target"))  # which keeps the order of each rank's segments
-        received.sort(key=attrgetter("source"))
-        room = max(room, sum(segment.room for segment in (*sent, *received)))
-    return _Plan(buckets, copies, sends, receives, room)
-
-
-# ---- moving -------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class _Message:
-    """What goes to another rank, or comes from one, in one bucket.
-
-    Attributes:
-        rank: The other rank.
-        buffer: The bytes of all segments, one behind the other.
-        parts: Each segment, and its bytes with those of its checksum; () if it needs no packing.
-    """
-
-    rank: int
+    segment: Segment
+    tensor: Tensor
     buffer: Tensor
-    parts: Sequence[tuple[Segment, Tensor]]
+    is_packed: bool
 
-
-@attrs.frozen
-class _Bucket:
-    """A bucket under way."""
-
-    number: int
-    received: Sequence[_Message]
-    works: Sequence[Work]
-
-
-@attrs.define
-class _Damage:
-    """The first segment that arrived with another checksum than it was sent with."""
-
-    words: str
-    bucket: int
+    @property
+    def packed(self) -> Tensor:
+        """The elements in the pool."""
+        return self.buffer[: self.tensor.nbytes].view(self.tensor.dtype).view(self.tensor.shape)
 
 
 class _Mover:
-    """Moves what a plan asks of a rank."""
+    """Carries out the plan of a rank.
 
-    def __init__(self, manifest: Manifest, plan: _Plan, rank: int, *, is_verified: bool) -> None:
-        self.manifest, self.plan, self.rank, self.is_verified = manifest, plan, rank, is_verified
-        self.damage: _Damage | None = None
-        device = next(iter({**manifest.sent, **manifest.received}.values())).device
-        self.pools = [
-            torch.empty(plan.room, dtype=torch.uint8, device=device)
-            for _ in range(min(2, plan.buckets))
-        ]
+    Attributes:
+        damage: The error for the first segment with a wrong checksum.
+    """
 
-    def move(self, start: int) -> _Damage | None:
-        """Move all buckets from one on; return what of it arrived damaged."""
+    def __init__(self, model: _Model, plan: Plan, rank: int, *, is_verified: bool) -> None:
+        self.model, self.plan, self.rank, self.is_verified = model, plan, rank, is_verified
+        self.damage: StateTransferError | None = None
+        device = next(iter({**model.sent, **model.received}.values())).device
+        room = plan.room
+        self.pools = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def move(self, start: int) -> None:
+        """Copy the parts that stay, and move all buckets from one on."""
         for segment in self.plan.copies:
-            there, here = self._there(segment), self._here(segment)
+            here = self._part(segment, is_sent=True)
+            there = self._part(segment, is_sent=False)
             if there.data_ptr() != here.data_ptr():
                 there.copy_(here)
-        before: _Bucket | None = None
-        number = start
+        done = start
+        in_progress: deque[tuple[list[_Piece], list[Work]]] = deque()
         try:
             for number in range(start, self.plan.buckets):
-                bucket = self._begin(number)
-                if before is not None:
-                    self._finish(before)
-                before = bucket
-            if before is not None:
-                self._finish(before)
+                in_progress.append(self._begin(number))
+                if len(in_progress) == 2:
+                    self._finish(*in_progress.popleft())
+                    done += 1
+            for received, works in in_progress:
+                self._finish(received, works)
         except RuntimeError as error:
-            number = number if before is None else before.number
             raise StateTransferError(
-                f"rank {self.rank} lost bucket {number} of {self.plan.buckets}: "
-                f"{str(error).splitlines()[0]}; all before it have arrived here: initialise "
-                f"torch.distributed anew, and go on with start={number}, or with the smallest "
-                f"number that a rank says",
-                bucket=number,
+                f"rank {self.rank} lost bucket {done} of {self.plan.buckets}: "
+                f"{str(error).splitlines()[0]}; all earlier ones have arrived on this rank: "
+                f"initialise torch.distributed again, and {_CONTINUE.format(done)}",
+                bucket=done,
             ) from error
-        return self.damage
 
-    def _begin(self, number: int) -> _Bucket:
-        """Pack what is sent in a bucket, and post all of it."""
-        sent, received = self.plan.sends[number], self.plan.receives[number]
-        pool, at = self.pools[number % 2], 0
-        incoming, at = self._messages(received, pool, at, attrgetter("source"), self._there)
-        outgoing, at = self._messages(sent, pool, at, attrgetter("target"), self._here)
-        for message in outgoing:
-            for segment, room in message.parts:
-                self._pack(segment, room)
+    def _begin(self, number: int) -> tuple[list[_Piece], list[Work]]:
+        """Start all messages of a bucket; return the pieces to receive, and the operations."""
+        received, sent = self.plan.receives[number], self.plan.sends[number]
+        pieces = []
+        at = 0
+        for segment in (*received, *sent):
+            tensor = self._part(segment, is_sent=segment.source == self.rank)
+            is_packed = self.is_verified or not tensor.is_contiguous()
+            buffer = self.pools[number % 2][at : at + segment.room]
+            if not is_packed:
+                buffer = tensor.view(-1).view(torch.uint8)
+            elif not self.is_verified:
+                buffer = buffer[: segment.nbytes]
+            pieces.append(_Piece(segment, tensor, buffer, is_packed))
+            at += segment.room
+        incoming, outgoing = pieces[: len(received)], pieces[len(received) :]
+        for piece in outgoing:
+            if piece.is_packed:
+                piece.packed.copy_(piece.tensor)
+            if self.is_verified:
+                piece.buffer[piece.segment.nbytes :].zero_()
+                words = piece.buffer.view(torch.int64)
+                words[-2] = words[:-2].sum()  # one wrong byte changes the sum
         works = post(
-            [(message.rank, message.buffer) for message in incoming],
-            [(message.rank, message.buffer) for message in outgoing],
+            [(piece.segment.source, piece.buffer) for piece in incoming],
+            [(piece.segment.target, piece.buffer) for piece in outgoing],
         )
-        return _Bucket(number, incoming, works)
+        return incoming, works
 
-    def _messages(
-        self,
-        segments: Sequence[Segment],
-        pool: Tensor,
-        at: int,
-        peer: attrgetter[int],
-        find: Callable[[Segment], Tensor],
-    ) -> tuple[list[_Message], int]:
-        """Lay segments into a pool from a byte on, by rank; also return the first byte behind."""
-        messages = []
-        for rank, some in groupby(segments, key=peer):
-            small = []
-            for segment in some:
-                if self.is_verified or segment.nbytes < _LARGE:
-                    small.append(segment)
-                    continue
-                plain = _bytes_of(find(segment))
-                if plain is not None:
-                    messages.append(_Message(rank, plain, ()))
-                    continue
-                room = pool[at : at + segment.nbytes]
-                messages.append(_Message(rank, room, [(segment, room)]))
-                at += segment.room
-            begin, rooms = at, []
-            for segment in small:
-                rooms.append((segment, pool[at : at + segment.room]))
-                at += segment.room
-            if rooms:
-                messages.append(_Message(rank, pool[begin:at], rooms))
-        return messages, at
-
-    def _finish(self, bucket: _Bucket) -> None:
-        """Wait for a bucket, and unpack what has come."""
-        for work in bucket.works:
+    def _finish(self, received: Sequence[_Piece], works: Sequence[Work]) -> None:
+        """Wait for the messages of a bucket, and unpack the received ones."""
+        for work in works:
             work.wait()
-        for message in bucket.received:
-            for segment, room in message.parts:
-                if self.is_verified:
-                    self._compare(segment, room)
-                self._there(segment).copy_(_as(self._there(segment), room, segment.nbytes))
+        for piece in received:
+            if self.is_verified:
+                self._compare(piece.segment, piece.buffer)
+            if piece.is_packed:
+                piece.tensor.copy_(piece.packed)
 
-    def _pack(self, segment: Segment, room: Tensor) -> None:
-        here = self._here(segment)
-        _as(here, room, segment.nbytes).copy_(here)
-        if self.is_verified:
-            room[segment.nbytes :].zero_()
-            room[-ALIGNMENT:].view(torch.int64)[0] = _checksum(room)
-
-    def _compare(self, segment: Segment, room: Tensor) -> None:
-        expected = room[-ALIGNMENT:].view(torch.int64)[0].item()
-        found = _checksum(room).item()
+    def _compare(self, segment: Segment, buffer: Tensor) -> None:
+        words = buffer.view(torch.int64)
+        found, expected = words[:-2].sum().item(), words[-2].item()
         if found != expected and self.damage is None:
-            name = self.manifest.parameters[segment.parameter].name
-            words = (
-                f"parameter {name!r} did not arrive as it was sent: of {segment.nbytes} bytes from "
-                f"rank {segment.source} to rank {segment.target}, in bucket {segment.bucket} of "
-                f"{self.plan.buckets}, the checksum is {found:#x}, and was {expected:#x}; go on "
-                f"with start={segment.bucket}, or with the smallest number that a rank says"
+            self.damage = StateTransferError(
+                f"parameter {self.model.parameters[segment.parameter].name!r} was damaged between "
+                f"rank {segment.source} and rank {segment.target} in bucket {segment.bucket} of "
+                f"{self.plan.buckets}: the checksum of {segment.nbytes} bytes is {found:#x}, "
+                f"expected {expected:#x}; {_CONTINUE.format(segment.bucket)}",
+                bucket=segment.bucket,
             )
-            self.damage = _Damage(words, segment.bucket)
 
-    def _here(self, segment: Segment) -> Tensor:
-        name = self.manifest.parameters[segment.parameter].name
-        return self.manifest.sent[name][segment.source_slices]
-
-    def _there(self, segment: Segment) -> Tensor:
-        name = self.manifest.parameters[segment.parameter].name
-        return self.manifest.received[name][segment.target_slices]
+    def _part(self, segment: Segment, *, is_sent: bool) -> Tensor:
+        name = self.model.parameters[segment.parameter].name
+        if is_sent:
+            return self.model.sent[name][segment.source_slices]
+        return self.model.received[name][segment.target_slices]
 
 
-def _bytes_of(tensor: Tensor) -> Tensor | None:
-    """Return the bytes of a tensor where they lie; None where they are not in order."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _as(tensor: Tensor, room: Tensor, nbytes: int) -> Tensor:
-    """Return the bytes of a segment as what they are."""
-    return room[:nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def _checksum(room: Tensor) -> Tensor:
-    """Add up all words of 8 bytes but those of the checksum: one wrong byte changes the sum."""
-    return room[:-ALIGNMENT].view(torch.int64).sum()
-
-
-_DAMAGED = "what was sent may not be whole"
-
-
-def _report(mapping: RankMapping, damage: _Damage | None) -> None:
-    """Let all ranks hear of damage at one of them.
-
-    Raises:
-        StateTransferError: There was some.
-    """
+def _share_damage(mapping: RankMapping, damage: StateTransferError | None) -> None:
+    """Raise on all ranks if one of them received damaged data."""
+    title, effect = "the end of a state", "the received data may be incomplete"
     if damage is not None:
-        error = StateTransferError(damage.words, bucket=damage.bucket)
-        consent(mapping, "the end of a state", error, effect=_DAMAGED)
-        raise error
+        consent(mapping, title, damage, effect=effect)
+        raise damage
     try:
-        consent(mapping, "the end of a state", effect=_DAMAGED)
+        consent(mapping, title, effect=effect)
     except TransferMismatchError as error:
-        said = re.search(r"start=(\d+), or with", str(error))
-        bucket = int(said[1]) if said else 0
-        raise StateTransferError(str(error), bucket=bucket) from error
+        found = re.search(r"\(start=(\d+)\)", str(error))
+        raise StateTransferError(str(error), bucket=int(found[1]) if found else 0) from error

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,25 @@ from hypercomm.transfers.buckets import Parameter, segments, split
 
 ZIGZAG = ("zigzag", 1)
 some = settings(max_examples=examples(200), deadline=None)
+
+
+def parameter_of(name, shape, dtype, mapping):
+    """A parameter of this shape as a whole."""
+    shapes = []
+    for layout in (mapping.source, mapping.target):
+        lengths = list(shape)
+        for dim, axis in mapping.shards:
+            lengths[1 if axis == ZIGZAG else axis] //= layout.size_of(dim, default=1)
+        shapes.append(tuple(lengths))
+    return Parameter(name, *shapes, dtype, mapping)
+
+
+def whole_shape(parameter):
+    lengths = list(parameter.source_shape)
+    for dim, axis in parameter.mapping.shards:
+        size = parameter.mapping.source.size_of(dim, default=1)
+        lengths[1 if axis == ZIGZAG else axis] *= size
+    return lengths
 
 
 @st.composite
@@ -36,14 +56,15 @@ def plans(draw):
                         shape[axis] *= 2 * side.size_of(dim, default=1)
                     elif at != ZIGZAG and at % 3 == axis:
                         shape[axis] *= side.size_of(dim, default=1)
-        size = draw(st.sampled_from([1, 2, 8]))
-        parameters.append(Parameter(str(number), tuple(shape), "", size, mapping))
+        dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float64]))
+        parameters.append(parameter_of(str(number), shape, dtype, mapping))
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
 
 
 def held(parameter, layout, rank):
     """What a rank has of a whole parameter, by numpy's splits."""
-    whole = np.arange(math.prod(parameter.shape)).reshape(parameter.shape)
+    shape = whole_shape(parameter)
+    whole = np.arange(math.prod(shape)).reshape(shape)
     coords = layout.coords(rank)
     for dim, axis in parameter.mapping.shards:  # in order, outermost first
         size, at = layout.size_of(dim, default=1), coords.get(dim, 0)
@@ -75,7 +96,7 @@ def test_every_element_arrives_once(plan):
         there = arrived[one.parameter, one.target][one.target_slices]
         assert (there == -1).all()
         there[...] = piece
-        assert one.nbytes == piece.size * parameter.itemsize
+        assert one.nbytes == piece.size * parameter.dtype.itemsize
         assert (one.bucket == -1) == (one.source == one.target)
         if one.bucket >= 0:
             assert one.room >= one.nbytes + 8
@@ -103,8 +124,11 @@ def test_balance(source, target):
     here = RankLayout.parse(source)
     there = RankLayout.parse(target, rank_offset=here.size)
     parameters = [
-        Parameter(
-            f"{layer} {name}", shape, "", 2, RankMapping(here, there, None, shards=CUTS[name])
+        parameter_of(
+            f"{layer} {name}",
+            shape,
+            torch.bfloat16,
+            RankMapping(here, there, None, shards=CUTS[name]),
         )
         for layer in range(12)
         for name, shape in MODEL.items()
@@ -134,10 +158,3 @@ def test_split(lengths, most):
     ]
     assert max(part.size for part in parts) <= most
     np.testing.assert_array_equal(np.concatenate(parts), whole.ravel())
-
-
-# Two ranks that work the plan out have the same one.
-def test_the_same_everywhere():
-    mapping = RankMapping("tp=2,dp=2", RankLayout([2], ["tp"], 4), None, shards={"tp": 0})
-    parameters = [Parameter("a", (64, 64), "", 4, mapping), Parameter("b", (2, 9), "", 1, mapping)]
-    assert list(segments(parameters, 2048)) == list(segments(tuple(parameters), 2048))

@@ -94,10 +94,10 @@ def megatron_grids(
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         rank_offset: The smallest rank of the training.
         inference: The sizes of inference, with the same names and defaults.
-        beside: False puts inference on the ranks of training, True on those behind them; `dp` must
-            then be given.
+        beside: False puts inference on the ranks of training, True on the ranks after them, which
+            needs `dp`.
         requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
-            that no rank is left over ("disjoint" behind an offset), else "colocated", or
+            that no rank is left over ("disjoint" after an offset), else "colocated", or
             "disjoint" with `beside`.
         arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
             as for `GridSet`.

@@ -276,7 +276,8 @@ def propose(
         if found.outcome is None and found.first.rank != proposal.rank:
             return Ticket(key, found)
         if found.outcome is None:  # this rank began it, and left it by an error of the store
-            yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
+            reason = found.first.refusal or "the rank began again"
+            yield from decide(Ticket(key, found), Outcome("failed", reason))
             text, seen = (yield Read(key)) or "", found.round
             continue
         if found.round > seen and proposal.refusal and proposal.rank in found.outcome.absent:

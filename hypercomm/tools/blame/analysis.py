@@ -187,8 +187,8 @@ def find_deviations(
     Ranks with groups over the same dims run the same program, so most of them make their calls
     in one order: all_reduce over tp, all_reduce over dp, and so on. A rank that leaves this
     order is reported only if it is missing in a group over the dims of the usual call, differs
-    there, or waits in a group over the dims of its own call; and if not all members of that
-    group leave the order together.
+    there, or waits in a group over the dims of the call that it made; and if not all members of
+    that group leave the order together.
 
     Args:
         evidence: The calls.

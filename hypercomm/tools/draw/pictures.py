@@ -139,7 +139,7 @@ class Scene:
             every: The dims of the rows.
             caption: A heading above the tables.
             kept: For a change, the groups that it keeps; these have one colour.
-            otherwise: For a change, what it does to the other groups.
+            otherwise: For a change, its effect on the other groups.
         """
         hosts: dict[str, list[int]] = {}
         for rank in sorted(self.layout.ranks):
@@ -193,7 +193,7 @@ class Scene:
 
         Args:
             lit: The dims whose groups have colours.
-            links: What connects the ranks of each group.
+            links: The link between the ranks of each group.
         """
         host, layout, inner, outer = self._blocks
         stage = next((dim for dim in outer if kind_of(dim) == "pp" and (dim,) in links), "")

@@ -28,7 +28,7 @@ from hypercomm.tools.place.topology import Level, Topology
 
 Source = int | str | os.PathLike[str] | Mapping[str, str]
 On = Source | Topology | Sequence[Source]
-"""What `read_topology` reads."""
+"""The sources that `read_topology` accepts."""
 
 MOST_GPUS = 2**24
 """The most GPUs that are read."""

@@ -1,0 +1,302 @@
+"""Whole states on real gloo processes: every part arrives, and every rank learns of a failure."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hypercomm import RankLayout, RankMapping, transfer_state
+from hypercomm.errors import LayoutError, StateTransferError, TransferMismatchError
+from hypercomm.testing import fake_world
+from hypercomm.transfers import state as module
+
+SHARDS = {"*.qkv.weight": {"tp": 0}, "*.proj.weight": {"tp": 1}, "embedding": {"tp": 0}, "*": {}}
+
+
+def whole_state(layers=3, hidden=24):
+    """All parameters, unsplit, equal on every rank: mixed dtypes, a scalar, an empty one."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    state = {"embedding": random(48, hidden), "steps": torch.tensor(7), "none": torch.zeros(0, 3)}
+    for layer in range(layers):
+        state[f"{layer}.qkv.weight"] = random(3 * hidden, hidden, dtype=torch.bfloat16)
+        state[f"{layer}.proj.weight"] = random(hidden, 2 * hidden)
+        state[f"{layer}.norm"] = random(hidden)
+        state[f"{layer}.mask"] = random(5) > 0
+    return state
+
+
+def parts(whole, layout, rank):
+    """A rank's parts of the whole tensors, by torch's own chunks; None outside the layout."""
+    if rank not in layout:
+        return None
+    size, at = layout.size_of("tp", default=1), layout.coords(rank).get("tp", 0)
+    found = {}
+    for name, tensor in whole.items():
+        is_cut = name.endswith(("qkv.weight", "proj.weight", "embedding"))
+        axis = 1 if name.endswith("proj.weight") else 0
+        found[name] = (tensor.chunk(size, axis)[at] if is_cut else tensor).clone()
+    return found
+
+
+def strided(tensor):
+    """The same numbers, not contiguous."""
+    if tensor.ndim < 2:
+        return torch.stack([tensor, tensor], -1)[..., 0]
+    return tensor.t().contiguous().t()
+
+
+# Each rank receives torch's chunks: mixed dtypes, scalars, empty and strided tensors, in buckets of
+# any size, with and without checksums; names come in any order.
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.ranks(6, timeout=120)
+def test_arrivals(verify):
+    rank, whole = dist.get_rank(), whole_state()
+    for text, other, offset, bucket_bytes, is_one_bucket in (
+        ("tp=2,dp=2", "tp=2", 4, 1 << 20, True),
+        ("tp=2,dp=2", "tp=2", 4, 1024, False),  # segments of a few elements
+        ("tp=2,dp=2", "dp=2,tp=2", 0, 4096, False),  # all ranks are in both layouts
+        ("tp=2,dp=2", "tp=4", 2, 4096, False),  # some are
+        ("tp=3", "tp=2,dp=2", 2, 4096, False),
+    ):
+        source, target = RankLayout.parse(text), RankLayout.parse(other, rank_offset=offset)
+        state, wanted = parts(whole, source, rank), parts(whole, target, rank)
+        into = wanted and {
+            name: zeros if "1" in name else strided(zeros)
+            for name, zeros in ((k, torch.zeros_like(v)) for k, v in reversed(wanted.items()))
+        }
+        buckets = transfer_state(
+            RankMapping(source, target, along=None),
+            state and {k: v if "0" in k else strided(v) for k, v in state.items()},
+            into=into,
+            shards=SHARDS,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+        )
+        if state is None and wanted is None:
+            assert buckets is None
+        else:
+            assert (buckets == 1) == is_one_bucket
+        for name, tensor in (wanted or {}).items():
+            assert torch.equal(into[name], tensor), name
+
+
+def small_move():
+    """A state from two ranks to two others: the call, the buffers, the names not yet arrived."""
+    rank, whole = dist.get_rank(), whole_state()
+    source, target = RankLayout.parse("tp=2"), RankLayout([2], ["tp"], 2)
+    mine, wanted = parts(whole, source, rank), parts(whole, target, rank) or {}
+    into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+
+    def move(**more):
+        mapping = RankMapping(source, target, along=None)
+        return transfer_state(
+            mapping, mine, into=into or None, shards=SHARDS, bucket_bytes=2048, **more
+        )
+
+    def missing():
+        return [name for name in wanted if not torch.equal(into[name], wanted[name])]
+
+    return move, into, missing
+
+
+# One bit that changes on the way is detected; all ranks raise with the parameter and the ranks, and
+# from the bucket of the error on, everything arrives.
+@pytest.mark.ranks(4, timeout=120)
+def test_a_flipped_bit():
+    move, into, missing = small_move()
+    post, calls = module.post, []
+
+    def flip(receives, sends):
+        calls.append(1)
+        if len(calls) == 3 and dist.get_rank() == 1:
+            sends[0][1][5] ^= 4
+        return post(receives, sends)
+
+    module.post = flip
+    with pytest.raises(StateTransferError) as caught:
+        move(verify=True)
+    module.post = post
+    assert caught.value.bucket == 2
+    for words in (".weight' was damaged", "rank 1 and rank 3", "in bucket 2 of "):
+        assert words in str(caught.value)
+    for tensor in into.values():
+        tensor.zero_()
+    buckets = move(start=2, verify=True)
+    assert not into or 0 < len(missing()) < len(into)  # those of the first two buckets
+    move(start=0, verify=True)
+    assert missing() == []
+    assert move(start=buckets, verify=True) == buckets
+
+
+# If communication fails, the error has the bucket to continue from; with it the rest arrives.
+@pytest.mark.ranks(4, timeout=120)
+def test_continuing():
+    move, into, missing = small_move()
+    post, calls = module.post, []
+
+    def fail(receives, sends):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the cable was pulled")
+        return post(receives, sends)
+
+    module.post = fail
+    with pytest.raises(StateTransferError) as caught:
+        move()
+    module.post = post
+    for words in (f"rank {dist.get_rank()} lost bucket 2 of ", "the cable was pulled"):
+        assert words in str(caught.value)
+    assert caught.value.bucket == 2
+    assert not into or len(missing()) > 5
+    dist.barrier()  # what follows stands for a job that was started again
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    move(start=caught.value.bucket)
+    assert missing() == []
+
+
+GOOD = {"b.weight": torch.ones(4, 2), "b.bias": torch.ones(4)}
+CUT = {"b.weight": torch.ones(2, 2), "b.bias": torch.ones(4)}
+
+
+# Whatever one rank gets wrong, or the two layouts disagree about, both ends raise before anything
+# is sent: the next call works.
+@pytest.mark.ranks(3, timeout=120)
+def test_wrong_arguments():
+    rank = dist.get_rank()
+    mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
+
+    def move(state=GOOD, into=CUT, **more):
+        """Each of `more` is the value on all ranks, or a tuple of those at both ends."""
+        more = {"shards": {"*.weight": {"tp": 0}, "*": {}}, **more}
+        at_end = {k: v[min(rank, 1)] if isinstance(v, tuple) else v for k, v in more.items()}
+        return transfer_state(
+            mapping, **({"state": state} if rank == 0 else {"into": into}), **at_end
+        )
+
+    for words, more in (
+        (("'a.scale'", "'b.bias'"), {"into": {**CUT, "a.scale": torch.ones(1)}}),
+        (
+            ("'b.weight'", "'c.weight'"),
+            {"into": {"b.bias": GOOD["b.bias"], "c.weight": torch.ones(1)}},
+        ),
+        (("(2, 2) of", "(2, 4) of"), {"into": {**CUT, "b.weight": torch.ones(2, 4)}}),
+        (("float32", "float16"), {"into": {**CUT, "b.weight": torch.ones(2, 2).half()}}),
+        (("2097152", "1048576"), {"bucket_bytes": (1 << 21, 1 << 20)}),
+    ):
+        with pytest.raises(TransferMismatchError) as caught:
+            move(**more)
+        assert all(word in str(caught.value) for word in ("nothing was sent", *words))
+    for words, at_fault, more in (
+        ("needs into, a dict of tensors", 1, {"into": None}),
+        ("rank 0 needs state", 0, {"state": {}}),
+        ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
+        ("dim 'qp'", 0, {"shards": ({"*": {"qp": 0}}, {"*": {}})}),
+        ("state['b.weight']: ", 0, {"state": {**GOOD, "b.weight": torch.ones(3, 2)}}),
+        ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),
+        ("start must be at most 1, got 9", 0, {"start": (9, 0)}),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            move(**more)
+        assert words in str(caught.value)
+        assert isinstance(caught.value, TransferMismatchError) != (min(rank, 1) == at_fault)
+    assert move() == 1
+
+
+# On a rank of both layouts, buffers must not overlap tensors that are sent; a parameter that stays
+# may stay in its memory.
+@pytest.mark.ranks(2, timeout=120)
+def test_a_rank_in_both():
+    rank, room = dist.get_rank(), torch.empty(6)
+    mine = {"a": torch.full((2,), float(rank)), "b": torch.arange(3.0)}
+    room[:2] = mine["a"]
+    mapping = RankMapping("tp=2", "tp=1,dp=2", along=None)
+    shards = {"a": {"tp": 0}, "b": {}}
+    for words, state, into in (
+        (
+            "into['a'] overlaps state['a']",
+            {**mine, "a": room[:2]},
+            {"a": room[1:5], "b": torch.zeros(3)},
+        ),
+        ("state has 'b'", mine, {"a": torch.zeros(4)}),
+        ("into has 'b': parts (4,)", mine, {"a": torch.zeros(4), "b": torch.zeros(4)}),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            transfer_state(mapping, state, into=into, shards=shards)
+        assert words in str(caught.value)
+    into = {"a": torch.zeros(4), "b": mine["b"]}
+    transfer_state(mapping, mine, into=into, shards=shards)
+    assert into["a"].tolist() == [0, 0, 1, 1]
+    assert into["b"].tolist() == [0, 1, 2]
+
+
+# ---- one process --------------------------------------------------------------------------------
+
+ALONE = RankMapping("tp=1", "tp=1", along=None)
+ONE = torch.ones(2)
+
+
+# Addresses count, not storages: views of one numpy array have different storages.
+def test_memory_of_several_storages():
+    room = np.zeros(8, np.float32)
+    state = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
+    into = {"a": torch.from_numpy(room[2:6]), "b": torch.zeros(4)}
+    with fake_world(1):
+        with pytest.raises(LayoutError, match=r"into\['a'\] overlaps state\['.'\]"):
+            transfer_state(ALONE, state, into=into, shards={"*": {}})
+        same = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
+        assert transfer_state(ALONE, state, into=same, shards={"*": {}}) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "mapping", "state", "more"),
+    [
+        ("mapping must be a RankMapping, got 'tp=1'", "tp=1", {"a": ONE}, {}),
+        ("mapping must have along=None", RankMapping("dp=1", "dp=1"), {"a": ONE}, {}),
+        ("needs state, a dict of tensors", ALONE, [ONE], {}),
+        ("state['a'] must be a torch.Tensor, got 3", ALONE, {"a": 3}, {}),
+        ("state['a'] must be a dense tensor", ALONE, {"a": ONE.to("meta")}, {}),
+        ("shards must map patterns", ALONE, {"a": ONE}, {"shards": "tp"}),
+        ("shards", ALONE, {"a": ONE}, {"shards": {"*": 0}}),
+        ("matches parameter 'a'", ALONE, {"a": ONE}, {"shards": {"b*": {}, "c": {}}}),
+        ("the pattern 'a' of shards", ALONE, {"a": ONE}, {"shards": {"*": {}, "a": {"tp": 0}}}),
+        ("into has 'b'", ALONE, {"a": ONE}, {"into": {"a": ONE.clone(), "b": ONE}}),
+        ("into['a'] is expanded", ALONE, {"a": ONE}, {"into": {"a": torch.ones(1).expand(2)}}),
+        ("bucket_bytes must be an int, got 1.5", ALONE, {"a": ONE}, {"bucket_bytes": 1.5}),
+        ("start must be an int, got 'x'", ALONE, {"a": ONE}, {"start": "x"}),
+        ("start must be at most 0, got 1", ALONE, {"a": ONE}, {"start": 1}),
+    ],
+)
+def test_bad_calls(words, mapping, state, more):
+    into = {"a": torch.zeros(2)}
+    with fake_world(1), pytest.raises(LayoutError) as caught:
+        transfer_state(mapping, state, **{"into": into, **more})
+    assert words in str(caught.value)
+    assert into["a"].tolist() == [0, 0]
+
+
+# A DTensor is rejected with a hint; a rank of neither layout does nothing.
+def test_dtensor_and_outsiders():
+    tensor = ONE.clone()
+    tensor.to_local = lambda: tensor
+    with fake_world(1), pytest.raises(LayoutError, match=r"state\['a'\] is a DTensor; pass its"):
+        transfer_state(ALONE, {"a": tensor}, into={"a": torch.zeros(2)})
+    away = RankMapping(RankLayout([1], ["tp"], 1), RankLayout([1], ["tp"], 2), along=None)
+    with fake_world(3):
+        assert transfer_state(away) is None
+
+
+# A tensor that was received into has another version afterwards, which autograd sees.
+def test_versions():
+    into = {"a": torch.zeros(2, requires_grad=True)}
+    with fake_world(1):
+        before = into["a"]._version
+        transfer_state(ALONE, {"a": ONE}, into=into)
+    assert into["a"].tolist() == [1, 1]
+    assert into["a"]._version > before

@@ -1,0 +1,453 @@
+"""Transfers on real gloo processes: any layouts against numpy, odd tensors, errors."""
+
+import math
+import time
+from datetime import timedelta
+
+import attrs
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from busy import late_s
+
+from hypercomm import RankLayout, RankMapping, transfer
+from hypercomm.errors import (
+    GroupOptionsError,
+    LayoutError,
+    NotInitializedError,
+    TransferMismatchError,
+    WorldSizeError,
+)
+from hypercomm.launch import run_ranks
+from hypercomm.layout.messages import Sharding
+from hypercomm.testing import fake_world
+from hypercomm.transfers import transfer as module
+
+WORLD = 8
+
+
+@attrs.frozen
+class Case:
+    """Two numberings of ranks, and what is to move between them; no code of ours in here.
+
+    `source` and `target` are (shape, dim names, ranks in numbering order).
+    """
+
+    source: tuple
+    target: tuple
+    along: str | None
+    batch_axis: int
+    shards: dict
+    pipeline: str | None
+    units: tuple
+    leaders: bool = False
+
+    def mapping(self):
+        return RankMapping(
+            layout_of(self.source),
+            layout_of(self.target),
+            self.along,
+            batch_axis=self.batch_axis,
+            shards=self.shards,
+            pipeline=self.pipeline,
+            leaders=self.leaders,
+        )
+
+    def dims_of_axis(self):
+        """The dims that cut each of three tensor axes, outermost first."""
+        dims = {0: [], 1: [], 2: []}
+        batch = [] if self.along is None else [(self.along, self.batch_axis)]
+        for dim, axis in [*batch, *self.shards.items()]:
+            dims[axis % 3].append(dim)
+        return dims
+
+    def shape(self):
+        """A tensor's shape that both sides can cut."""
+        sides = [dict(zip(side[1], side[0], strict=True)) for side in (self.source, self.target)]
+        return tuple(
+            math.lcm(*(math.prod(side.get(dim, 1) for dim in dims) for side in sides)) * units
+            for dims, units in zip(self.dims_of_axis().values(), self.units, strict=True)
+        )
+
+    def held(self, side, stage):
+        """For each rank of a stage, the indices that it holds along each axis."""
+        shape, names, ranks = side
+        held = {}
+        for position, rank in enumerate(ranks):
+            index = np.unravel_index(position, shape, order="F")  # the first dim varies fastest
+            coords = {name: int(i) for name, i in zip(names, index, strict=True)}
+            sizes = dict(zip(names, shape, strict=True))
+            if self.pipeline in names and coords[self.pipeline] != stage % sizes[self.pipeline]:
+                continue
+            axes = []
+            for length, dims in zip(self.shape(), self.dims_of_axis().values(), strict=True):
+                indices = np.arange(length)
+                for dim in dims:
+                    indices = np.split(indices, sizes.get(dim, 1))[coords.get(dim, 0)]
+                axes.append(indices)
+            held[rank] = axes
+        return held
+
+
+def layout_of(side):
+    shape, names, ranks = side
+    first = ranks[0]
+    if list(ranks) == list(range(first, first + len(ranks))):
+        return RankLayout(shape, names, first)
+    return RankLayout(shape, names, ranks=ranks)
+
+
+def global_indices(axes):
+    """The numbers of a tensor's elements that lie at these indices of its three axes."""
+    (_, second, third), (rows, columns, depths) = axes[1], axes[0]
+    return torch.from_numpy(
+        rows[:, None, None] * second * third + columns[None, :, None] * third + depths
+    )
+
+
+def deliver(case, held, wanted, mapping, groups, *, verify):
+    """Transfer the numbers of the elements; the greatest difference from what is wanted here."""
+    rank, shape = dist.get_rank(), case.shape()
+    mine, due = (
+        None if rank not in side else global_indices((side[rank], shape)) for side in (held, wanted)
+    )
+    for target in mapping.target_ranks:  # every rank makes every group, in one order
+        siblings = mapping.broadcast_siblings(target)
+        if mapping.leaders and len(siblings) > 1 and siblings not in groups:
+            groups[siblings] = dist.new_group(list(siblings))
+    is_member = mapping.leaders and due is not None
+    group = groups.get(mapping.broadcast_siblings(rank)) if is_member else None
+    given = mine if mine is not None else None if due is None else torch.full_like(due, -1)
+    got = transfer(mapping, given, group, verify=verify)
+    if due is None:
+        return got is None
+    return torch.equal(got, due) and (mine is not None or got is given)
+
+
+def deliveries(cases, modes):
+    """Whether each case arrives, there and back, in each mode.
+
+    Groups live to the end: torch may close one while a member still connects.
+    """
+    seen, groups = [], {}
+    for case in cases:
+        held, wanted = case.held(case.source, -1), case.held(case.target, 0)
+        for leaders, verify in modes:
+            mapping = attrs.evolve(case, leaders=leaders).mapping()
+            there = deliver(case, held, wanted, mapping, groups, verify=verify)
+            back = deliver(case, wanted, held, mapping.inverse(), groups, verify=verify)
+            seen.append((there, back))
+    return seen
+
+
+def random_side(random):
+    """Sizes, names and ranks of a layout of at most eight ranks, at any offset."""
+    names = [str(name) for name in random.permutation(["tp", "cp", "dp", "pp"])]
+    shape = [int(random.choice([1, 2, 2, 3, 4])) for _ in names]
+    while math.prod(shape) > WORLD:
+        shape[int(random.integers(4))] = 1
+    offset = int(random.integers(WORLD - math.prod(shape) + 1))
+    ranks = range(offset, offset + math.prod(shape))
+    if random.random() < 0.4:  # any ranks, in any order
+        ranks = (int(rank) for rank in random.permutation(WORLD)[: math.prod(shape)])
+    return tuple(shape), tuple(names), tuple(ranks)
+
+
+def random_case(random):
+    """A pair of layouts that can be mapped, colocated, beside each other or overlapping."""
+    while True:
+        shards = {"cp": int(random.choice([1, -1]))} | ({"tp": 1} if random.random() < 0.3 else {})
+        along = None if random.random() < 0.2 else "dp"
+        case = Case(random_side(random), random_side(random), along, 0, shards, "pp", (1, 2, 1))
+        try:
+            case.mapping()
+        except LayoutError:
+            continue
+        return case
+
+
+# Whatever the layouts, each rank receives the parts that numpy's splits give, there and back, with
+# and without leaders that broadcast, verified or not; one after the other without a barrier.
+@pytest.mark.parametrize("count", [20, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.ranks(WORLD, timeout=240)
+def test_any_layouts(count):
+    random = np.random.default_rng(7)
+    cases = [random_case(random) for _ in range(count)]
+    modes = [(False, False), (True, False), (False, True), (True, True)]
+    assert deliveries(cases, modes) == [(True, True)] * 4 * count
+
+
+# A sequence in zigzag order arrives in zigzag order on other ranks, and in contiguous blocks.
+@pytest.mark.parametrize("is_zigzag", [True, False])
+@pytest.mark.ranks(4)
+def test_zigzag(is_zigzag):
+    rank = dist.get_rank()
+    whole = torch.arange(2 * 24 * 3).reshape(2, 24, 3)
+
+    def zigzag(size, at):
+        chunks = whole.chunk(2 * size, 1)
+        return torch.cat([chunks[at], chunks[2 * size - 1 - at]], 1)
+
+    def move(mapping, mine, wanted):
+        got = transfer(mapping, mine if mine is not None else torch.full_like(wanted, -1))
+        assert wanted is None or torch.equal(got, wanted)
+
+    dim = "cp" if is_zigzag else "sp"
+    shards = {"cp": "zigzag"} if is_zigzag else {"cp": "zigzag", "sp": 1}
+    mapping = RankMapping("cp=2", RankLayout([3], [dim], 1), None, shards=shards)
+    mine = zigzag(2, rank) if rank < 2 else None
+    wanted = None
+    if rank >= 1:
+        wanted = zigzag(3, rank - 1) if is_zigzag else whole.chunk(3, 1)[rank - 1]
+    move(mapping, mine, wanted)
+    move(mapping.inverse(), wanted, mine)
+
+
+# Tensors of any dtype and strides arrive, empty ones too; a rank of neither layout does nothing.
+@pytest.mark.ranks(5)
+def test_odd_tensors():
+    rank = dist.get_rank()
+    mapping = RankMapping("dp=2", RankLayout([2], ["tp"], 2), batch_axis=-1, pipeline=None)
+
+    def move(whole, buffer=None):
+        given = torch.zeros_like(whole) if buffer is None else buffer
+        got = transfer(mapping, whole.chunk(2, -1)[rank] if rank < 2 else given)
+        if 2 <= rank <= 3:
+            assert torch.equal(got, whole)
+            assert got is given
+        else:
+            assert got is None
+
+    whole = torch.arange(24, dtype=torch.float64).reshape(3, 2, 4)
+    for dtype in (torch.float64, torch.bool, torch.int8, torch.bfloat16, torch.complex64):
+        move((whole % 7 - 3).to(dtype))
+    move(whole, torch.zeros(4, 2, 3, dtype=torch.float64).permute(2, 1, 0))
+    move(whole, torch.zeros(3, 2, 9, dtype=torch.float64)[..., 2:6])
+    move(torch.zeros(3, 0, 4))
+    move(torch.zeros(3, 2, 0))
+    move(torch.arange(6))
+    move(whole.clone().requires_grad_(), whole * 0)
+    move(whole, torch.zeros_like(whole).requires_grad_())
+    move(torch.ones(3, 1, 1).expand(3, 2, 4))
+    if rank == 4:
+        assert transfer(mapping, 3, "x", out=[]) is None
+
+
+# Wrong arguments are rejected on each rank before anything is sent: the next transfer works.
+@pytest.mark.ranks(4)
+def test_wrong_arguments():
+    rank = dist.get_rank()
+    apart = RankMapping("dp=2", RankLayout([2], ["tp"], 2))
+    led = attrs.evolve(apart, leaders=True)
+    both = RankMapping("dp=4", "tp=2,dp=2")
+    right = torch.arange(4.0).reshape(2, 2) if rank < 2 else torch.zeros(4, 2)
+    mine, shared = torch.full((2, 2), float(rank)), torch.zeros(6, 2)
+
+    def rejected(words, *arguments, error=LayoutError, **more):
+        with pytest.raises(error) as caught:
+            transfer(*arguments, **more)
+        assert words in str(caught.value)
+
+    rejected("tensor must be a torch.Tensor, got [1.0]", apart, [1.0])
+    rejected("tensor must be a torch.Tensor, got None", apart, None)
+    rejected("tensor axis 0", apart, torch.tensor(1.0))
+    rejected("on meta", apart, torch.zeros(2, 2, device="meta"))
+    rejected("torch.sparse_coo", apart, torch.zeros(2, 2).to_sparse())
+    rejected("tensor.resolve_conj()", apart, torch.zeros(2, 2, dtype=torch.complex64).conj())
+    if rank > 1:  # mistakes of receivers
+        rejected("tensor axis 0 has length 3", apart, torch.zeros(3, 2))
+        rejected("strides (0,)", apart, torch.zeros(1).expand(2))
+        rejected("(2, 3), got None", led, right)
+        rejected("(2, 3), got -100", led, right, dist.GroupMember.NON_GROUP_MEMBER)
+        rejected("(2, 3), got (0, 1, 2, 3)", led, right, dist.group.WORLD)
+    rejected("out is for ranks of both stages", apart, right, out=torch.zeros(2, 2))
+    rejected("got 3", apart, right, verify=3, error=GroupOptionsError)
+    rejected("out must have shape (4, 2)", both, mine, out=torch.zeros(2, 2))
+    rejected("torch.float32", both, mine, out=torch.zeros(4, 2, dtype=torch.int64))
+    rejected("out must not overlap tensor", both, shared[:2], out=shared[1:5])
+    large = RankMapping("dp=2", RankLayout([8], ["dp"]))
+    rejected("needs 8 ranks", large, mine, error=WorldSizeError)
+
+    got = transfer(apart, right)
+    assert got is None if rank < 2 else got.tolist() == [[0, 1], [2, 3]] * 2
+    shared[:2] = rank
+    got, shard = transfer(both, shared[:2], out=shared[2:]), rank // 2 * 2
+    assert got.tolist() == [[shard, shard]] * 2 + [[shard + 1, shard + 1]] * 2
+
+
+# Groups are ignored where nobody broadcasts.
+@pytest.mark.ranks(3)
+def test_groups_without_a_broadcast():
+    rank = dist.get_rank()
+    mapping = RankMapping(lone(0), RankLayout([2], ["tp"], 1), leaders=True)
+    pair = dist.new_group([1, 2])  # NON_GROUP_MEMBER on rank 0
+    got = transfer(mapping, torch.tensor([7.0, 8.0]) if rank == 0 else torch.zeros(2), pair)
+    assert got is None if rank == 0 else got.tolist() == [7, 8]
+    for leaders, group in ((False, dist.GroupMember.NON_GROUP_MEMBER), (True, dist.group.WORLD)):
+        one = RankMapping(lone(0), lone(1), leaders=leaders)
+        got = transfer(one, torch.full((1,), rank + 3.0), group)
+        assert got.tolist() == [3] if rank == 1 else got is None
+
+
+# Autograd notices that a tensor which it keeps was received into.
+@pytest.mark.ranks(2)
+def test_received_tensors_have_a_new_version():
+    mapping = RankMapping(lone(0), lone(1))
+    buffer, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    loss = (buffer * weight).sum()
+    transfer(mapping, buffer)
+    with torch.inference_mode():  # where tensors have no version
+        transfer(mapping, torch.ones(3))
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# ---- verify -------------------------------------------------------------------------------------
+
+
+def lone(rank):
+    """A layout of one rank."""
+    return RankLayout([1], ["dp"], rank)
+
+
+# With verify, all ranks raise if they differ or if one rejects its arguments, and nothing was sent:
+# the next transfer is right.
+@pytest.mark.ranks(3)
+def test_mismatches():
+    rank = dist.get_rank()
+    two = RankLayout([2], ["dp"], 1)
+    mapping, other = RankMapping(lone(0), two), RankMapping(lone(0), two, batch_axis=1)
+    led = RankMapping(lone(0), RankLayout([2], ["tp"], 1), leaders=True)
+    pair = dist.new_group([1, 2])
+    whole = torch.arange(4.0).reshape(2, 2)
+    given = whole if rank == 0 else torch.zeros(1, 2)
+
+    def differs(mapping, tensor, *words, groups=None):
+        with pytest.raises(TransferMismatchError) as caught:
+            transfer(mapping, tensor, groups, verify=True)
+        assert all(each in str(caught.value) for each in ("nothing was sent", *words))
+
+    odd = torch.zeros(1, 2, dtype=torch.int32) if rank == 1 else given
+    differs(mapping, odd, "(1, 2) of torch.float32", "(1, 2) of torch.int32")
+    odd = torch.zeros(1, 3) if rank == 1 else given
+    differs(mapping, odd, "parts (2, 2) to parts (1, 2)", "parts (2, 3) to parts (1, 3)")
+    square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
+    differs(other if rank == 2 else mapping, square, "ranks differ")
+    led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
+    differs(led, led_given, "parts (2, 2)", "parts (2, 3)", groups=pair)
+    if rank == 2:
+        with pytest.raises(LayoutError, match=r"tensor must be a torch\.Tensor, got None"):
+            transfer(mapping, None, verify=True)
+    else:
+        differs(mapping, given, "rank 2 (host ", "tensor must be a torch.Tensor, got None")
+    got = transfer(mapping, given, verify=True)
+    assert got is None if rank == 0 else got.tolist() == [whole[rank - 1].tolist()]
+
+
+# Ranks that expect another rank at the other end raise immediately, and ranks that wait for each
+# other in different transfers raise within a second; all of them complete the next transfer.
+@pytest.mark.ranks(3)
+def test_ends_that_differ():
+    rank = dist.get_rank()
+    right, wrong = RankLayout([2], ["tp"]), RankLayout([2], ["tp"], ranks=[1, 0])
+
+    def move(source, target):
+        got = transfer(RankMapping(source, target), torch.full((2,), 5.0 + rank), verify=True)
+        return None if got is None else got.tolist()
+
+    begin = time.monotonic()
+    with pytest.raises(TransferMismatchError) as caught:
+        move(wrong if rank == 2 else right, lone(2))
+    for words in ("tp=2 at 0 -> dp=1 at 2", "tp=2 on ranks 1, 0 -> dp=1 at 2"):
+        assert words in str(caught.value)
+    assert move(right, lone(2)) == ([5, 5] if rank == 2 else None)
+    circle = [(0, 2), (1, 0), (2, 1)]
+    with pytest.raises(TransferMismatchError) as caught:
+        move(*map(lone, circle[rank]))
+    for source, target in circle:
+        assert f"dp=1 at {source} -> dp=1 at {target}: " in str(caught.value)
+    assert move(lone(0), RankLayout([2], ["tp"], 1)) == ([5, 5] if rank else None)
+    assert move(lone(1), lone(2)) == ([6, 6] if rank == 2 else None)
+    assert time.monotonic() - begin < 30  # the timeout of WORLD is half an hour
+
+
+# A rank that has not joined at the timeout is named; when it joins, it meets those that try again.
+@pytest.mark.long
+def test_a_missing_rank():
+    def program():
+        rank, mapping = dist.get_rank(), RankMapping(lone(0), RankLayout([2], ["dp"], 1))
+        given = torch.tensor([0.0, 0.0, 1.0, 1.0]) if rank == 0 else torch.zeros(2)
+        begin, words = time.monotonic(), ""
+        if rank == 2:
+            time.sleep(5)
+        else:
+            with pytest.raises(TransferMismatchError) as caught:
+                transfer(mapping, given, verify=True)
+            words = str(caught.value)
+        waited_s = time.monotonic() - begin
+        got = transfer(mapping, given, verify=True)
+        assert got is None if rank == 0 else got.tolist() == [rank - 1.0] * 2
+        return words, waited_s
+
+    first, second, _ = run_ranks(program, 3, timeout=120, group_timeout=timedelta(seconds=4))
+    assert all("rank 2 did not join" in words for words, _ in (first, second))
+    # The first rank to wait times out for both, also for one that arrived a little later.
+    assert 4 <= max(first[1], second[1]) < 4 + late_s(2)
+
+
+# ---- one process --------------------------------------------------------------------------------
+
+
+# By default the environment says whether transfers are verified; other values of it are rejected.
+def test_verify_by_the_environment(monkeypatch):
+    mapping, asked = RankMapping("dp=1", "dp=1"), []
+    monkeypatch.setattr(module, "consent", lambda *_: asked.append(1))
+    with fake_world(1):
+        for text, verify, times in (
+            ("1", None, 1),
+            ("0", None, 0),
+            ("1", False, 0),
+            ("0", True, 1),
+        ):
+            monkeypatch.setenv("HYPERCOMM_VERIFY", text)
+            asked.clear()
+            transfer(mapping, torch.zeros(1), verify=verify)
+            assert len(asked) == times
+        monkeypatch.setenv("HYPERCOMM_VERIFY", "yes")
+        with pytest.raises(GroupOptionsError, match="HYPERCOMM_VERIFY"):
+            transfer(mapping, torch.zeros(1))
+
+
+# The messages of a rank are computed once for a mapping.
+def test_messages_are_kept(monkeypatch):
+    mapping = RankMapping("dp=2,ep=3", "dp=2,ep=3")
+    with fake_world(6):
+        transfer(mapping, torch.zeros(3, 2))
+
+        def computed_again(*_, **__):
+            raise AssertionError("computed again")
+
+        for owner, name in (
+            (RankMapping, "sends"),
+            (RankMapping, "receives"),
+            (Sharding, "shards_of"),
+            (Sharding, "rank_at"),
+        ):
+            monkeypatch.setattr(owner, name, computed_again)
+        again = RankMapping("dp=2,ep=3", "dp=2,ep=3")
+        assert transfer(again, torch.ones(3, 2)).tolist() == [[1, 1]] * 3
+
+
+# A single rank sends nothing and receives a new tensor. Without a job, or a mapping, it raises.
+def test_one_rank():
+    mapping, tensor = RankMapping("dp=1", "dp=1"), torch.arange(3)
+    with pytest.raises(NotInitializedError):
+        transfer(mapping, tensor)
+    with fake_world(1):
+        got = transfer(mapping, tensor)
+        with pytest.raises(LayoutError, match="mapping must be a RankMapping, got 'dp=1'"):
+            transfer("dp=1", tensor)
+    assert got.tolist() == [0, 1, 2]
+    assert got.data_ptr() != tensor.data_ptr()
