@@ -61,7 +61,7 @@ _SLOW_S = 0.2
 _FINISHED_S = 0.6
 """How much longer ranks wait that have finished: those that have not can name who is missing."""
 
-_STUCK_S = 1.0
+_STUCK_S = 0.6
 """How long after the deadline the calling thread waits for its worker."""
 
 _LAST_WORD_S = 0.5
