@@ -10,13 +10,39 @@ import time
 from pathlib import Path
 
 import pytest
+from launched import rank_free
 from ports import free_port
-from ranks import elastic_training
 
 pytestmark = [pytest.mark.clients, pytest.mark.alone]
 
-LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-PROGRAM = elastic_training.__file__
+PROGRAM = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from hypercomm import HyperCommGrid, RankLayout
+from ranks.common import sum_over
+
+folder, victim = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+layout = RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1)
+with HyperCommGrid.from_layout(layout, cover="exact") as grid:
+    tp, dp = grid.create_pgs(["tp", "dp"])
+    is_enough = torch.zeros(1)
+    while not is_enough:
+        seen = {"layout": str(layout), "sums": [sum_over(tp), sum_over(dp)], "pid": os.getpid()}
+        draft = folder / f"{attempt}-{rank}.draft"
+        draft.write_text(json.dumps({**seen, "agent": os.getppid()}))
+        draft.rename(draft.with_suffix(".json"))
+        if attempt == 0 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        is_enough = torch.tensor([float((folder / "enough").exists())])
+        dist.broadcast(is_enough, src=0)
+dist.destroy_process_group()
+"""
+"""A program for torchrun: its grid fits the world that it finds. It adds up over tp and dp until
+the folder holds "enough", as rank 0 sees it."""
 
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it an agent serves all attempts from one store, where gloo's WORLD finds the addresses
@@ -29,15 +55,15 @@ class Agents:
     def __init__(self, folder):
         self.folder = folder
         self.processes = []
+        (folder / "program.py").write_text(PROGRAM)
 
     def start(self, *options, victim=-1):
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parents[1])}
-        variables |= NEW_STORE
+        variables = rank_free() | NEW_STORE
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2"]
         with (self.folder / f"{len(self.processes)}.log").open("w") as log:
             agent = subprocess.Popen(
-                [*torchrun, *options, PROGRAM, str(self.folder), str(victim)],
+                [*torchrun, *options, self.folder / "program.py", self.folder, str(victim)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=variables,

@@ -64,7 +64,7 @@ _FINISHED_S = 0.6
 _BEAT_S = 1.0
 """How often the calling thread looks whether the process was stopped, and reports that it lives."""
 
-_STUCK_S = 0.8
+_STUCK_S = 0.6
 """How long after the deadline the calling thread waits for its worker."""
 
 _LAST_WORD_S = 0.5
