@@ -238,6 +238,8 @@ class Call(Generic[T]):
         """End the round without the worker, which is stuck in the store or in a backend."""
 
         def last_word() -> Outcome:
+            if self._ticket is None and pending is None and self._was_stopped():
+                return _late(self.scope.job.rank)  # the others do not wait any more
             if self._ticket is None:
                 refusal = self._refusal(pending)
                 _refuse(self.scope, refusal)
