@@ -358,10 +358,12 @@ class Rank:
 
     def groups(self) -> list[Group]:
         """Return the process groups that torch has registered for it; while it runs."""
-        found = []
-        for group, name, backend in self.world.groups():
-            ranks = tuple(dist.get_process_group_ranks(group))
-            found.append(Group(name, ranks, backend, group.options._timeout, group.group_desc))
+        found, tables = [], dist.distributed_c10d._world
+        for group, (backend, _) in tables.pg_map.items():
+            if group is not tables.default_pg:
+                ranks, text = tuple(tables.pg_group_ranks[group]), group.group_desc
+                timeout = group.options._timeout
+                found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found
 
 

@@ -199,6 +199,7 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
         self._beat_s = self.began
         self._stopped_s = 0.0
+        self._has_arrived = False
         self._is_finished = False
         self._is_interrupted = False
         self._is_abandoned = False
@@ -265,6 +266,8 @@ class Call(Generic[T]):
         """End the round without the worker, which is stuck in the store or in a backend."""
 
         def last_word() -> Outcome:
+            if pending is None and not self._has_arrived and self._was_stopped():
+                return _late(self.scope.job.rank)  # the others do not wait any more
             if self._ticket is None:
                 refusal = self._refusal(pending)
                 self.scope.refuse(refusal)
@@ -355,6 +358,7 @@ class Call(Generic[T]):
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
+        self._has_arrived = True
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
         if stale:
             run_one(protocol.Delete(take_stale()))
