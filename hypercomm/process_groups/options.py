@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import attrs
-import torch
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
@@ -175,13 +174,8 @@ def check_known(backend: str) -> None:
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
     pairs = c10d.pairs_of(backend)
-    devices = [device for device, _ in pairs]
-    is_single = devices == [""]
-    if (
-        not all(_PART.fullmatch(part) for part in backend.lower().split(","))
-        or not (is_single or all(map(_is_device, devices)))
-        or len(set(devices)) < len(devices)
-    ):
+    is_readable = all(_PART.fullmatch(part) for part in backend.lower().split(","))
+    if not is_readable or len(dict(pairs)) < len(pairs):
         raise GroupOptionsError(
             f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl' "
             f"with each device once"
@@ -196,13 +190,6 @@ def check_known(backend: str) -> None:
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
 """A backend, and the type of its device, if there is one."""
-
-
-def _is_device(kind: str) -> bool:
-    try:
-        return bool(torch.device(kind))
-    except RuntimeError:
-        return False
 
 
 def live_pg_options(pg_options: Any) -> Any:

@@ -9,8 +9,8 @@ Members keep the order of their group, which may not be ascending if a layout li
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, RankOutsideError
+from hypercomm.errors import CreationError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class OwnGroup(NamedTuple):
-    """The group of the calling rank; its name is the same on all members."""
+    """The group of the calling rank: its name on all members, its position, and its ranks."""
 
     name: str
-    rank: int
+    position: int
     ranks: tuple[int, ...]
 
 
@@ -56,12 +56,10 @@ class Attempt:
     def own(self) -> OwnGroup | None:
         """The group of the calling rank; None if it is not a member."""
         rank, groups = world.rank(), self.spec.groups
-        try:
-            index, _ = groups.locate(rank)
-        except RankOutsideError:
+        if not groups.has_member(rank):
             return None
-        ranks = groups[index]
-        return OwnGroup(f"{self.name}/{index}", rank, ranks)
+        index = groups.index_of(rank)
+        return OwnGroup(f"{self.name}/{index}", index, groups[index])
 
 
 class Choice(NamedTuple):
@@ -169,7 +167,7 @@ def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str
 def _create_split(attempt: Attempt) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
     # A rank that is not a member passes a group that it is not in, and gets None.
-    own = -1 if attempt.own is None else attempt.spec.groups.index_of(attempt.own.rank)
+    own = -1 if attempt.own is None else attempt.own.position
     group = None
     for turn in split_turns(attempt.spec.groups):
         index = own if own in turn else int(own == 0)
@@ -185,24 +183,19 @@ def _create_split(attempt: Attempt) -> ProcessGroup | None:
     return group
 
 
-def split_turns(groups: RankGroups) -> list[Container[int]]:
+def split_turns(groups: RankGroups) -> list[set[int]]:
     """Return the indices of the groups that are split off WORLD together: usually all.
 
     torch distinguishes them by a colour, a hash of their ranks. Groups with equal colours would
     silently become one communicator, so each of them is split off in a separate turn, in the same
     order on every rank.
     """
-    colors = c10d.split_colors(groups.to_array())
-    if len(set(colors)) == len(colors):
-        return [range(len(colors))]
     seen: Counter[int] = Counter()
-    turns: list[list[int]] = []
-    for index, color in enumerate(colors):
-        if seen[color] == len(turns):
-            turns.append([])
-        turns[seen[color]].append(index)
+    turns: defaultdict[int, set[int]] = defaultdict(set)
+    for index, color in enumerate(c10d.split_colors(groups.to_array())):
+        turns[seen[color]].add(index)
         seen[color] += 1
-    return [frozenset(turn) for turn in turns]
+    return list(turns.values())
 
 
 # ---- enumerate ---------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
         else:
             made = [dist.new_group(members, sort_ranks=False, **given) for members in ranks]
             if attempt.own is not None:
-                own = made[groups.index_of(attempt.own.rank)]
+                own = made[attempt.own.position]
     if dist.is_initialized():
         c10d.forget_non_members()
     return c10d.as_member(own)

@@ -93,11 +93,11 @@ def is_other_world() -> bool:
 
 
 def has_other_ranks() -> bool:
-    """Return whether other ranks of the job can be reached: not where each is simulated alone."""
+    """Return whether other ranks of the job can be reached: not if each is simulated alone."""
     return bool(getattr(_c10d._world, "has_other_ranks", True))
 
 
-# ---- replacing an attribute for a while --------------------------------------------------------
+# ---- replacing an attribute temporarily --------------------------------------------------------
 
 
 class Patch:
@@ -118,11 +118,10 @@ class Patch:
         self._ours: Any = None
 
     def original(self, owner: Any) -> Any:
-        """Return the value that `owner` has when it is not replaced; None where it has none."""
+        """Return the value that `owner` has when it is not replaced; None if it has none."""
         with self._changed:
-            if self._users and self._owner is owner:
-                return self._original
-            return getattr(owner, self._name, None)
+            is_replaced = self._users and self._owner is owner
+            return self._original if is_replaced else getattr(owner, self._name, None)
 
     @contextlib.contextmanager
     def applied(self, owner: Any, ours: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Creating, finding and ending process groups as torch's own functions do, under names of ours."""
+"""Creating, finding and ending process groups as torch's own functions do, under given names."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def new_group(
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
-    torch's public functions name a group after a count that each rank keeps for itself; this
-    one is the same on every member whatever else a rank has created.
+    torch's public functions derive the name from a count of groups, which can differ between
+    ranks; this name is the same on every member, whatever other groups a rank has created.
 
     Args:
         name: The name of the group.
@@ -118,7 +118,7 @@ def new_group(
             if isinstance(place, GlooStore):
                 place.close()
     _kept[group] = place
-    _torch._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    _torch._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
 
 
@@ -134,7 +134,7 @@ def split_group(
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
-        name: The name of the group, the same on all members; None where the rank is not a member.
+        name: The name of the group, the same on all members; None if the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
         backend: Its backend, or that part of WORLD's.
         timeout: As for `torch.distributed.split_group`, as are the other two.
@@ -142,7 +142,7 @@ def split_group(
         group_desc: A description.
 
     Returns:
-        The group; None where the calling rank is not in it.
+        The group; None if the calling rank is not in it.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
@@ -157,7 +157,7 @@ def split_group(
 
 
 def current_device() -> torch.device | None:
-    """Return the CUDA device of this thread; None where CUDA is not in use."""
+    """Return the CUDA device of this thread; None if CUDA is not in use."""
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.is_initialized():
         return None
@@ -175,7 +175,7 @@ def on_device(device: torch.device | None) -> Iterator[None]:
 
 
 def kept() -> set[ProcessGroup]:
-    """Return the process groups that were created under names of our own."""
+    """Return the process groups that were created by `new_group`."""
     return set(_kept)
 
 

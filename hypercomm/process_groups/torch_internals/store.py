@@ -35,7 +35,7 @@ def store() -> Any:
 
 
 def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None where it is not known."""
+    """Return address and port of the store of WORLD; None if it is not known."""
     place = store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store
@@ -51,18 +51,18 @@ def exchange(key: str, expected: str, text: str) -> str:
 
 
 def read(key: str) -> str | None:
-    """Return the value of a key of the store; None where it is not set."""
+    """Return the value of a key of the store; None if it is not set."""
     found = read_bytes(key)
     return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(key: str) -> bytes | None:
-    """Return the bytes of a key of the store, in one operation; None where it is not set."""
+    """Return the bytes of a key of the store, in one operation; None if it is not set."""
     return peek(store(), key)
 
 
 def peek(place: Any, key: str) -> bytes | None:
-    """Return the bytes of a key of any store; None where it is not set."""
+    """Return the bytes of a key of any store; None if it is not set."""
     found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
 
@@ -73,7 +73,7 @@ def is_set(keys: Sequence[str]) -> bool:
 
 
 def set_all(texts: Mapping[str, str | bytes]) -> None:
-    """Set keys in the store, in one message where it can; does not wait for a reply."""
+    """Set keys in the store, in one message if it can; does not wait for a reply."""
     if len(texts) > 1 and store().has_extended_api():
         store().multi_set(list(texts), list(texts.values()))
         return
@@ -82,7 +82,7 @@ def set_all(texts: Mapping[str, str | bytes]) -> None:
 
 
 def append(key: str, text: str) -> None:
-    """Append to the text in a key of the store; does not wait for a reply where the store can."""
+    """Append to the text in a key of the store; does not wait for a reply if the store can."""
     if store().has_extended_api():
         store().append(key, text)
         return
