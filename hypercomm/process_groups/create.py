@@ -58,7 +58,7 @@ def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup |
 def _left_by(attempt: Attempt, before: set[ProcessGroup]) -> set[ProcessGroup]:
     """Return what a failed creation has registered; other threads may have registered theirs."""
     strategy = attempt.spec.choice.strategy
-    if strategy == "local" or (strategy == "split" and c10d.names_splits()):
+    if strategy in {"local", "split"}:
         named = c10d.registered_as(attempt.own.name) if attempt.own and c10d.is_live() else set()
         return named - before
     new = c10d.registered() - before - c10d.kept()  # torch has named it

@@ -8,12 +8,12 @@ import attrs
 
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups.spec import GroupKey, GroupSpec
-from hypercomm.process_groups.strategies import alternatives, split_turns
+from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
 
 
 @attrs.frozen(repr=False)
 class Explanation:
-    """How a process group was created, or would be, and why; str() says it in lines of text.
+    """How a process group was created, or would be, and why; str() returns it as lines of text.
 
     Attributes:
         key: The dims and the name.
@@ -21,7 +21,7 @@ class Explanation:
         backend: Their backend; None before torch.distributed is initialised.
         strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
         reason: Why this strategy.
-        alternatives: What speaks against each other strategy, by its name.
+        alternatives: Why each other strategy was not used, by its name.
         served_by: The key whose group serves this one too, under `share="identical"`.
     """
 
@@ -37,10 +37,14 @@ class Explanation:
     def of(cls, spec: GroupSpec, served_by: str | None) -> Explanation:
         """Explain a spec, whose key may be served by the group of another."""
         (strategy, reason), backend = spec.choice, spec.options.backend
-        others = {}
+        against: dict[str, str | None] = {}
         if strategy != "adopted":
-            lazily = spec.given.lazy_init
-            others = alternatives(strategy, backend, spec.groups, lazily=lazily)
+            against = obstacles(backend, spec.groups, spec.given.lazy_init)
+        others = {
+            name: obstacle or f"it would work too: {STRATEGIES[name].cost}"
+            for name, obstacle in against.items()
+            if name != strategy
+        }
         turns = len(split_turns(spec.groups)) if strategy == "split" else 1
         if turns > 1:
             reason += f", in {turns} turns, because torch's colours of some groups are equal"

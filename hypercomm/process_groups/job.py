@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Hashable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -28,7 +26,6 @@ class Job:
         size: The number of ranks.
         backend: The backend of WORLD.
         has_store: Whether ranks share a store; a fake world has none.
-        choices: The strategies that were chosen so far, by options.
         before: The job that `renew_world` made this one from; None without one.
         numbers: The number in that job of each of its ranks.
         reported: The tokens of the mismatches that this rank has raised.
@@ -41,7 +38,6 @@ class Job:
     size: int
     backend: str
     has_store: bool
-    choices: dict[Hashable, Any] = attrs.field(factory=dict)
     before: Job | None = None
     numbers: tuple[int, ...] = ()
     reported: set[str] = attrs.field(factory=set)
@@ -111,7 +107,7 @@ _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
 
 
 def _new_job(world: ProcessGroup) -> Job:
-    backend, has_store = c10d.default_backend(), c10d.has_ranks() and c10d.knows_store()
+    backend, has_store = c10d.default_backend(), c10d.has_ranks()
     job = Job(dist.get_rank(), dist.get_world_size(), backend, has_store)
     with _lock:  # another thread may have been faster
         return _jobs.setdefault(world, job)

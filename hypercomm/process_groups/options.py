@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import attrs
-import torch
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
@@ -46,19 +45,16 @@ class GroupOptions:
         return {name: value for name, value in fields.items() if value is not None}
 
     def check(self) -> None:
-        """Refuse what torch would refuse later, or drop without a word.
+        """Raise for what torch would reject later, or drop silently.
 
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        if self.timeout is not None:
-            check_timeout(self.timeout)
-        if self.group_desc is not None:
-            check_description(self.group_desc)
+        check_timeout(self.timeout)
+        check_description(self.group_desc)
+        check_lazy_init(self.lazy_init)
         if self.backend is not None:
             check_known(self.backend)
-        if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init)
 
     def resolve(self, group_desc: str, job: Job | None = None) -> GroupOptions:
         """Fill in the defaults of the live world; needs torch.distributed to be initialised.
@@ -80,37 +76,23 @@ class GroupOptions:
             )
         if "fake" in {default, *singles}:
             check_pg_options(self.pg_options)
-        own = None if self.pg_options is None else _own_timeout(self.pg_options)
-        timeout = self.timeout or own or c10d.world_timeout(backend)
-        if own is not None and own != timeout:
-            raise GroupOptionsError(
-                f"timeout={timeout} differs from the {own} that pg_options hold, which torch would "
-                f"drop; give one of them"
-            )
-        pg_options = self.pg_options
-        if pg_options is not None:
-            pg_options = _with_timeout(pg_options, timeout)
+        timeout = self.timeout or _own_timeout(self.pg_options) or c10d.world_timeout(backend)
+        pg_options = _with_timeout(self.pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
             backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 
-    def described(self, group_desc: str) -> GroupOptions:
-        """Return the same for another group."""
-        return GroupOptions(
-            self.backend, self.timeout, self.pg_options, group_desc, self.lazy_init, self.creation
-        )
-
 
 _CONNECTING = {"gloo", *c10d.NCCL}
-"""The backends that have a choice of when to connect."""
+"""The backends that have an option for when to connect."""
 
 
 def check_timeout(timeout: timedelta | None) -> None:
     """Raise unless `timeout` is a positive timedelta, or None for the default.
 
     Raises:
-        GroupOptionsError: Says what is.
+        GroupOptionsError: With the given value.
     """
     if timeout is not None:
         check_given_timeout(timeout)
@@ -120,30 +102,30 @@ def check_given_timeout(timeout: timedelta) -> None:
     """Raise unless `timeout` is a positive timedelta.
 
     Raises:
-        GroupOptionsError: Says what is.
+        GroupOptionsError: With the given value.
     """
     check_duration("timeout", timeout, GroupOptionsError)
 
 
 def check_description(group_desc: str | None) -> None:
-    """Refuse what cannot describe a group.
+    """Raise unless `group_desc` can describe a group.
 
     Raises:
-        GroupOptionsError: With what was given.
+        GroupOptionsError: With the given value.
     """
-    if group_desc is not None and not isinstance(group_desc, str):
-        raise GroupOptionsError(f"group_desc must be a string, got {shown(group_desc)}")
-    if group_desc is not None and not is_utf8(group_desc):
-        raise GroupOptionsError(f"group_desc {group_desc!r} cannot be written as UTF-8")
+    if group_desc is not None and not (isinstance(group_desc, str) and is_utf8(group_desc)):
+        raise GroupOptionsError(
+            f"group_desc must be a string that can be written as UTF-8, got {shown(group_desc)}"
+        )
 
 
 def check_pg_options(pg_options: Any) -> None:
-    """Refuse what is no options object of torch; all of those hold a timeout.
+    """Raise unless `pg_options` is an options object of torch; all of those hold a timeout.
 
     Raises:
-        GroupOptionsError: With what was given.
+        GroupOptionsError: With the given value.
     """
-    if pg_options is not None and not c10d.holds_timeout(pg_options):
+    if pg_options is not None and not hasattr(pg_options, "_timeout"):
         raise GroupOptionsError(
             f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
             f"got {shown(pg_options)}"
@@ -154,102 +136,60 @@ def check_lazy_init(lazy_init: bool | None) -> None:
     """Raise unless `lazy_init` is True, False or None.
 
     Raises:
-        GroupOptionsError: With what was given.
+        GroupOptionsError: With the given value.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
         raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a backend that the installed torch does not know or cannot run on this host.
+    """Raise unless the installed torch knows a backend and can run it on this host.
 
     Raises:
-        GroupOptionsError: With the names that would have worked, and what to install.
+        GroupOptionsError: With the names that would have worked.
     """
     if backend is None:
         return
     check_known(backend)
     for single in c10d.single_backends(backend):
-        reason = c10d.why_unavailable(single)
+        reason = _why_unusable(single)
         if reason is not None:
+            usable = [name for name in c10d.known_backends() if _why_unusable(name) is None]
             raise GroupOptionsError(
-                f"backend {single!r} {reason}; use one of {_usable()}, or {_to_get(single)}"
+                f"backend {single!r} {reason}; use one of {usable} here, or plan with {single!r} "
+                f"in hypercomm.testing.fake_world"
             )
-        reason = c10d.why_not_here(single)
-        if reason is not None:
-            raise GroupOptionsError(
-                f"backend {single!r} {reason}; use 'gloo' here, or plan with {single!r} in "
-                f"hypercomm.testing.fake_world"
-            )
+
+
+def _why_unusable(single: str) -> str | None:
+    return c10d.why_unavailable(single) or c10d.why_not_here(single)
 
 
 def check_known(backend: str) -> None:
-    """Refuse a backend that the installed torch does not know, whether it can run here or not.
+    """Raise unless the installed torch knows a backend, whether it can run here or not.
 
     Raises:
-        GroupOptionsError: With the names that it knows, and what to install.
+        GroupOptionsError: With the names that it knows.
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
-    if not all(_PART.fullmatch(part) for part in backend.lower().split(",")):
+    pairs = c10d.pairs_of(backend)
+    is_readable = all(_PART.fullmatch(part) for part in backend.lower().split(","))
+    if not is_readable or len(dict(pairs)) < len(pairs):
         raise GroupOptionsError(
-            f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl'"
+            f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl' "
+            f"with each device once"
         )
-    unknown = [single for single in c10d.single_backends(backend) if not c10d.is_known(single)]
+    unknown = [single for _, single in pairs if not c10d.is_known(single)]
     if unknown:
         raise GroupOptionsError(
             f"unknown backend {backend!r}; this torch knows {c10d.known_backends()}; to have "
-            f"{unknown[0]!r}, {_to_get(unknown[0])}"
-        )
-    devices = c10d.devices_of(backend)
-    if devices is None:
-        return
-    if not all(map(_is_device, devices)):
-        raise GroupOptionsError(
-            f"backend {backend!r} names a device that torch does not know; write it as "
-            f"'cpu:gloo,cuda:nccl'"
-        )
-    if len(set(devices)) < len(devices):
-        raise GroupOptionsError(
-            f"backend {backend!r} must name each device once; write it as 'cpu:gloo,cuda:nccl'"
+            f"{unknown[0]!r}, install a build of torch or a package that has it"
         )
 
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
-"""A backend, and the type of its device, if it says one."""
-
-
-def _is_device(kind: str) -> bool:
-    try:
-        return bool(torch.device(kind))
-    except RuntimeError:
-        return False
-
-
-_FROM = {
-    "gloo": "install a build of torch for Linux, macOS or Windows from PyPI",
-    "mpi": "build torch from source on a host that has MPI",
-    "nccl": "install a build of torch for CUDA: pip install torch on Linux, see pytorch.org",
-    "nccl-lazy": "install torch 2.14 or newer, built for CUDA",
-    "nccl-legacy": "install torch 2.14 or newer, built for CUDA",
-    "nccl2": "install torch 2.14 or newer, built for CUDA",
-    "nccl4py": "install torch 2.15 or newer, built for CUDA, and nccl4py",
-    "ucc": "build torch from source with USE_UCC=1",
-    "xccl": "install a build of torch for Intel GPUs, see pytorch.org",
-}
-"""What to do to have a backend."""
-
-
-def _to_get(single: str) -> str:
-    return _FROM.get(single, "install the package that brings it, and import it if torch must know")
-
-
-def _usable() -> list[str]:
-    return [
-        name
-        for name in c10d.known_backends()
-        if c10d.why_unavailable(name) is None and c10d.why_not_here(name) is None
-    ]
+"""A backend, and the type of its device, if there is one."""
 
 
 def live_pg_options(pg_options: Any) -> Any:
@@ -270,14 +210,11 @@ def _of_fake_backend(pg_options: Any) -> Any:
 
 def _own_timeout(pg_options: Any) -> timedelta | None:
     """Return the timeout that a caller has set in backend options, if it is not their default."""
-    own = c10d.timeout_in(pg_options)
-    if own is None:
-        return None
+    own: timedelta | None = getattr(pg_options, "_timeout", None)
     try:
-        default = c10d.timeout_in(type(pg_options)())
-    except (TypeError, AttributeError):  # options that need arguments do not tell their default
+        return None if own is None or own == type(pg_options)()._timeout else own
+    except (TypeError, AttributeError):  # their default is unknown if they need arguments
         return None
-    return None if own == default else own
 
 
 def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
@@ -287,7 +224,7 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
     given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
     one of the class in C++: such an object serves one group.
     """
-    if timeout is None or c10d.timeout_in(pg_options) is None:
+    if timeout is None or getattr(pg_options, "_timeout", None) is None:
         return pg_options
     try:
         options = copy.deepcopy(pg_options)
@@ -295,12 +232,12 @@ def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
         return pg_options
     if type(options) is not type(pg_options):
         return pg_options
-    c10d.put_timeout(options, timeout)
+    options._timeout = timeout
     return options
 
 
 def as_verified(verify: bool | None) -> bool:
-    """Read whether ranks compare what they do; None: as the environment's HYPERCOMM_VERIFY says.
+    """Return whether ranks compare their calls; None reads the environment's HYPERCOMM_VERIFY.
 
     Raises:
         GroupOptionsError: It is none of True, False and None, or the variable none of 0 and 1.

@@ -117,7 +117,7 @@ class GroupOwner:
         is_verified: Whether all ranks of the grid agree on each creation, not only the members.
 
     Attributes:
-        specs: What is reserved or created, by key.
+        specs: The reserved or created groups, by key.
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
         ended: The keys whose groups `end_groups` has ended.
@@ -439,7 +439,7 @@ class Batch:
 
     Args:
         owner: The owner.
-        specs: What is created, in order.
+        specs: The groups to create, in order.
     """
 
     def __init__(self, owner: GroupOwner, specs: Sequence[GroupSpec]) -> None:
@@ -463,7 +463,7 @@ class Batch:
             raise
 
     def entries(self) -> list[str]:
-        """Return what all ranks must create alike."""
+        """Return the entries that must be equal on all ranks."""
         return [spec.describe() for spec in self.specs]
 
     def limit_s(self) -> float:
@@ -560,7 +560,7 @@ def _not_initialized() -> NotInitializedError:
 
 @contextlib.contextmanager
 def reshaping(owner: GroupOwner) -> Iterator[None]:
-    """Let nothing be created or destroyed within a `with` block.
+    """Forbid the creation and destruction of groups within a `with` block.
 
     Raises:
         CreationError: Another thread reshapes the grid.

@@ -27,14 +27,14 @@ _SHARED = "identical"
 
 @attrs.frozen(repr=False)
 class Reshaped:
-    """What a reshape did to the process groups of the calling rank; str() says it in lines.
+    """The result of a reshape for the process groups of the calling rank; str() returns lines.
 
     Attributes:
         before: The layout that was.
         after: The layout that is.
         kept: Each key whose group survived, with the key that it had.
         created: The keys whose groups were created, in that order.
-        destroyed: The keys whose groups were destroyed, or that are no more.
+        destroyed: The keys whose groups were destroyed, or that no longer exist.
         numbers: Where WORLD was renewed since, the number that each of its ranks had in the
             layout that was; else None.
     """
@@ -61,7 +61,7 @@ class Reshaped:
 
     @property
     def lost(self) -> Lost:
-        """What is lost with the ranks that the grid goes on without, as they were numbered."""
+        """The losses due to the ranks that left the grid, in the numbers that they had."""
         if self.numbers is None:
             return Lost(self.before, self.after)
         ranks, after = [self.numbers[rank] for rank in self.after.ranks], self.after
@@ -81,7 +81,7 @@ def reshape(
         limit_s: Seconds within which all must be done.
 
     Returns:
-        What became of each key, and what interrupted this rank although all have reshaped.
+        The result for each key, and the exception that interrupted this rank after the agreement.
 
     Raises:
         PlanMismatchError, GroupCreationTimeout, CreationError: As for `together`; both owners are
@@ -184,7 +184,7 @@ def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSp
 def _survivors(old: GroupOwner, specs: Sequence[GroupSpec]) -> dict[GroupKey, GroupKey]:
     """Return the new keys whose groups survive, each with its old key, keys that stay first.
 
-    All members of a group decide alike: what they compare is the same for all of them.
+    All members of a group decide the same, because they compare the same values.
     """
     in_order = sorted(old.created, key=str)  # threads create in any order
     pairs = [(spec, key) for spec in specs for key in in_order]

@@ -22,7 +22,7 @@ Derive = Callable[[RankGroups], RankGroups]
 
 @attrs.frozen
 class GroupKey:
-    """What a process group is filed under: dims in layout order, a name of its own, and a view.
+    """The key of a process group: dims in layout order, a name, and a view.
 
     Groups over dims that a view shares with the grid are the grid's: their view is None.
     """
@@ -104,7 +104,7 @@ class GroupSpec:
         return str(self.key)
 
     def describe(self) -> str:
-        """Return what all ranks must ask for alike, as one entry of a proposal."""
+        """Return the request as one entry of a proposal; it must be equal on all ranks."""
         members = ""
         if self.derive is not None:  # else the dims say all
             digest = hashlib.sha256(self.groups.to_array().tobytes()).hexdigest()[:12]

@@ -1,16 +1,16 @@
-"""The ways of creating the process groups of some dims, and the one place that chooses.
+"""The strategies that create the process groups of some dims, and the choice between them.
 
-local      each rank creates its own group, under a name that all members derive alike
-split      every rank of WORLD splits its communicator once, where WORLD is bound to a device
+local      each rank creates its own group, under a name that is the same on all members
+split      every rank of WORLD splits its communicator once, if WORLD is bound to a device
 enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
 
-Members are in the order of the groups, which a layout that lists its ranks may not sort.
+Members keep the order of their group, which may not be ascending if a layout lists its ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, RankOutsideError
+from hypercomm.errors import CreationError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups import world
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class OwnGroup(NamedTuple):
-    """The group of the calling rank; its name is the same on all members."""
+    """The group of the calling rank: its name on all members, its position, and its ranks."""
 
     name: str
-    rank: int
+    position: int
     ranks: tuple[int, ...]
 
 
@@ -45,7 +45,7 @@ class Attempt:
     Attributes:
         name: The name of the groups, the same on all ranks.
         spec: The spec.
-        wait: Waits for other members; None where the rank has nobody to wait for.
+        wait: Waits for other members; None if the rank has nobody to wait for.
     """
 
     name: str
@@ -54,18 +54,16 @@ class Attempt:
 
     @cached_property
     def own(self) -> OwnGroup | None:
-        """The group of the calling rank; None where it is not a member."""
+        """The group of the calling rank; None if it is not a member."""
         rank, groups = world.rank(), self.spec.groups
-        try:
-            index, _ = groups.locate(rank)
-        except RankOutsideError:
+        if not groups.has_member(rank):
             return None
-        ranks = groups[index]
-        return OwnGroup(f"{self.name}/{index}", rank, ranks)
+        index = groups.index_of(rank)
+        return OwnGroup(f"{self.name}/{index}", index, groups[index])
 
 
 class Choice(NamedTuple):
-    """A way of creating groups, and why it was taken."""
+    """A strategy, and why it was chosen."""
 
     strategy: str
     reason: str
@@ -75,32 +73,10 @@ NOT_YET = Choice("enumerate", "torch.distributed is not initialised")
 ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
 
-@attrs.frozen
-class Wanted:
-    """What is to be created.
-
-    Attributes:
-        backend: In lower case.
-        groups: What is created; None: groups whose members ascend.
-        lazily: Whether members connect at their first message.
-        by_all: Whether every rank of the world comes to the creation.
-    """
-
-    backend: str
-    groups: RankGroups | None = None
-    lazily: bool | None = None
-    by_all: bool = True
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether the members of each group ascend."""
-        return self.groups is None or self.groups.is_sorted
-
-
 def choose(
     creation: str,
     backend: str | None,
-    groups: RankGroups | None = None,
+    groups: RankGroups,
     *,
     lazily: bool | None = None,
     by_all: bool = True,
@@ -109,83 +85,56 @@ def choose(
 
     Args:
         creation: "auto", or the name of a strategy.
-        backend: The backend asked for.
-        groups: What is created; default: groups whose members ascend.
+        backend: The requested backend.
+        groups: The groups to create.
         lazily: Whether members are to connect at their first message.
-        by_all: Whether every rank of the world comes to the creation.
+        by_all: Whether every rank of the world takes part in the creation.
 
     Raises:
-        CreationError: The strategy asked for cannot work here; says why, and which would.
+        CreationError: The requested strategy cannot work here; the message has the reason, and
+            the strategies that would work.
     """
     job = current_or_none()
     if job is None:
         return NOT_YET
-    wanted = Wanted((backend or job.backend).lower(), groups, lazily, by_all)
-    if not wanted.is_sorted:  # what is said names the groups
-        return _choose(creation, wanted)
-    asked = creation, wanted.backend, lazily, by_all
-    choice: Choice | None = job.choices.get(asked)
-    if choice is None:
-        choice = job.choices[asked] = _choose(creation, wanted)
-    return choice
-
-
-def _choose(creation: str, wanted: Wanted) -> Choice:
-    if creation == "auto":
-        return _auto(wanted)
-    obstacle = STRATEGIES[creation].why_not(wanted)
-    if obstacle is None:
+    backend = (backend or job.backend).lower()
+    against = obstacles(backend, groups, lazily)
+    usable = [name for name, obstacle in against.items() if obstacle is None]
+    if creation in usable:
         return Choice(creation, "asked for by name")
-    usable = [name for name, way in STRATEGIES.items() if way.why_not(wanted) is None]
+    if creation == "auto" and usable:
+        chosen = "split" if by_all and "split" in usable else usable[0]
+        if chosen == "enumerate":
+            return Choice(chosen, f"{against['local']}, and {against['split']}")
+        bound = "WORLD is bound to a device, and " if chosen == "split" else ""
+        return Choice(chosen, bound + STRATEGIES[chosen].cost)
+    reasons = "; ".join(filter(None, [against.get(creation)] if usable else against.values()))
     raise CreationError(
-        f"creation={creation!r} cannot create groups of backend {wanted.backend!r} here: "
-        f"{obstacle}; " + (f"use one of {['auto', *usable]}" if usable else _SORT_THEM)
+        f"creation={creation!r} cannot create groups of backend {backend!r} here: {reasons}; use "
+        + (f"one of {['auto', *usable]}" if usable else "a layout whose ranks ascend in each group")
     )
 
 
-def alternatives(
-    strategy: str, backend: str | None, groups: RankGroups | None, *, lazily: bool | None = None
-) -> dict[str, str]:
-    """Say of each other way of creating groups what speaks against it."""
+def obstacles(
+    backend: str | None, groups: RankGroups, lazily: bool | None
+) -> dict[str, str | None]:
+    """Return why each strategy cannot create groups here, by its name; None if it can."""
     job = current_or_none()
     if job is None:
         return {}
-    wanted = Wanted((backend or job.backend).lower(), groups, lazily)
+    backend = (backend or job.backend).lower()
     return {
-        name: way.why_not(wanted) or f"it would work too: {way.cost}"
-        for name, way in STRATEGIES.items()
-        if name != strategy
+        name: strategy.why_not(backend, groups, lazily) for name, strategy in STRATEGIES.items()
     }
-
-
-def _auto(wanted: Wanted) -> Choice:
-    not_split, not_local = _why_not_split(wanted), _why_not_local(wanted)
-    if not_split is None and (wanted.by_all or not_local is not None):
-        return Choice("split", f"WORLD is bound to a device, and {STRATEGIES['split'].cost}")
-    if not_local is None:
-        return Choice("local", STRATEGIES["local"].cost)
-    not_enumerate = _why_not_enumerate(wanted)
-    if not_enumerate is None:
-        return Choice("enumerate", f"{not_local}, and {not_split}")
-    raise CreationError(
-        f"nothing can create groups of backend {wanted.backend!r} here: {not_split}; {not_local}; "
-        f"{not_enumerate}; {_SORT_THEM}"
-    )
-
-
-_SORT_THEM = "use a layout whose ranks ascend along each dim"
 
 
 # ---- local -------------------------------------------------------------------------------------
 
 
-def _why_not_local(wanted: Wanted) -> str | None:
-    lacks = c10d.missing()
-    if lacks:
-        return f"in this torch, {', and '.join(lacks)}"
-    if "mpi" in c10d.single_backends(wanted.backend):
+def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> str | None:
+    if "mpi" in c10d.single_backends(backend):
         return "MPI creates a group only with all ranks of the world"
-    return c10d.why_not_alone(wanted.backend) or c10d.replaces_new_group()
+    return c10d.why_not_members()
 
 
 def _create_local(attempt: Attempt) -> ProcessGroup | None:
@@ -206,22 +155,19 @@ def _create_local(attempt: Attempt) -> ProcessGroup | None:
 # ---- split -------------------------------------------------------------------------------------
 
 
-def _why_not_split(wanted: Wanted) -> str | None:
-    if wanted.lazily:
-        return "a split connects all members at once, unlike lazy_init=True"
-    obstacle = c10d.why_not_split(wanted.backend)
-    if obstacle is None and not (wanted.is_sorted or c10d.keeps_order()):
-        return (
-            f"torch.distributed.split_group of this torch sorts the ranks of each group, unlike "
-            f"{wanted.groups!r}"
-        )
+def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
+    if lazily:
+        return "a split connects all members when it creates a group, and lazy_init=True forbids it"
+    obstacle = c10d.why_not_split(backend)
+    if obstacle is None and not (groups.is_sorted or c10d.keeps_order()):
+        return f"split_group of this torch sorts the ranks of each group, and {groups!r} are not"
     return obstacle
 
 
 def _create_split(attempt: Attempt) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
-    # A rank that is a member of none passes one that it is not in, and is told that it is in none.
-    own = -1 if attempt.own is None else attempt.spec.groups.index_of(attempt.own.rank)
+    # A rank that is not a member passes a group that it is not in, and gets None.
+    own = -1 if attempt.own is None else attempt.own.position
     group = None
     for turn in split_turns(attempt.spec.groups):
         index = own if own in turn else int(own == 0)
@@ -237,67 +183,57 @@ def _create_split(attempt: Attempt) -> ProcessGroup | None:
     return group
 
 
-def split_turns(groups: RankGroups) -> list[Container[int]]:
-    """Say which groups can be split off WORLD at once, by their indices: all, as a rule.
+def split_turns(groups: RankGroups) -> list[set[int]]:
+    """Return the indices of the groups that are split off WORLD together: usually all.
 
-    torch tells them apart by a colour, which it derives from the ranks by a hash. Groups of equal
-    colours would become one communicator, without a word; each of them is split off in its own
-    turn, in the same order on every rank.
+    torch distinguishes them by a colour, a hash of their ranks. Groups with equal colours would
+    silently become one communicator, so each of them is split off in a separate turn, in the same
+    order on every rank.
     """
-    colors = c10d.split_colors(groups.to_array())
-    if len(set(colors)) == len(colors):
-        return [range(len(colors))]
     seen: Counter[int] = Counter()
-    turns: list[list[int]] = []
-    for index, color in enumerate(colors):
-        if seen[color] == len(turns):
-            turns.append([])
-        turns[seen[color]].append(index)
+    turns: defaultdict[int, set[int]] = defaultdict(set)
+    for index, color in enumerate(c10d.split_colors(groups.to_array())):
+        turns[seen[color]].add(index)
         seen[color] += 1
-    return [frozenset(turn) for turn in turns]
+    return list(turns.values())
 
 
 # ---- enumerate ---------------------------------------------------------------------------------
 
 
-def _why_not_enumerate(wanted: Wanted) -> str | None:
-    of_nccl = wanted.lazily is not None and c10d.is_nccl(wanted.backend)
-    if of_nccl and not c10d.connects_as_told(wanted.backend):
-        return f"torch connects NCCL groups as it sees fit there, unlike lazy_init={wanted.lazily}"
-    if wanted.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
+def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
+    if lazily is not None and c10d.is_nccl(backend) and not c10d.connects_as_told(backend):
+        return f"new_group of this torch has no lazy_init={lazily} for NCCL"
+    if groups.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
         return None
-    return f"new_group of this torch sorts the ranks of each group, unlike {wanted.groups!r}"
+    return f"new_group of this torch sorts the ranks of each group, and {groups!r} are not"
 
 
 def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
-    options = attempt.spec.options
+    options, groups = attempt.spec.options, attempt.spec.groups
+    ranks = groups.to_array().tolist()
+    given: dict[str, Any] = {"backend": options.backend, **options.given()}
+    if options.lazy_init:
+        lazy = c10d.lazy_options(options.backend or "", options.pg_options, options.timeout)
+        given |= {} if lazy is None else {"pg_options": lazy}
     with lazy_init.set_to(options.lazy_init):
-        group = _enumerate(attempt)
+        own: Any = None
+        if groups.is_sorted:
+            enumerate_groups: Any = dist.new_subgroups_by_enumeration  # no types before torch 2.14
+            own = enumerate_groups(ranks, **given)[0]
+        else:
+            made = [dist.new_group(members, sort_ranks=False, **given) for members in ranks]
+            if attempt.own is not None:
+                own = made[attempt.own.position]
     if dist.is_initialized():
         c10d.forget_non_members()
-    return group
-
-
-def _enumerate(attempt: Attempt) -> ProcessGroup | None:
-    """Create all groups in order, and return the caller's."""
-    ranks = attempt.spec.groups.to_array().tolist()
-    options = {"backend": attempt.spec.options.backend, **attempt.spec.options.given()}
-    if attempt.spec.options.lazy_init:
-        backend, timeout = attempt.spec.options.backend or "", attempt.spec.options.timeout
-        lazy = c10d.lazy_options(backend, attempt.spec.options.pg_options, timeout)
-        options |= {} if lazy is None else {"pg_options": lazy}
-    if attempt.spec.groups.is_sorted:
-        enumerate_groups: Any = dist.new_subgroups_by_enumeration  # has no types before torch 2.14
-        return c10d.as_member(enumerate_groups(ranks, **options)[0])
-    groups = [dist.new_group(members, sort_ranks=False, **options) for members in ranks]
-    own = None if attempt.own is None else groups[attempt.spec.groups.index_of(attempt.own.rank)]
     return c10d.as_member(own)
 
 
 class Strategy(NamedTuple):
-    """A way of creating groups: what keeps it from working, its cost, and what it does."""
+    """A strategy: why it cannot work, its cost, and the function that creates a group."""
 
-    why_not: Callable[[Wanted], str | None]
+    why_not: Callable[[str, RankGroups, bool | None], str | None]
     cost: str
     create: Callable[[Attempt], ProcessGroup | None]
 
@@ -310,7 +246,7 @@ STRATEGIES = {
     ),
     "split": Strategy(
         _why_not_split,
-        "one split, by every rank of the world, makes all groups at once",
+        "one split by every rank of the world creates all groups",
         _create_split,
     ),
     "enumerate": Strategy(
@@ -319,4 +255,4 @@ STRATEGIES = {
         _create_enumerate,
     ),
 }
-"""The ways of creating groups, by name."""
+"""The strategies, by name; "auto" uses the first that works, split first if all ranks call."""

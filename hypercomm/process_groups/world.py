@@ -1,7 +1,7 @@
-"""Where this process is: world size and rank.
+"""The world size and the rank of this process.
 
-An explicit argument wins, then the live torch.distributed job, then the environment that the
-launcher left, read as `hypercomm.join` reads it.
+An explicit argument takes precedence, then the live torch.distributed job, then the environment of
+the launcher, read as `hypercomm.join` reads it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,19 @@ def world_size(explicit: int | None = None) -> int:
     """Return the number of ranks of the job.
 
     Raises:
-        NotInitializedError: Nothing tells.
-        WorldSizeError: What a launcher left holds no number, or contradicts itself.
+        NotInitializedError: Neither torch.distributed nor the environment has it.
+        WorldSizeError: The variables of a launcher hold no number, or contradict each other.
     """
     if explicit is not None:
         return explicit
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return _from_environment("WORLD_SIZE")
+    return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE")
 
 
 def rank(explicit: int | None = None) -> int:
     """Return the rank of this process; raises as `world_size` does."""
     if explicit is not None:
         return explicit
-    if dist.is_initialized():
-        return dist.get_rank()
-    return _from_environment("RANK")
+    return dist.get_rank() if dist.is_initialized() else _from_environment("RANK")
 
 
 def _from_environment(variable: str) -> int:
@@ -44,10 +40,9 @@ def _from_environment(variable: str) -> int:
         raise WorldSizeError(str(error)) from error
     if found is not None:
         return found[0]
-    what = variable.lower().replace("_", " ")
     argument = ", or pass world_size=" if variable == "WORLD_SIZE" else ""
     raise NotInitializedError(
-        f"cannot tell the {what}: torch.distributed is not initialised and "
-        f"the environment has no {variable}; call hypercomm.join() or "
+        f"the {variable.lower().replace('_', ' ')} is unknown: torch.distributed is not "
+        f"initialised and the environment has no {variable}; call hypercomm.join() or "
         f"torch.distributed.init_process_group() first, start the program with torchrun{argument}"
     )

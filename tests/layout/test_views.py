@@ -24,7 +24,7 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.strategies import alternatives, choose
+from hypercomm.process_groups.strategies import choose, obstacles
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of, registered_groups
 
 NEW_NAMES = ("e1", "e2", "e3", "e4")
@@ -366,11 +366,11 @@ def test_choices(monkeypatch):
             choose("enumerate", None, unsorted)
     bound_world.bind(monkeypatch)
     monkeypatch.setattr(c10d, "keeps_order", lambda: False)
-    monkeypatch.setattr(c10d, "why_not_alone", lambda _: "all ranks must come")
+    monkeypatch.setattr(c10d, "why_not_members", lambda: "all ranks must come")
     with fake_world(10):
         assert choose("auto", "fake", RankLayout.parse("tp=2").groups("tp")).strategy == "split"
         with pytest.raises(CreationError, match="split_group"):
             choose("split", "fake", unsorted)
-        assert "split_group" in alternatives("local", "fake", unsorted)["split"]
+        assert "split_group" in obstacles("fake", unsorted, None)["split"]
         with pytest.raises(CreationError, match="ranks ascend"):
             choose("auto", "fake", unsorted)

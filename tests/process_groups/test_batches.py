@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from ranks.common import registered
 
-from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
     GroupExistsError,
     GroupMissingError,
@@ -176,18 +176,6 @@ def test_a_failure_beside_another_thread(monkeypatch):
         assert others[0] in registered()
 
 
-# No dim name looks like a number of a batch or a try.
-def test_names_of_batches_and_tries():
-    odd = ["tp", "batch 1", "tp@1", "tp#1", "try"]
-    with fake_world(32, rank=5):
-        with pytest.raises(ValueError, match="batch 1"):
-            HyperCommGrid([2] * 5, odd)
-        with HyperCommGrid([2] * 4, [*odd[:1], *odd[2:]]) as grid:
-            grid.create_pgs(["tp", "try"])
-            for dim in ("tp@1", "tp#1"):
-                assert grid.create_pg(dim).size() == 2
-
-
 # A grid says how it would create a group, and how it has created one.
 def test_explain():
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
@@ -227,9 +215,7 @@ def test_one_split_for_each_dims(bound):
         grid = HyperCommGrid(list(sizes.values()), list(sizes))
         told = grid.explain("tp")
         assert (told.strategy, bound) == ("split", [])
-        assert told.reason.endswith(
-            "one split, by every rank of the world, makes all groups at once"
-        )
+        assert "one split by every rank" in told.reason
         assert told.alternatives["local"].startswith("it would work too: each rank creates only")
         for count, dims in enumerate([*sizes, ["dp", "cp"]], start=1):
             grid.create_pg(dims)
@@ -283,31 +269,6 @@ def test_a_collision_of_torch(monkeypatch, bound):
         grid.create_pg("cp")
     assert told.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
     assert bound == [[[0, 8]], [[1988, 1996]]]
-
-
-# The colours are torch's: Python's hash of the ranks before torch had splits in C++, afterwards
-# what boost's hash_combine makes of them.
-def test_colors(monkeypatch):
-    groups = RankLayout.parse("tp=4,dp=64,pp=2", rank_offset=3).groups("tp", "pp")
-
-    def combined(members):
-        seed = 0
-        for rank in members:
-            seed ^= (rank + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64
-            seed %= 2**64
-        signed = seed - 2**64 if seed >= 2**63 else seed
-        return abs(signed) % (2**31 - 1)
-
-    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
-    assert c10d.split_colors(groups.to_array()) == [combined(group) for group in groups]
-
-
-# lazy_init is True, False or None.
-def test_lazy_init_is_refused():
-    for wrong in (1, "yes"):
-        with pytest.raises(GroupOptionsError, match="lazy_init must be True, False or None, got"):
-            grid_of(world_size=8, lazy_init=wrong)
-    assert grid_of(world_size=8, lazy_init=True).size == 8
 
 
 # Threads whose groups connect alike create them at once, whether they say so or leave it to the

@@ -13,13 +13,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import NotInitializedError
-from hypercomm.process_groups.torch_internals import capabilities
 from hypercomm.process_groups.torch_internals.capabilities import is_other_world
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """torch's names for NCCL, as of 2.15."""
-
-_ENTRY_POINTS = "torch.distributed.backends"
 
 
 def is_live() -> bool:
@@ -50,35 +47,28 @@ def default_backend() -> str:
 def backend_of(group: ProcessGroup) -> str:
     """Return the backend of a group.
 
-    Where WORLD was made without one, torch calls it "undefined"; its parts have names.
+    If WORLD was created without a backend, torch calls it "undefined"; its parts have names.
     """
-    tables: Any = dist.distributed_c10d
-    is_known = capabilities.TABLES
-    name = str(tables._world.pg_map[group][0] if is_known else dist.get_backend(group))
+    name = str(dist.get_backend(group))
     return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
 
 
 @functools.lru_cache(maxsize=64)
-def single_backends(backend: str) -> tuple[str, ...]:
-    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
-    return tuple(single for _, single in _pairs(backend))
-
-
-def devices_of(backend: str) -> tuple[str, ...] | None:
-    """List the devices in a backend string such as "cpu:gloo,cuda:nccl"; None for "gloo"."""
-    return tuple(device for device, _ in _pairs(backend)) if {":", ","} & set(backend) else None
-
-
-@functools.lru_cache(maxsize=64)
-def _pairs(backend: str) -> tuple[tuple[str, str], ...]:
+def pairs_of(backend: str) -> tuple[tuple[str, str], ...]:
+    """List device and backend of each part of a backend string; the device of "gloo" is ""."""
     pairs = (part.rpartition(":") for part in backend.lower().split(","))
     return tuple((device.strip(), single.strip()) for device, _, single in pairs)
+
+
+def single_backends(backend: str) -> tuple[str, ...]:
+    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    return tuple(single for _, single in pairs_of(backend))
 
 
 def known_backends() -> list[str]:
     """List the backends that the installed torch knows by name.
 
-    From torch 2.14 on a package may bring one as an entry point, which is loaded at its first use.
+    From torch 2.14 a package may bring one as an entry point, which is loaded at its first use.
     """
     names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
     return [*names, *(name for name in _entry_points() if name not in names)]
@@ -93,82 +83,46 @@ def is_known(backend: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _entry_points() -> tuple[str, ...]:
-    if not hasattr(dist.Backend, "_ensure_backend_registered"):  # before torch 2.14
-        return ()
-    return tuple(sorted({entry.name.lower() for entry in entry_points(group=_ENTRY_POINTS)}))
+    found = entry_points(group="torch.distributed.backends")
+    return tuple(sorted({entry.name.lower() for entry in found}))
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Return why this build of torch cannot run a single backend; None where it can."""
+    """Return why this build of torch cannot run a single backend; None if it can."""
     if is_other_world():
         return None  # it is to be run elsewhere
-    # "fake" registers itself only when its module is loaded, so the probe must ask the registry.
+    # torch registers "fake" when its module is loaded, and calls it available before that too.
     if backend == "fake":
-        loaded = not capabilities.PLUGINS or "FAKE" in dist.Backend._plugins
+        loaded = "FAKE" in dist.Backend._plugins
         return None if loaded else "is not available outside of hypercomm.testing.fake_world"
     try:
         available = bool(dist.is_backend_available(backend))
-    except Exception as error:  # noqa: BLE001 - it is a third party's code that is loaded
+    except Exception as error:  # noqa: BLE001 - this loads the code of a third party
         return f"cannot be loaded ({error.__cause__ or error})"
     return None if available else "is not available in this build of torch"
 
 
 def why_not_here(backend: str) -> str | None:
-    """Return why an available backend has no device on this host; None where it has one."""
+    """Return why an available backend has no device on this host; None if it has one."""
     if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
         return "needs a GPU, and torch sees none on this host"
     return None
 
 
 def takes_options(backend: str) -> bool:
-    """Return whether torch passes `pg_options` to a single backend.
-
-    From torch 2.14 on its own backends are plugins, which all receive them; but only those of NCCL
-    use them.
-    """
-    if backend in NCCL:
-        return True
-    if not capabilities.PLUGINS:
-        return False
-    if backend in _entry_points():
-        why_unavailable(backend)  # loads it
-    plugin = dist.Backend._plugins.get(backend.upper())
-    if plugin is None or not plugin.extended_api:
-        return False
-    return getattr(plugin.creator_fn, "__module__", None) != dist.distributed_c10d.__name__
-
-
-def holds_timeout(pg_options: Any) -> bool:
-    """Return whether a value is a backend options object: all of those have a timeout."""
-    return hasattr(pg_options, "_timeout") or not capabilities.OPTIONS_TIMEOUT
-
-
-def timeout_in(pg_options: Any) -> timedelta | None:
-    """Return the timeout in options of a backend; None where torch does not expose it."""
-    try:
-        return getattr(pg_options, "_timeout", None)
-    except (AttributeError, RuntimeError):  # this version of torch does not show them
-        return None
-
-
-def put_timeout(pg_options: Any, timeout: timedelta) -> None:
-    """Set the timeout in options of a backend."""
-    if capabilities.OPTIONS_TIMEOUT:
-        pg_options._timeout = timeout
+    """Return whether torch passes `pg_options` to a single backend."""
+    return backend not in {"gloo", "mpi", "ucc", "xccl"}
 
 
 def world_timeout(backend: str) -> timedelta | None:
-    """Return the timeout of WORLD, preferring that of its part that runs `backend`.
+    """Return the timeout of WORLD, preferably that of its part that runs `backend`.
 
-    None where torch does not expose it: the fake backend has no options, and gloo has them only in
-    recent versions.
+    None if torch does not show it: a fake backend has no options.
     """
-    world: Any = dist.group.WORLD
     parts, wanted = parts_of_world(), single_backends(backend)
-    first = [device for one in wanted for device, single in parts.items() if single == one]
-    for device in (*first, *parts) if capabilities.GET_BACKEND else ():
-        with contextlib.suppress(AttributeError, RuntimeError):  # as above
-            timeout: timedelta | None = world._get_backend(torch.device(device)).options._timeout
+    for device in sorted(parts, key=lambda device: parts[device] not in wanted):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout: timedelta | None = part_on(torch.device(device)).options._timeout
             if timeout:
                 return timeout
     return None
@@ -176,20 +130,20 @@ def world_timeout(backend: str) -> timedelta | None:
 
 def default_timeout(backend: str) -> timedelta:
     """Return the timeout that torch gives a group by default."""
-    c10d = dist.distributed_c10d
-    nccl: timedelta | None = getattr(c10d, "default_pg_nccl_timeout", None)
-    default: timedelta = getattr(c10d, "default_pg_timeout", timedelta(minutes=30))
-    return nccl or timedelta(minutes=10) if backend in NCCL else default
+    c10d: Any = dist.distributed_c10d
+    nccl: timedelta = c10d.default_pg_nccl_timeout or timedelta(minutes=10)
+    default: timedelta = c10d.default_pg_timeout
+    return nccl if backend in NCCL else default
 
 
 def parts_of_world() -> dict[str, str]:
     """Return the backend of WORLD on each device, by the name of the device."""
-    return dict(_pairs(dist.get_backend_config()))
+    return dict(pairs_of(dist.get_backend_config()))
 
 
 def parts_of(backend: str) -> dict[str, str]:
     """Return the backend of a group on each device, by the name of the device."""
-    return dict(_pairs(backend_config(backend)))
+    return dict(pairs_of(backend_config(backend)))
 
 
 def backend_config(backend: str) -> str:
@@ -198,22 +152,21 @@ def backend_config(backend: str) -> str:
 
 
 def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
-    """Return the backend object of a group, or of WORLD, on a device; None without the flag."""
-    return (group or world_group())._get_backend(device) if capabilities.GET_BACKEND else None
+    """Return the backend object of a group, or of WORLD, on a device."""
+    return (group or world_group())._get_backend(device)
 
 
 def device_type(group: ProcessGroup) -> str:
     """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
-    return _made_for(dist.get_backend_config(group))
+    return _made_for(dict(pairs_of(dist.get_backend_config(group))))
 
 
 def devices_made_for(backend: str) -> str:
     """Return the type of the devices whose tensors groups of a backend are made for."""
-    return _made_for(backend_config(backend))
+    return _made_for(parts_of(backend))
 
 
-def _made_for(config: str) -> str:
-    parts = dict(_pairs(config))
+def _made_for(parts: dict[str, str]) -> str:
     if len(parts) == 1:
         return next(iter(parts))
     backends = set(parts.values()) - {"fake"}  # it is for all devices
@@ -226,5 +179,5 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
     """Change the timeout of a group, or of WORLD, from now on."""
     if hasattr(dist, "set_timeout"):  # torch 2.14
         dist.set_timeout(timeout, group)
-    elif capabilities.SET_TIMEOUT:
+    else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)

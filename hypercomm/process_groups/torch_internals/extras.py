@@ -1,8 +1,8 @@
-"""Other private parts of torch: meshes, symmetric memory, names of calls."""
+"""Other private parts of torch: meshes, and the methods of groups that communicate."""
 
 from __future__ import annotations
 
-import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.torch_internals import capabilities
+
+logger = logging.getLogger(__name__)
 
 
 def forget_meshes() -> None:
@@ -27,12 +28,13 @@ def forget_meshes() -> None:
         from torch.distributed.tensor import DTensor
 
         remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        getattr(remembered, "cache", remembered).cache_clear()
+        remembered.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
     except (AttributeError, ImportError) as error:
-        capabilities.warn_once(
-            f"DTensor does not forget the meshes of a destroyed grid ({error}); grids that follow "
-            f"each other on the same ranks need other dim names"
+        logger.warning(
+            "DTensor does not forget the meshes of a destroyed grid (%s); grids that follow each "
+            "other on the same ranks need other dim names",
+            error,
         )
 
 
@@ -95,56 +97,28 @@ def _as_one_dim(layout: Any) -> Any:
     return joint.nest() if len(joint) > 1 else joint
 
 
-def symmetric_memory(size: int, group: ProcessGroup) -> tuple[torch.Tensor | None, Any]:
-    """Allocate `size` bytes that every rank of a group can read, with the handle of the group.
-
-    (None, None) where this torch or this device cannot do it.
-    """
-    if not torch.cuda.is_available():
-        return None, None
-    try:
-        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        enable = getattr(symmetric, "enable_symm_mem_for_group", None)
-        if enable is not None and not hasattr(enable, "__deprecated__"):  # newer ones need it not
-            enable(group.group_name)
-        buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
-        return buffer, symmetric.rendezvous(buffer, group)
-    except (AttributeError, ImportError, RuntimeError):  # the ranks do not share NVLink
-        return None, None
-
-
 _CALLS = {
+    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "reduce_scatter")},
+    **{name: name for name in ("barrier", "monitored_barrier", "send", "recv", "recv_anysource")},
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
     "allgather": "all_gather",
     "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
     "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "gather": "gather",
     "gather_single": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
     "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-    "monitored_barrier": "monitored_barrier",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv_anysource",
 }
 
 
 def calls_of_groups() -> dict[str, str]:
     """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
-    found = {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}
-    if not hasattr(ProcessGroup, "all_gather_single"):
-        found["_allgather_base"] = "all_gather_into_tensor"
-        found["_reduce_scatter_base"] = "reduce_scatter_tensor"
-    return found
+    return {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}

@@ -1,8 +1,8 @@
 """How the members of a gloo group find each other: at its creation, or at their first message.
 
-gloo reads the address of each member from the store, and waits there, where nothing can end the
-wait. It takes any store, so a `GlooStore` waits in its place: it polls, and ends the wait where the
-round of the creation has ended.
+gloo reads the address of each member from the store, and nothing can end its wait there. It takes
+any store, so a `GlooStore` waits instead: it polls, and ends the wait if the round of the creation
+has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ stale: list[str] = []
 """Keys of addresses of this process that no member needs any more; the next call deletes them."""
 
 Wait = Callable[[Callable[[], "bool | None"]], Any]
-"""Polls a function until it returns True; raises where the wait must end."""
+"""Polls a function until it returns True; raises if the wait must end."""
 
 
 def take_stale() -> list[str]:
@@ -46,7 +46,7 @@ def world_address_key(rank: int) -> str:
 
 
 def host_in(address: bytes | None) -> str | None:
-    """Return the name of the host in a member's address; None where it has no such form.
+    """Return the name of the host in a member's address; None if it has no such form.
 
     Seen up to torch 2.15: the length of the name in 8 bytes, then the name.
     """
@@ -88,7 +88,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._found: dict[str, bytes] = {}
         self._published: list[str] = []
         self.error: BaseException | None = None
-        """What ended the wait: gloo passes it on in a form of its own."""
+        """The error that ended the wait, which gloo replaces by a RuntimeError."""
 
     def close(self) -> None:
         """Pass further operations on to the job's store: the group exists."""
@@ -190,8 +190,8 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
 class LazyInit:
     """Lets gloo connect each pair of members at their first message, rather than at the creation.
 
-    gloo looks at an environment variable whenever it makes a group, and all members must see the
-    same. So a creation waits for those of other threads that want it otherwise.
+    gloo reads an environment variable whenever it creates a group, and all members must have the
+    same value. So a creation waits for other threads that need another value.
     """
 
     _SWITCH = "TORCH_GLOO_LAZY_INIT"

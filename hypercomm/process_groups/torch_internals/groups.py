@@ -1,11 +1,10 @@
-"""Creating, finding and ending process groups as torch's own functions do, under names of ours."""
+"""Creating, finding and ending process groups as torch's own functions do, under given names."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,13 +21,20 @@ from hypercomm.process_groups.torch_internals.backends import (
     parts_of_world,
     single_backends,
 )
+from hypercomm.process_groups.torch_internals.capabilities import since
 from hypercomm.process_groups.torch_internals.gloo import (
     ConnectionFailedError,
     GlooStore,
     Wait,
     lazy_init,
 )
-from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
+from hypercomm.process_groups.torch_internals.split import (
+    bound_device,
+    is_nccl,
+    made_alone,
+    named,
+    uses_torchcomms,
+)
 from hypercomm.process_groups.torch_internals.store import store
 
 _torch: Any = dist.distributed_c10d
@@ -36,25 +42,15 @@ _torch: Any = dist.distributed_c10d
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 """Objects that must live as long as their group."""
 
-_NEEDED = {
-    "TABLES": "torch.distributed.distributed_c10d._world",
-    "STORE": "torch.distributed.distributed_c10d._get_default_store",
-    "HELPER": "torch.distributed.distributed_c10d._new_process_group_helper",
-}
 
-
-def missing() -> list[str]:
-    """Return the names that torch lacks for creating a group under a name of our own."""
-    return [name for flag, name in _NEEDED.items() if not getattr(capabilities, flag)]
-
-
-def replaces_new_group() -> str | None:
-    """Return why this world creates groups in another way; None where it does not."""
-    uses_torchcomms = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)
-    if uses_torchcomms is not None and uses_torchcomms():
-        return "torch creates groups through TorchComms here"
+def why_not_members() -> str | None:
+    """Return why members cannot create a group without the other ranks; None if they can."""
+    if not capabilities.HAS_HELPER:
+        return "this torch lacks the private name _new_process_group_helper, or it has changed"
+    if uses_torchcomms() and not since("2.14"):
+        return "before torch 2.14, TorchComms creates a group by a split of WORLD"
     if callable(getattr(dist.group.WORLD, "new_group", None)):
-        return "the default process group has a new_group() of its own"
+        return "the default process group has its own method new_group()"
     return None
 
 
@@ -71,8 +67,8 @@ def new_group(
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
-    torch's public functions name a group after a count that each rank keeps for itself; this
-    one is the same on every member whatever else a rank has created.
+    torch's public functions derive the name from a count of groups, which can differ between
+    ranks; this name is the same on every member, whatever other groups a rank has created.
 
     Args:
         name: The name of the group.
@@ -93,7 +89,8 @@ def new_group(
         lazy_init.set_to(lazily) as is_lazy,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
-        if wait is not None and not is_lazy and set(single_backends(backend)) == {"gloo"}:
+        is_gloo = set(single_backends(backend)) == {"gloo"} and not uses_torchcomms()
+        if wait is not None and not is_lazy and is_gloo:
             place = GlooStore(place, len(members), wait)
         try:
             group, _ = _torch._new_process_group_helper(
@@ -121,28 +118,8 @@ def new_group(
             if isinstance(place, GlooStore):
                 place.close()
     _kept[group] = place
-    _table("pg_group_ranks")[group] = Positions(members)
+    _torch._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(members)}
     return group  # type: ignore[no-any-return]
-
-
-class Positions(Mapping[int, int]):
-    """The position of each member in a group, computed at the first use: torch seldom needs it."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self._members = members
-
-    @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self._members)}
-
-    def __getitem__(self, rank: int) -> int:
-        return self._positions[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
 
 
 def split_group(
@@ -157,7 +134,7 @@ def split_group(
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
-        name: The name of the group, the same on all members; None where the rank is not a member.
+        name: The name of the group, the same on all members; None if the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
         backend: Its backend, or that part of WORLD's.
         timeout: As for `torch.distributed.split_group`, as are the other two.
@@ -165,7 +142,7 @@ def split_group(
         group_desc: A description.
 
     Returns:
-        The group; None where the calling rank is not in it.
+        The group; None if the calling rank is not in it.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
@@ -180,7 +157,7 @@ def split_group(
 
 
 def current_device() -> torch.device | None:
-    """Return the CUDA device of this thread; None where CUDA is not in use."""
+    """Return the CUDA device of this thread; None if CUDA is not in use."""
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.is_initialized():
         return None
@@ -198,33 +175,23 @@ def on_device(device: torch.device | None) -> Iterator[None]:
 
 
 def kept() -> set[ProcessGroup]:
-    """Return the process groups that were created under names of our own."""
+    """Return the process groups that were created by `new_group`."""
     return set(_kept)
-
-
-def _table(name: str) -> Any:
-    """Return one of the tables in which torch registers groups; an empty one where it has none."""
-    return getattr(_torch._world, name) if capabilities.TABLES else {}
 
 
 def registered_as(name: str) -> set[ProcessGroup]:
     """Return the process group that torch has registered under a name, if there is one."""
-    return {group for group, known in _table("pg_names").items() if known == name}
+    return {group for group, known in _torch._world.pg_names.items() if known == name}
 
 
 def registered() -> set[ProcessGroup]:
-    """Return every process group that torch has registered; empty without its tables."""
-    return set(_table("pg_map"))
+    """Return every process group that torch has registered."""
+    return set(_torch._world.pg_map)
 
 
 def is_registered(group: ProcessGroup) -> bool:
     """Return whether torch knows a group; it forgets all of them when WORLD is destroyed."""
-    if capabilities.TABLES:
-        return group in _table("pg_map")
-    try:
-        return bool(dist.is_initialized() and dist.get_process_group_ranks(group))
-    except (KeyError, RuntimeError, ValueError):
-        return False
+    return group in _torch._world.pg_map
 
 
 def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
@@ -234,7 +201,7 @@ def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
 
 def forget_non_members() -> None:
     """Remove the entry that torch registers under its marker for "not a member"."""
-    _table("pg_group_ranks").pop(dist.GroupMember.NON_GROUP_MEMBER, None)
+    _torch._world.pg_group_ranks.pop(dist.GroupMember.NON_GROUP_MEMBER, None)
 
 
 # ---- the end of groups -------------------------------------------------------------------------
@@ -242,7 +209,7 @@ def forget_non_members() -> None:
 
 def destroy(group: ProcessGroup) -> None:
     """Destroy a group, and the empty tag that torch leaves for it."""
-    tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
+    tag, tagged = _torch._world.pg_to_tag.get(group), _torch._world.tags_to_pg
     place = _kept.get(group)
     if isinstance(place, GlooStore):
         place.forget()
@@ -269,7 +236,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
             errors.append(error)
     for group in pending:
         try:
-            if group in nccl and capabilities.ABORT:
+            if group in nccl:
                 _torch._abort_process_group(group)
             else:
                 destroy(group)

@@ -1,14 +1,13 @@
-"""The device that WORLD is bound to, groups made without a split of it, and what a split makes.
+"""The device that WORLD is bound to, groups that its members create alone, and splits of WORLD.
 
-A group on the device of a bound WORLD is split off WORLD's communicator, for which every rank of
-WORLD must take part. A rank that creates its own group alone prevents this: by the option
-`lazy_init` of NCCL, where torch has it (2.15), else by hiding the device from torch.
+If WORLD is bound to a device, torch splits a group on that device off WORLD's communicator, and
+every rank of WORLD must take part. Members that create a group alone prevent the split: with NCCL's
+option `lazy_init` if torch has it (2.15), otherwise by hiding the device from torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -20,13 +19,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from hypercomm.process_groups.torch_internals import capabilities
 from hypercomm.process_groups.torch_internals.backends import (
     NCCL,
     part_on,
     parts_of,
     parts_of_world,
-    put_timeout,
     single_backends,
     why_unavailable,
 )
@@ -39,7 +36,7 @@ _bound = Patch("bound_device_id")
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, hidden or not; None where it is bound to none."""
+    """Return the device that WORLD is bound to, hidden or not; None if it is bound to none."""
     device: torch.device | None = _bound.original(dist.group.WORLD)
     return device
 
@@ -60,35 +57,19 @@ def split_device() -> torch.device | None:
     return device if device is not None and _can_split(device) else None
 
 
-def why_not_alone(backend: str) -> str | None:
-    """Return why members cannot create a group of a backend alone; None where they can."""
-    device = split_device()
-    if device is None:
-        return None
-    if (reason := _why_unknown(backend)) is not None:
-        return reason
-    if parts_of(backend).get(device.type, "gloo") in _NEVER_SPLIT:
-        return None
-    if connects_as_told(backend) or _can_hide():
-        return None
-    return f"WORLD is bound to {device}, and every rank must take part in splitting it"
-
-
-def _can_hide() -> bool:
-    try:
-        with unbound():
-            return True
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
 def connects_as_told(backend: str) -> bool:
     """Return whether NCCL has the option `lazy_init`: nccl2 and nccl-lazy (2.15)."""
-    nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in a build without it
-    if nccl is None or not hasattr(nccl.Options, "lazy_init"):
+    options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
+    if not hasattr(options, "lazy_init"):
         return False
     legacy = {"nccl-legacy", *({"nccl"} if os.environ.get("TORCH_DIST_USE_NCCL2") == "0" else ())}
     return any(single in NCCL - legacy for single in single_backends(backend))
+
+
+def uses_torchcomms() -> bool:
+    """Return whether torch creates groups through TorchComms, with their members only."""
+    enabled = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)  # torch 2.13
+    return enabled is not None and bool(enabled())
 
 
 def is_nccl(backend: str) -> bool:
@@ -99,7 +80,7 @@ def is_nccl(backend: str) -> bool:
 def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> Any:
     """Return options by which the members of an NCCL group connect at their first message.
 
-    Options as given where torch has no such switch.
+    The options as given if torch has no such switch.
     """
     if not connects_as_told(backend):
         return pg_options
@@ -107,7 +88,7 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
         nccl: Any = dist
         pg_options = nccl.ProcessGroupNCCL.Options()
         if timeout is not None:
-            put_timeout(pg_options, timeout)
+            pg_options._timeout = timeout
     pg_options.lazy_init = True
     return pg_options
 
@@ -130,7 +111,9 @@ def made_alone(
     """
     device = bound_device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
-    if lazily is not False and (is_bound or lazily) and connects_as_told(backend):
+    if device is not None and uses_torchcomms():  # it never splits, and needs the index
+        yield pg_options, device if device.type in parts_of(backend) else None
+    elif lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         yield lazy_options(backend, pg_options, timeout), device
     elif is_bound:
         with unbound():
@@ -145,28 +128,23 @@ def made_alone(
 
 
 def why_not_split(backend: str) -> str | None:
-    """Return why groups of a backend cannot be split off WORLD; None where they can."""
+    """Return why groups of a backend cannot be split off WORLD; None if they can."""
     device = split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
-    if (reason := _why_unknown(backend)) is not None:
-        return reason
+    for single in single_backends(backend):  # one that is not loaded has no devices
+        if (reason := why_unavailable(single)) is not None:
+            return f"{single!r} {reason}"
     world, wanted = parts_of_world(), parts_of(backend)
     bound = world[device.type]
     if wanted.get(device.type) != bound or not wanted.items() <= world.items():
         return f"WORLD is bound to {device} with {bound!r}, and has no {backend!r} to split off"
-    if wanted != world and "backend" not in inspect.signature(dist.split_group).parameters:
+    if wanted != world and not since("2.13"):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     if len(set(wanted.values())) > 1 and not since("2.14"):
         return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
     whole = [name for part, name in wanted.items() if not _can_split(part)]
     return f"WORLD's {whole[0]!r} cannot be split" if whole else None
-
-
-def _why_unknown(backend: str) -> str | None:
-    """Why torch cannot say on which devices a backend runs: it must be loaded for that."""
-    reasons = ((single, why_unavailable(single)) for single in single_backends(backend))
-    return next((f"{single!r} {reason}" for single, reason in reasons if reason is not None), None)
 
 
 def _can_split(device: torch.device | str) -> bool:
@@ -181,7 +159,7 @@ def keeps_order() -> bool:
 def split_colors(groups: NDArray[np.int64]) -> list[int]:
     """Return the colour that torch gives each group, a row of ranks, when it splits WORLD.
 
-    It is a hash of the ranks, which torch computes in C++ as boost's `hash_combine` does.
+    It is a hash of the ranks: boost's `hash_combine`, computed in C++.
     """
     colors = np.zeros(len(groups), np.uint64)
     for ranks in groups.astype(np.uint64).T:
@@ -197,11 +175,6 @@ _name: ContextVar[str | None] = ContextVar("name", default=None)
 _naming = Patch("_process_group_name")
 
 
-def names_splits() -> bool:
-    """Return whether groups that are split off WORLD get our names."""
-    return capabilities.NAME_GROUP
-
-
 @contextlib.contextmanager
 def named(name: str | None) -> Iterator[None]:
     """Name the group that this thread splits off WORLD within a `with` block.
@@ -209,11 +182,8 @@ def named(name: str | None) -> Iterator[None]:
     torch salts the name of a group that is split off. Before 2.14 the salt is the number of groups
     that a rank has, which differs between ranks once a split has left some out: they then name
     later groups differently, and as `destroy_process_group` ends groups in the order of their
-    names, NCCL waits for ever (pytorch issue 190396). Names of ours are the same on all members.
+    names, NCCL waits for ever (pytorch issue 190396). These names are the same on all members.
     """
-    if name is None or not names_splits():
-        yield
-        return
     token = _name.set(name)
     try:
         with _naming.applied(dist.distributed_c10d, _process_group_name):

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from hypercomm.process_groups.torch_internals import capabilities
 from hypercomm.process_groups.torch_internals.backends import backend_of, single_backends
 from hypercomm.process_groups.torch_internals.capabilities import has_other_ranks
 
@@ -30,19 +29,14 @@ def has_ranks() -> bool:
     return "fake" not in single_backends(backend_of(world))
 
 
-def knows_store() -> bool:
-    """Return whether torch exposes the store of WORLD."""
-    return capabilities.STORE
-
-
 def store() -> Any:
     """Return the store that WORLD was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
 def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None where it is not known."""
-    place = store() if knows_store() else None
+    """Return address and port of the store of WORLD; None if it is not known."""
+    place = store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store
     if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
@@ -57,18 +51,18 @@ def exchange(key: str, expected: str, text: str) -> str:
 
 
 def read(key: str) -> str | None:
-    """Return the value of a key of the store; None where it is not set."""
+    """Return the value of a key of the store; None if it is not set."""
     found = read_bytes(key)
     return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(key: str) -> bytes | None:
-    """Return the bytes of a key of the store, in one operation; None where it is not set."""
+    """Return the bytes of a key of the store, in one operation; None if it is not set."""
     return peek(store(), key)
 
 
 def peek(place: Any, key: str) -> bytes | None:
-    """Return the bytes of a key of any store; None where it is not set."""
+    """Return the bytes of a key of any store; None if it is not set."""
     found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
 
@@ -79,7 +73,7 @@ def is_set(keys: Sequence[str]) -> bool:
 
 
 def set_all(texts: Mapping[str, str | bytes]) -> None:
-    """Set keys in the store, in one message where it can; does not wait for a reply."""
+    """Set keys in the store, in one message if it can; does not wait for a reply."""
     if len(texts) > 1 and store().has_extended_api():
         store().multi_set(list(texts), list(texts.values()))
         return
@@ -88,7 +82,7 @@ def set_all(texts: Mapping[str, str | bytes]) -> None:
 
 
 def append(key: str, text: str) -> None:
-    """Append to the text in a key of the store; does not wait for a reply where the store can."""
+    """Append to the text in a key of the store; does not wait for a reply if the store can."""
     if store().has_extended_api():
         store().append(key, text)
         return
@@ -169,6 +163,44 @@ def ask_here() -> None:
     _in_thread.is_set = True
 
 
+class Task(Generic[T]):
+    """A function that runs in a worker thread, which may hang.
+
+    Args:
+        action: The function; for `poll`, it returns something else than None.
+    """
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+        def run() -> None:
+            try:
+                self._results.append(action())
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
+                self._error = error
+
+        workers.start(run, self._done.set)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until the function has returned, and return whether it has."""
+        return self._done.wait(limit_s)
+
+    def result(self) -> T:
+        """Return the result of a function that has returned, or raise its error."""
+        if self._error is None:
+            return self._results[0]
+        try:
+            raise self._error
+        finally:
+            self._error = None  # it holds this frame
+
+    def poll(self) -> T | None:
+        """Return the result, or raise the error; None while the function runs."""
+        return self.result() if self._done.is_set() else None
+
+
 class LateError(RuntimeError):
     """A function did not return in time."""
 
@@ -186,60 +218,14 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
     Raises:
         LateError: The function did not return in time.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            errors.append(error)
-
-    workers.start(run, done.set)
-    if look is None:
-        done.wait(min(limit_s, threading.TIMEOUT_MAX))
-    else:
-        end = time.monotonic() + limit_s
-        while not done.wait(max(0.0, min(_LOOKING_S, end - time.monotonic()))):
-            if time.monotonic() >= end:
-                break
+    task, end = Task(action), time.monotonic() + limit_s
+    interval_s = threading.TIMEOUT_MAX if look is None else _LOOKING_S
+    while not task.wait(max(0.0, min(interval_s, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            raise LateError(f"not done within {limit_s:.1f} s")
+        if look is not None:
             look()
-    if not done.is_set():
-        raise LateError(f"not done within {limit_s:.1f} s")
-    if errors:
-        try:
-            raise errors[0]
-        finally:
-            errors.clear()  # the error holds this frame
-    return results[0]
-
-
-class Task(Generic[T]):
-    """A function that runs in a worker thread, which may hang.
-
-    Args:
-        action: The function; returns something else than None.
-    """
-
-    def __init__(self, action: Callable[[], T]) -> None:
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-
-        def run() -> None:
-            try:
-                self._result = action()
-            except BaseException as error:  # noqa: BLE001 - raised by `poll`
-                self._error = error
-
-        workers.start(run, self._done.set)
-
-    def poll(self) -> T | None:
-        """Return the result, or raise the error; None while the function runs."""
-        if self._done.is_set() and self._error is not None:
-            raise self._error
-        return self._result if self._done.is_set() else None
+    return task.result()
 
 
 def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
