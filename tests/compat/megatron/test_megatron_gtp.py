@@ -3,7 +3,6 @@
 Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
 """
 
-
 import numpy as np
 import pytest
 from hypothesis import given
