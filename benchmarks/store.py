@@ -50,7 +50,7 @@ def operations(*, lazily: bool) -> dict[str, int]:
             init(one, counted, *arguments)
 
         with (
-            mock.patch.object(store, "store", lambda: counted),
+            mock.patch.object(store, "store", return_value=counted),
             mock.patch.object(GlooStore, "__init__", counting),
         ):
             for title, create in (
