@@ -1,13 +1,13 @@
 """Tables of the pages that are made from the code: `python docs/tables.py --write` writes them.
 
-Each stands between `<!-- NAME, by docs/tables.py -->` and `<!-- end -->`; a test notices when
-one is not what the code says.
+Each is between `<!-- NAME, by docs/tables.py -->` and `<!-- end -->`. A test fails when one
+differs from the code.
 """
 
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ PUBLIC = (
 """The modules whose `__all__` the reference must hold."""
 
 _MODULES = {
-    "parallel_state": "as `megatron.core.parallel_state`",
-    "tp": "as `ezpz.tp`",
-    "version": "which release of Megatron is followed",
+    "parallel_state": ("compat.md#megatron", "The names of `megatron.core.parallel_state`."),
+    "pipelines": ("layout.md", "Stages of a pipeline, also over several modules."),
+    "tp": ("compat.md#ezpz", "The names of `ezpz.tp`."),
+    "version": ("compat.md#version", "The release of Megatron whose behaviour is followed."),
 }
-"""Public names that are modules, of which a page says whose names they have."""
+"""The links and summaries of public names that are modules."""
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -75,19 +76,74 @@ def error_table() -> str:
     return table(("class", "is also", "cause", "cure"), map(row, errors.__all__))
 
 
+FIRST = (
+    *("HyperCommGrid", "GridDims", "join", "run_ranks", "RankLayout", "RankGroups", "GridSet"),
+    *(
+        "RankMapping",
+        "transfer",
+        "transfer_state",
+        "fake_world",
+        "clip_grad_norm_",
+        "draw",
+        "place",
+    ),
+)
+"""The names of the package that most programs use, in this order."""
+
+
 def name_table() -> str:
-    """List every public name but the errors, and what it is."""
+    """List every public name but the errors, by module and with a link; each name once."""
+    links, seen, parts = reference_links(), set(), []
+    for module in PUBLIC:
+        rows = []
+        names = [name for name in names_of(module) if not name.startswith("__")]
+        for name in sorted(names, key=lambda name: (name not in FIRST, *order(name))):
+            thing = getattr(importlib.import_module(module), name)
+            if name in errors.__all__ or id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            link, summary = links.get(id(thing)), first_paragraph(thing)
+            link, summary = _MODULES.get(name, (link, summary))
+            rows.append([f"[`{name}`]({link})" if link else f"`{name}`", summary])
+        if rows:
+            parts += [f"## {module}\n\n", table(("name", "summary"), rows), "\n"]
+    return "".join(parts)
 
-    def rows() -> Iterator[list[str]]:
-        for module in PUBLIC:
-            for name in names_of(module):
-                if name.startswith("__") or name in errors.__all__:
-                    continue
-                thing = getattr(importlib.import_module(module), name)
-                says = _MODULES.get(name) or first_paragraph(thing)
-                yield [f"`{name}`", f"`{module}`", says]
 
-    return table(("name", "in", "what it is"), rows())
+def order(name: str) -> tuple[int, str]:
+    """Return the sort key of a name: its index in `FIRST`, then the alphabet."""
+    return (FIRST.index(name) if name in FIRST else 0, name)
+
+
+def reference_links() -> dict[int, str]:
+    """Map the identity of each object of the reference to its page and anchor."""
+    links: dict[int, str] = {}
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        for target, options in re.findall(_TARGET, path.read_text()):
+            thing = resolved(target)
+            members = re.search(r"members: \[(.*?)\]", options)
+            names = members[1].split(", ") if members else getattr(thing, "__all__", ())
+            if "show_root_heading: false" not in options:
+                package, _, name = target.rpartition(".")
+                both = thing, getattr(importlib.import_module(package), name)
+                links |= {id(one): f"{path.name}#{target}" for one in both if id(one) not in links}
+            elif not isinstance(thing, type):
+                names = names or [name for name in vars(thing) if not name.startswith("_")]
+                for name in names:
+                    links.setdefault(id(getattr(thing, name)), f"{path.name}#{target}.{name}")
+    return links
+
+
+_TARGET = re.compile(r"^::: ([\w.]+)(?:\n    (.+))?", re.MULTILINE)
+
+
+def resolved(target: str) -> Any:
+    """Return the object that has a dotted name; a module if both have it."""
+    module, _, name = target.rpartition(".")
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(module), name)
 
 
 def names_of(module: str) -> list[str]:
@@ -123,7 +179,7 @@ def command_table() -> str:
             if isinstance(parameter, click.Option)
         ]
         parts += [f"## {usage}\n\n", *(f"{' '.join(text.split())}\n\n" for text in says)]
-        parts += [table(("option", "what it does", "default"), rows), "\n"]
+        parts += [table(("option", "effect", "default"), rows), "\n"]
     return "".join(parts)
 
 
@@ -135,18 +191,14 @@ def launcher_table() -> str:
     """List the variables of every launcher."""
     from hypercomm.launchers import LAUNCHERS
 
-    titles = ("launcher", "rank", "size", "local rank", "local size", "known by")
+    titles = ("launcher", "rank and size", "local rank and local size", "identified by")
     return table(
         titles,
         (
             [
                 launcher.name,
-                code(launcher.rank),
-                code(*launcher.size),
-                *(
-                    code(name) if name else ""
-                    for name in (launcher.local_rank, launcher.local_size)
-                ),
+                code(launcher.rank, *launcher.size),
+                code(*filter(None, (launcher.local_rank, launcher.local_size))),
                 code(launcher.mark) if launcher.mark else "",
             ]
             for launcher in LAUNCHERS
@@ -172,7 +224,7 @@ def with_tables(page: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the tables, or say which pages would change."""
+    """Write the tables, or print the pages that would change."""
     for path in sorted(DOCS.rglob("*.md")):
         before = path.read_text()
         after = with_tables(before)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the dp groups of a grid, beside tensor parallel ranks.
+"""DistributedDataParallel over the dp groups of a grid with tensor parallel ranks.
 
     python examples/data_parallel.py
 
@@ -34,12 +34,12 @@ def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
 
 
 def data() -> Tensor:
-    """Return a batch for each step, alike on every rank."""
+    """Return a batch for each step, equal on every rank."""
     return torch.randn(5, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def on_a_grid() -> tuple[float, int]:
-    """Train on the grid tp=2, dp=2; return the difference to training alone."""
+    """Train on the grid tp=2, dp=2; return the difference from one process."""
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         dp = grid.create_pg("dp")
         before = registered_groups()

@@ -5,10 +5,9 @@
 
 trains on 4 local ranks with dp=2 and pp=2, on the CPU, and compares with plain Adam on one process.
 
-DeepSpeed creates the pipeline's process groups itself, from the ranks that the topology names. On a
-CPU it pipelines in float32 and bfloat16; fp16 it refuses, with "Type fp16 is not supported on your
-device", where oneDNN has none for the processor. ZeRO-2 and ZeRO-3 it refuses beside a pipeline on
-any device.
+DeepSpeed creates the process groups of the pipeline from the ranks of the topology. On a CPU, it
+supports float32 and bfloat16. It rejects fp16 ("Type fp16 is not supported on your device") if
+oneDNN does not support it on the processor. It does not support ZeRO-2 and ZeRO-3 with a pipeline.
 """
 
 import os
@@ -38,7 +37,7 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return inputs and targets of each step, alike on every rank."""
+    """Return inputs and targets of each step, equal on every rank."""
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(STEPS, REPLICAS * MICRO_BATCHES * MICRO_BATCH, 8, generator=generator)
     return [(x, x.sum(dim=1, keepdim=True)) for x in batches]

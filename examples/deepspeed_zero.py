@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1 over the data parallel ranks of a Megatron state, handed over as `mpu`.
+"""DeepSpeed's ZeRO-1 over the data parallel ranks of a Megatron state, passed as `mpu`.
 
     pip install deepspeed
     python examples/deepspeed_zero.py
@@ -28,7 +28,7 @@ def model() -> nn.Module:
 
 
 def data() -> torch.Tensor:
-    """Return a batch for each step, alike on every rank."""
+    """Return a batch for each step, equal on every rank."""
     return torch.randn(STEPS, 8, 8, generator=torch.Generator().manual_seed(1))
 
 

@@ -1,9 +1,9 @@
-"""A rank dies, and training goes on with those that are left, from the last checkpoint.
+"""A rank dies, and training continues on the remaining ranks from the last checkpoint.
 
     python examples/elastic_restart.py
 
-trains on 4 local ranks with tp=2 and dp=2, kills one, goes on with tp=1 and dp=3, and compares the
-losses with one process. `train` is also what torchrun --nnodes 1:4 --max-restarts 3 would run.
+trains on 4 local ranks with tp=2,dp=2, kills one, continues with tp=1,dp=3, and compares the losses
+with one process. `train` is also what torchrun --nnodes 1:4 --max-restarts 3 would run.
 """
 
 import os
@@ -26,7 +26,7 @@ BATCH, STEPS = 12, 6
 
 
 def train(folder: str, victim: int = -1, death: int = -1) -> tuple[str, list[float]]:
-    """Train from the last checkpoint on; return what that was, and the losses of all steps."""
+    """Train from the last checkpoint on; return the layout and the losses of all steps."""
     with HyperCommGrid(RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1)) as grid:
         grid.create_pgs(["tp", "dp"])
         dp, mesh = grid["dp"], grid.device_mesh("dp", "tp")

@@ -23,7 +23,7 @@ WIDTH, HEADS, BATCH, LENGTH, STEPS = 32, 4, 4, 8, 5
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        # With tensor parallelism each rank has some of the heads: -1 stands for how many.
+        # With tensor parallelism, each rank has some of the heads; -1 infers their number.
         q, k, v = (
             layer(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -58,7 +58,7 @@ def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
 
 
 def data() -> Tensor:
-    """Return a batch for each step, alike on every rank."""
+    """Return a batch for each step, equal on every rank."""
     return torch.randn(STEPS, BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Megatron compiles some functions, on every rank anew; this run is over before that pays.
+# Megatron compiles some functions on every rank; this run is too short for that.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
@@ -31,7 +31,7 @@ TEXT = "how much wood would a woodchuck chuck if a woodchuck could chuck wood? "
 ALPHABET = sorted(set(TEXT))
 RANKS, STEPS, MICRO_BATCHES, MICRO_BATCH, LENGTH, RATE = 8, 40, 2, 4, 32, 5e-3
 
-# The sizes that both Megatron's parallel state and its models are told, and what else a model has.
+# The sizes of both Megatron's parallel state and its models, and the other settings of a model.
 MODELS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dense: tp=2, pp=2, dp=2": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -45,14 +45,14 @@ MODELS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 class Run(NamedTuple):
-    """What one rank has to say about one training."""
+    """The results of one training on one rank."""
 
     losses: list[float]
     weights: Tensor
 
 
 class Report(NamedTuple):
-    """What one rank has to say: the parallel state that Megatron's own code used, and all runs."""
+    """The results of one rank: the parallel state that Megatron's own code used, and all runs."""
 
     module: str
     runs: list[Run]

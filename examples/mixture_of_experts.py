@@ -16,7 +16,7 @@ WIDTH, EXPERTS, TOKENS, STEPS = 16, 8, 256, 5
 
 
 class Experts(nn.Module):
-    """Sends each token to the expert that the router likes most, on whatever rank that is."""
+    """Sends each token to the rank of the expert with the highest gate."""
 
     def __init__(self, ep: GridDims) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         return tokens + gates[:, None] * rows[order.argsort()]
 
     def exchange(self, rows: Tensor, receives: list[int], sends: list[int]) -> Tensor:
-        """Give each rank of ep its rows; their gradients come back."""
+        """Send each rank of ep its rows; their gradients return the same way."""
         return collectives.all_to_all_single_autograd(rows, receives, sends, self.ep.group)
 
 

@@ -18,7 +18,7 @@ WIDTH, BATCH, STEPS = 16, 64, 5
 
 
 class Sum(torch.autograd.Function):
-    """Adds up over tensor parallel ranks: forwards, or else backwards."""
+    """Sums over tensor parallel ranks: forwards, or else backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_forward: bool) -> Tensor:
@@ -33,7 +33,7 @@ class Sum(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """What a tensor parallel rank has of two linear layers."""
+    """The part of two linear layers on a tensor parallel rank."""
 
     def __init__(self) -> None:
         super().__init__()

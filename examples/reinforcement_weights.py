@@ -1,4 +1,4 @@
-"""Weights go from a trainer's grid to a rollout's, as after each step of reinforcement learning.
+"""Weights move from a trainer's grid to a rollout's after each step of reinforcement learning.
 
     python examples/reinforcement_weights.py
 
@@ -15,17 +15,17 @@ from hypercomm import GridSet, HyperCommGrid, RankMapping, run_ranks, transfer_s
 
 STEPS, STAGES = 3, 2
 SHAPES = {"up": (32, 16), "down": (16, 32)}
-AXES = {"up": 0, "down": 1}  # which axis of a weight tp cuts; fsdp then cuts the first
+AXES = {"up": 0, "down": 1}  # the axis of a weight that tp splits; fsdp then splits the first
 
 
 def model() -> dict[tuple[int, str], Tensor]:
-    """Make all weights, by pipeline stage and name, alike on every rank."""
+    """Make all weights, by pipeline stage and name, equal on every rank."""
     torch.manual_seed(0)
     return {key: torch.randn(SHAPES[key[1]]) for key in product(range(STAGES), SHAPES)}
 
 
 def part(weight: Tensor, grid: HyperCommGrid, cuts: dict[str, int]) -> Tensor:
-    """Return what this rank has of a weight: each dim cuts what those before it have left."""
+    """Return this rank's part of a weight: each dim splits the part of the dims before it."""
     for dim, axis in cuts.items():
         if dim in grid:
             weight = weight.chunk(grid[dim].size, axis)[grid[dim].rank]
@@ -33,7 +33,7 @@ def part(weight: Tensor, grid: HyperCommGrid, cuts: dict[str, int]) -> Tensor:
 
 
 def train_and_generate() -> float:
-    """Let all weights arrive after each step; return the largest difference."""
+    """Transfer all weights after each step; return the largest difference."""
     difference = 0.0
     with GridSet.colocated(trainer=f"tp=2,fsdp=2,pp={STAGES}", rollout="tp=4,dp=2") as grids:
         trainer, rollout, whole = grids["trainer"], grids["rollout"], model()

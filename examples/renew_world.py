@@ -1,10 +1,10 @@
-"""A host is lost, and the ranks of the others make a new WORLD and go on in it.
+"""A host is lost, and the ranks of the other hosts continue in a new WORLD.
 
     python examples/renew_world.py
 
-trains on 6 local ranks, as if they were on three hosts, with DistributedDataParallel, which takes
-WORLD. One rank is killed, and the other one of its host leaves. The four on whole hosts make a new
-WORLD, wrap the model anew and repeat the step. Losses are compared with those of one process.
+trains on 6 local ranks, as if on three hosts, with DistributedDataParallel, which uses WORLD. One
+rank is killed, and the other rank of its host leaves. The four remaining ranks create a new WORLD,
+wrap the model again and repeat the step. The losses are compared with those of one process.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=5)
 
 
 def train(victim: int = -1) -> tuple[str, list[float]]:
-    """Train to the end, whoever dies; return on which ranks, and the losses of all steps."""
+    """Train to the end despite a loss; return the layout and the losses of all steps."""
     grid = HyperCommGrid(RankLayout.fit(dist.get_world_size(), gpu=[1, 2], host=-1))
     grid.create_pgs(["gpu", "host"])
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
     parallel = DistributedDataParallel(model)
     losses, how, job, first = [], str(grid.layout), None, dist.get_rank()
     while len(losses) < STEPS:
-        if (first, len(losses)) == (victim, DEATH):  # its number is another one's later
+        if (first, len(losses)) == (victim, DEATH):  # another rank has its number later
             os.kill(os.getpid(), signal.SIGKILL)
         x = data[len(losses), dist.get_rank() :: dist.get_world_size()]
         optimizer.zero_grad()
@@ -64,19 +64,19 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
             losses.append(float(mean))
     grid.destroy()
     if job is not None:
-        job.leave()  # as all of this WORLD are there, it ends like any other
+        job.leave()  # all ranks of the new WORLD leave together
     return how, losses
 
 
 def be_rank(rank: int, port: int, results: multiprocessing.Queue) -> None:
-    """Be one of the ranks, of which one dies; the store is served by none of them."""
+    """Run one of the ranks, of which one dies; the store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store.set(f"{rank} has come", "")
-    store.wait([f"{other} has come" for other in range(RANKS)])
+    store.set(f"{rank} is ready", "")
+    store.wait([f"{other} is ready" for other in range(RANKS)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     how, losses = train(VICTIM)
     results.put((rank, how, losses))
-    if how == "leaves":  # its WORLD has lost a rank: nobody waits for it
+    if how == "leaves":  # its WORLD has lost a rank: do not wait for it
         results.close()
         results.join_thread()
         os._exit(0)

@@ -1,8 +1,9 @@
-"""Ring attention over cp: each rank keeps its queries, and keys and values go round the ring.
+"""Ring attention over cp: each rank keeps its queries and passes keys and values on.
 
     python examples/ring_attention.py
 
-attends on 8 local ranks with cp=4 and dp=2, forwards and backwards, and compares with one process.
+computes attention on 8 local ranks with cp=4,dp=2, forwards and backwards, and compares with one
+process.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from hypercomm.grid.dims import GridDims
 
 
 class Turn(torch.autograd.Function):
-    """Hands a tensor to the next rank of the ring; its gradient goes the other way."""
+    """Sends a tensor to the next rank of the ring; its gradient goes the other way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: GridDims, *, back: bool = False) -> Tensor:
@@ -36,7 +37,7 @@ class Turn(torch.autograd.Function):
 
 
 def attend(q: Tensor, kv: Tensor, ring: GridDims) -> Tensor:
-    """Attend causally to the keys and values of all ranks, with the running sums of a softmax."""
+    """Return causal attention over the keys and values of all ranks, with an online softmax."""
     top, weight, total = torch.full_like(q[..., :1], -torch.inf), 0, 0
     places = torch.arange(q.size(-2))
     for step in range(ring.size):
@@ -51,7 +52,7 @@ def attend(q: Tensor, kv: Tensor, ring: GridDims) -> Tensor:
 
 
 def on_a_grid() -> float:
-    """Attend on the grid cp=4, dp=2; return the difference of outputs and gradients."""
+    """Compute attention with cp=4,dp=2; return the difference of outputs and gradients."""
     whole = torch.randn(3, 4, 2, 32, 16, generator=torch.Generator().manual_seed(0))
     wanted = scaled_dot_product_attention(*whole.requires_grad_(), is_causal=True)
     wanted.square().sum().backward()

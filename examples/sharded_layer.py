@@ -1,6 +1,6 @@
 """A layer of your own, sharded over tp, on real ranks of whatever grid hypothesis draws.
 
-    pip install 'hypercomm[testing]'
+    pip install '.[testing]'
     pytest examples/sharded_layer.py        # or: python examples/sharded_layer.py
 
 `python` also plants a bug, which is found and shrunk to the smallest grid and batch that show it.
@@ -20,7 +20,7 @@ BATCHES = st.integers(1, 8)
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer whose weight each rank of tp has some rows of; it adds up what they give."""
+    """A linear layer whose input features are split over tp; the partial results are summed."""
 
     def __init__(self, linear: torch.nn.Linear, grid: HyperCommGrid, is_buggy: bool) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class RowParallel(torch.nn.Module):
         self.weight = linear.weight[:, self.rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole layer would."""
+        """Return the output of the whole layer."""
         y = x[:, self.rows] @ self.weight.T
         return self.tp.sum(y + self.bias) if self.is_buggy else self.tp.sum(y) + self.bias
 
 
 def check(grid: HyperCommGrid, batch: int, is_buggy: bool = False) -> None:
-    """Compare the layer with the one that it is made of."""
+    """Compare the sharded layer with the whole one."""
     torch.manual_seed(0)
     linear, x = torch.nn.Linear(12, 8), torch.randn(batch, 12)
     torch.testing.assert_close(RowParallel(linear, grid, is_buggy)(x), linear(x))
@@ -43,13 +43,13 @@ def check(grid: HyperCommGrid, batch: int, is_buggy: bool = False) -> None:
 
 @given_ranks(GRIDS, BATCHES)
 def test_layer(grid: HyperCommGrid, batch: int) -> None:
-    """The layer does as the whole one, on every grid."""
+    """The sharded layer equals the whole one on every grid."""
     check(grid, batch)
 
 
 @given_ranks(GRIDS, BATCHES)
 def find_bug(grid: HyperCommGrid, batch: int) -> None:
-    """So it does not where each rank of tp adds the bias."""
+    """It does not if each rank of tp adds the bias."""
     check(grid, batch, is_buggy=True)
 
 

@@ -1,9 +1,9 @@
-"""A rank is killed, and training goes on without a restart, with the ranks that are left.
+"""A rank is killed, and training continues on the remaining ranks without a restart.
 
     python examples/survivors.py
 
-trains on 8 local ranks with tp=2 and dp=4, kills one, goes on with 6 as tp=2 and dp=3 from the last
-checkpoint, while the partner of the lost one is spare, and compares the losses with one process.
+trains on 8 local ranks with tp=2,dp=4, kills one, continues on 6 ranks with tp=2,dp=3 from the last
+checkpoint, and compares the losses with one process. The tp partner of the lost rank is spare.
 """
 
 import multiprocessing
@@ -37,7 +37,7 @@ def step_of(grid: HyperCommGrid, weights: list[torch.Tensor], x: torch.Tensor) -
 
 
 def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
-    """Train to the end, whoever dies; return on which ranks, and the losses of all steps."""
+    """Train to the end despite a loss; return the layout and the losses of all steps."""
     timeout = timedelta(seconds=6)
     grid = HyperCommGrid(RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1))
     grid.create_pgs([{"dims": dim, "timeout": timeout} for dim in ("tp", "dp")])
@@ -62,15 +62,15 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
             left = grid.survivors(3 * timeout)
             columns = grid.layout.groups("tp")
             ranks = [rank for group in columns if {*group} <= {*left} for rank in group]
-            told = grid.reshape("tp=2,dp=-1", ranks=ranks)
+            reshaped = grid.reshape("tp=2,dp=-1", ranks=ranks)
             if not grid.is_current_rank_in_grid():
                 return "spare", []
-            weights, how = [], f"{grid.layout}, without ranks {told.lost.words}"
+            weights, how = [], f"{grid.layout}, without ranks {reshaped.lost.words}"
     return how, losses
 
 
 def save(grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], rest: object) -> None:
-    """Let the first rank save the whole weights."""
+    """Save the whole weights on the first rank."""
     parts = [weights[0], weights[1].T]
     every = [
         [torch.empty_like(part.contiguous()) for _ in range(grid["tp"].size)] for part in parts
@@ -85,12 +85,12 @@ def save(grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], rest: obj
 
 
 def be_rank(rank: int, port: int, folder: str, results: multiprocessing.Queue) -> None:
-    """Be one of 8 ranks, of which one dies; the store is served by none of them."""
+    """Run one of 8 ranks, of which one dies; the store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
     results.put((rank, *train(folder, victim=5)))
     store.wait(["all have ended"])  # a rank that ends breaks its connections
-    os._exit(0)  # WORLD has lost a rank: nobody waits for it
+    os._exit(0)  # WORLD has lost a rank: do not wait for it
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ WIDTH, LAYERS, BATCH, MICRO_BATCHES, STEPS = 16, 4, 16, 4, 5
 
 
 class Layer(nn.Module):
-    """A feed-forward layer behind a norm."""
+    """A feed-forward layer after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def make() -> tuple[nn.Sequential, Tensor]:
-    """Make the whole model, and a batch for each step, alike on every rank."""
+    """Make the whole model, and a batch for each step, equal on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(LAYERS))), torch.randn(STEPS, BATCH, WIDTH)
 
@@ -49,7 +49,7 @@ def alone() -> list[float]:
 
 
 def on_a_grid() -> list[float]:
-    """Train a stage on a share of each batch; return the losses, which the last stage has."""
+    """Train a stage on a share of each batch; return the losses, on the last stage."""
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.create_pgs(["tp", "dp", "pp"])
         dp, pp, mesh, losses = grid["dp"], grid["pp"], grid.device_mesh("dp", "tp"), []

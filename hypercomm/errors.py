@@ -12,10 +12,6 @@ __all__ = [
     "ConfigurationError",
     "ConnectTimeout",
     "CreationError",
-    "DisagreementError",
-    "DrawingError",
-    "DumpError",
-    "FileKeptError",
     "ForkedError",
     "GridDestroyedError",
     "GridMismatchError",
@@ -25,15 +21,12 @@ __all__ = [
     "GroupOptionsError",
     "HyperCommError",
     "InstallError",
-    "JoinError",
     "LaunchError",
     "LayoutError",
     "MissingPackageError",
     "NcclConfigError",
     "NotInitializedError",
     "NotPicklableError",
-    "NotationError",
-    "OrderError",
     "OutcomeUnknownError",
     "PlanMismatchError",
     "RankFailedError",
@@ -41,14 +34,12 @@ __all__ = [
     "SimulationError",
     "StateError",
     "StateTransferError",
-    "TopologyError",
+    "ToolError",
     "TorchVersionError",
     "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
     "UnknownGridError",
-    "UnknownViewError",
-    "WatchError",
     "WorldSizeError",
 ]
 
@@ -61,27 +52,11 @@ class HyperCommError(Exception):
 
 
 class LayoutError(HyperCommError, ValueError):
-    """The sizes, names, ranks or coordinates in a call do not make sense: mend the call."""
-
-
-class NotationError(LayoutError):
-    """A text form ("tp=2,dp=4") cannot be read: mend the text."""
-
-
-class TopologyError(LayoutError):
-    """What says where ranks are cannot be read, or contradicts itself: mend file or call."""
+    """The sizes, ranks, machine, text or file of a call make no sense: correct the call."""
 
 
 class UnknownDimError(LayoutError, KeyError):
-    """A dim is not one of the layout's: use one of the names listed."""
-
-
-class UnknownViewError(LayoutError, KeyError):
-    """A view is not one of the grid's: use one of the names listed, or register it."""
-
-
-class OrderError(LayoutError, RuntimeError):
-    """An order of dims leaves out one that is larger than 1: add it to the order."""
+    """A dim or a view does not exist: use one of the names listed, or register the view."""
 
 
 class RankOutsideError(LayoutError):
@@ -197,10 +172,6 @@ class NotPicklableError(HyperCommError, TypeError):
     """A grid owns live process groups, which stay in their process: send its layout instead."""
 
 
-class FileKeptError(HyperCommError, FileExistsError):
-    """A file that would be written exists: name another, or say that it may be replaced."""
-
-
 class ForkedError(HyperCommError, RuntimeError):
     """The grid belongs to the process that forked this one: build what this process needs anew."""
 
@@ -236,36 +207,20 @@ class TorchVersionError(HyperCommError, ImportError):
     """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
 
 
-class DrawingError(HyperCommError, ValueError):
-    """A picture cannot be drawn or written as asked: take another kind, or another file."""
-
-
 class MissingPackageError(HyperCommError, ImportError):
     """A call needs a package that is not installed: install it, or do without the call."""
 
 
-class LaunchError(HyperCommError, ValueError):
-    """What starts ranks, or tells of them, cannot be right: mend the call or the launch."""
+class LaunchError(HyperCommError, RuntimeError, ValueError):
+    """A job cannot be started or joined: correct the call or the launch, or start all ranks."""
 
 
-class JoinError(HyperCommError, RuntimeError):
-    """The other ranks of the job cannot be met: see whether all were started, and where."""
+class ToolError(HyperCommError, ValueError, RuntimeError):
+    """A tool cannot watch or read as asked: correct the argument, or name another file."""
 
 
-class WatchError(HyperCommError, RuntimeError, ValueError):
-    """A watch cannot be kept as asked: change its seconds or its folder, or stop the other."""
-
-
-class DumpError(HyperCommError, ValueError):
-    """What ranks left behind cannot be judged as one job's: give a folder of one job's dumps."""
-
-
-class DisagreementError(HyperCommError, AssertionError):
-    """Simulated ranks would hang or differ: let them create and call the same, in one order."""
-
-
-class SimulationError(HyperCommError, RuntimeError, AttributeError):
-    """A simulated world cannot communicate: ask real ranks, by `run_ranks`."""
+class SimulationError(HyperCommError, RuntimeError, AssertionError):
+    """Simulated ranks would hang or differ, or cannot communicate: correct what they call."""
 
 
 class RankFailedError(HyperCommError, RuntimeError):

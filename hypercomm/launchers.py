@@ -37,8 +37,6 @@ class Launcher:
         local_rank: The variable that holds the index of the rank on its host.
         local_size: The variable that holds the number of ranks on the host.
         mark: A variable that distinguishes it from launchers that set the same ones.
-        nests: Whether it may run inside another launcher, whose variables then describe its
-            agents or daemons and not the ranks.
     """
 
     name: str
@@ -47,44 +45,35 @@ class Launcher:
     local_rank: str
     local_size: str = ""
     mark: str = ""
-    nests: bool = False
 
 
-_SRUN = Launcher(
-    "srun",
-    *("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
-    mark="SLURM_STEP_ID",
-)
+_BY_HAND = ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 LAUNCHERS = (
-    Launcher(
-        "torchrun",
-        *("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        nests=True,
-    ),
-    Launcher("the environment", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher("torchrun", *_BY_HAND, mark="TORCHELASTIC_RUN_ID"),
+    Launcher("the environment", *_BY_HAND),
     Launcher(
         "Open MPI",
         *("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        nests=True,
     ),
+    # and other launchers that speak PMI: Intel MPI, srun --mpi=pmi2
+    Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # last: on several hosts mpirun starts its daemons with srun
     Launcher(
-        "MPICH",  # and other launchers that speak PMI: Intel MPI, srun --mpi=pmi2
-        *("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        nests=True,
+        "srun",
+        *("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+        mark="SLURM_STEP_ID",
     ),
-    _SRUN,  # last: on several hosts mpirun starts its daemons with srun
 )
 """The launchers in order of precedence: the first one whose rank and size are set counts."""
 
-VARIABLES = frozenset(
-    (
-        *("MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
-        *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_DISTRIBUTION"),
-        *(name for row in LAUNCHERS for name in (row.rank, *row.size, row.local_rank)),
-        *(name for row in LAUNCHERS for name in (row.local_size, row.mark) if name),
-    )
+_OTHERS = (
+    *("MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
+    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_DISTRIBUTION"),
+)
+VARIABLES = frozenset(_OTHERS).union(
+    *({row.rank, *row.size, row.local_rank, row.local_size, row.mark} - {""} for row in LAUNCHERS)
 )
 """Every variable that is read."""
 
@@ -126,12 +115,10 @@ class FoundJob:
         """
         if self.address is not None and self.port is not None:
             return self.address, self.port
-        given = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
-        missing = [name for name, value in given.items() if value is None]
         raise LaunchError(
-            f"unknown {' and '.join(missing)}: this is rank {self.rank} of {self.size} "
-            f"({self.source}); set them to the host of rank 0 and a free port there, for mpirun "
-            f"with -x, for mpiexec with -genv"
+            f"unknown address or port of rank 0 (MASTER_ADDR={self.address}, MASTER_PORT="
+            f"{self.port}): this is rank {self.rank} of {self.size} ({self.source}); set both to "
+            f"the host of rank 0 and a free port there, for mpirun with -x, for mpiexec with -genv"
         )
 
 
@@ -145,8 +132,9 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
         environment: Variables and their values, such as `os.environ`.
 
     Raises:
-        LaunchError: A value is not a number, only the rank or only the size is set, two launchers
-            contradict each other, or this is a SLURM allocation in which srun started nothing.
+        LaunchError: A value is not a number, only the rank or only the size is set, RANK and
+            WORLD_SIZE contradict a launcher, or this is a SLURM allocation in which srun started
+            nothing.
 
     Example:
         >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0",
@@ -156,22 +144,29 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
         ('srun', 5, 8, ('gpu03', 24711))
     """
     held = _read(environment)
-    jobs = _agreeing(held)
+    jobs = [job for row in LAUNCHERS if (job := _job_of(row, held)) is not None]
     if not jobs:
         _check_not_forgotten(held)
         return None
+    first = jobs[0]
+    same = [job for job in jobs if (job.rank, job.size) == (first.rank, first.size)]
+    for job in jobs:
+        # An outer launcher's variables describe its own processes, such as torchrun's agents.
+        if first.launcher == "the environment" and job not in same and job.size > 1:
+            raise LaunchError(
+                f"{first.source}, but {job.source}; unset those that are left from another job"
+            )
 
-    def first(field: str) -> Any:
-        return next((getattr(job, field) for job in jobs if getattr(job, field) is not None), None)
+    def known(field: str) -> Any:
+        return next((value for job in same if (value := getattr(job, field)) is not None), None)
 
-    local_size = first("local_size")
-    here = "127.0.0.1" if local_size == jobs[0].size else None
+    here = "127.0.0.1" if known("local_size") == first.size else None
     return attrs.evolve(
-        jobs[0],
-        local_rank=first("local_rank"),
-        local_size=local_size,
-        address=held.get("MASTER_ADDR") or first("address") or here,
-        port=_number("MASTER_PORT", held, 1, 65_535) if "MASTER_PORT" in held else first("port"),
+        first,
+        local_rank=known("local_rank"),
+        local_size=known("local_size"),
+        address=held.get("MASTER_ADDR") or known("address") or here,
+        port=_number("MASTER_PORT", held, 1, 65_535) if "MASTER_PORT" in held else known("port"),
     )
 
 
@@ -200,62 +195,31 @@ def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str
     held = _read(environment)
     by_hand = {"WORLD_SIZE", "RANK"} & held.keys()
     if by_hand == {variable}:
-        return _number(
-            variable, held, int(variable == "WORLD_SIZE")
-        ), f"{variable}={held[variable]}"
-    if len(by_hand) == 1:
-        del held[by_hand.pop()]
-    job = find_job(held)
+        number = _number(variable, held, smallest=int(variable == "WORLD_SIZE"))
+        return number, f"{variable}={number}"
+    job = find_job({name: held[name] for name in held if len(by_hand) == 2 or name not in by_hand})
     if job is None:
         return None
     return job.size if variable == "WORLD_SIZE" else job.rank, job.source
 
 
-def none_found(advice: str) -> str:
-    """Return a message for a job without a launcher.
-
-    >>> none_found("use srun")  # doctest: +ELLIPSIS
-    'no launcher was found: none of RANK, OMPI_COMM_WORLD_RANK, ..., SLURM_PROCID is set; use srun'
-    """
-    names = dict.fromkeys(row.rank for row in LAUNCHERS)
-    return f"no launcher was found: none of {', '.join(names)} is set; {advice}"
-
-
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are read, without spaces around the values and empty ones."""
-    held = {name: environment[name] for name in VARIABLES.intersection(environment)}
-    for name, text in held.items():
-        if not isinstance(text, str):
-            raise LaunchError(f"{name} must be a string, as in os.environ, got {shown(text)}")
-    return {name: text.strip() for name, text in held.items() if text.strip()}
+    """Return the variables that are read, without spaces around the values and empty ones.
 
-
-def _agreeing(held: Mapping[str, str]) -> list[FoundJob]:
-    """Return the first launcher's job, and those of others that describe the same one.
-
-    Raises:
-        LaunchError: Another one contradicts it, and cannot have started it.
+    SLURM_STEP_ID is left out unless srun started the step.
     """
-    jobs: list[FoundJob] = []
-    nests = False
-    for launcher in LAUNCHERS:
-        job = _job_of(launcher, held)
-        if job is None:
-            continue
-        nests = nests if jobs else launcher.nests
-        if not jobs or (job.rank, job.size) == (jobs[0].rank, jobs[0].size):
-            jobs.append(job)
-        elif job.size > 1 and not nests:
-            raise LaunchError(
-                f"{jobs[0].source}, but {job.source}; unset those that are left from another job"
-            )
-    return jobs
+    held = {name: environment[name].strip() for name in VARIABLES.intersection(environment)}
+    held = {name: text for name, text in held.items() if text}
+    step = held.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or _number("SLURM_STEP_ID", held, largest=2**32) >= _LAST_STEP:
+        held.pop("SLURM_STEP_ID", None)
+    return held
 
 
 def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     """Return the job that the variables of one launcher describe; None if they are not set."""
     size_name = next((name for name in launcher.size if name in held), None)
-    if size_name is None or launcher.rank not in held or not _is_marked(launcher, held):
+    if size_name is None or not {launcher.rank, launcher.mark or launcher.rank} <= held.keys():
         return None
     rank, size = _number(launcher.rank, held), _number(size_name, held, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
@@ -266,18 +230,12 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
         for name in (launcher.local_rank, launcher.local_size)
     )
     address = port = None
-    if launcher is _SRUN:
+    if launcher.name == "srun":
         address, port = _first_host(held), _port_of_step(held)
     elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # the name of this mpirun
-        port = _port_of(zlib.crc32(held["PMIX_NAMESPACE"].encode(errors="replace")))
+        text = held["PMIX_NAMESPACE"].encode(errors="replace")
+        port = _FIRST_PORT + zlib.crc32(text) % _PORTS
     return FoundJob(launcher.name, rank, size, local_rank, local_size, address, port, source)
-
-
-def _is_marked(launcher: Launcher, held: Mapping[str, str]) -> bool:
-    """Return whether the launcher's mark is set; SLURM's must be a step that srun started."""
-    if launcher is _SRUN and held.get("SLURM_STEP_ID", "").isdecimal():
-        return _number("SLURM_STEP_ID", held, largest=2**32 - 1) < _LAST_STEP
-    return launcher is not _SRUN and (not launcher.mark or launcher.mark in held)
 
 
 def _check_not_forgotten(held: Mapping[str, str]) -> None:
@@ -287,9 +245,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
         LaunchError: Names the variable, and the command to start the program with.
     """
     for launcher in LAUNCHERS:
-        names = (launcher.rank, *launcher.size)
-        there = next((name for name in names if name in held), None)
-        if there is not None and _is_marked(launcher, held):
+        there = next((name for name in (launcher.rank, *launcher.size) if name in held), None)
+        if there is not None and (not launcher.mark or launcher.mark in held):
             missing = launcher.size[0] if there == launcher.rank else launcher.rank
             raise LaunchError(
                 f"{missing} is missing, but {there}={shown(held[there])} of {launcher.name} is "
@@ -302,25 +259,19 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
                 f"allocation, not in a step of it; start with srun, or unset {name}"
             )
     if "MASTER_ADDR" in held:  # else each process would create a world alone
-        address = shown(held["MASTER_ADDR"])
         raise LaunchError(
-            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={address} is set; set all, or none"
+            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={shown(held['MASTER_ADDR'])} is "
+            f"set; set all, or none"
         )
 
 
 def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int = 2**31) -> int:
     text = held[name]
     if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
-        span = f"at least {smallest}" if largest == 2**31 else f"{smallest} to {largest}"
-        raise LaunchError(f"{name} must be an integer of {span}, got {shown(text)}")
+        raise LaunchError(
+            f"{name} must be an integer of {smallest} to {largest}, got {shown(text)}"
+        )
     return int(text)
-
-
-def _port_of(number: int) -> int:
-    return _FIRST_PORT + number % _PORTS
-
-
-# ---- SLURM --------------------------------------------------------------------------------------
 
 
 def _first_host(held: Mapping[str, str]) -> str | None:
@@ -336,5 +287,5 @@ def _port_of_step(held: Mapping[str, str]) -> int | None:
     """Return a port for a step; steps of one job get different ones, as they may share hosts."""
     if "SLURM_JOB_ID" not in held:
         return None
-    step = _number("SLURM_STEP_ID", held, largest=2**32)
-    return _port_of(_number("SLURM_JOB_ID", held) + 7919 * step)
+    number = _number("SLURM_JOB_ID", held) + 7919 * int(held["SLURM_STEP_ID"])
+    return _FIRST_PORT + number % _PORTS

@@ -116,7 +116,7 @@ def fork_server():
 
         CONTEXT.set_forkserver_preload(
             # DTensor imports the last one at its first use: half a second in each rank
-            ["hypercomm.launch.preload", "torch.distributed.tensor.parallel", "torch._dynamo"]
+            ["hypercomm.grid", "cloudpickle", "torch.distributed.tensor.parallel", "torch._dynamo"]
         )
         process = CONTEXT.Process(target=int)
         process.start()

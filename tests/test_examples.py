@@ -34,16 +34,6 @@ TOLERANCES = {
     "survivors": 1e-12,
     "three_d_training": 1e-5,
 }
-SHORT = {
-    "elastic_restart",
-    "mixture_of_experts",
-    "ported_megatron",
-    "reinforcement_weights",
-    "ring_attention",
-    "sharded_layer",
-    "three_d_training",
-}
-"""Those of a kind of program each, to be read in one go."""
 NO_DEEPSPEED = (
     importlib.util.find_spec("deepspeed") is None,
     "deepspeed is not installed: the extra `test` brings it on Linux",
@@ -70,12 +60,6 @@ ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
 
 def test_all_are_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(TOLERANCES)
-
-
-@pytest.mark.parametrize("name", sorted(SHORT))
-def test_short(name):
-    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) <= 60
 
 
 @pytest.mark.clients

@@ -49,14 +49,7 @@ def loads_torch(statement):
     return run(program).returncode == 3
 
 
-# `import hypercomm` and layouts work without loading torch ...
-def test_layouts_do_not_load_torch():
-    statements = "\n".join(f"import {name}" for name in TORCH_FREE)
-    use = "from hypercomm import RankLayout; RankLayout.parse('tp=2,dp=4').groups('dp').of(3)"
-    assert not loads_torch(f"{statements}\n{use}")
-
-
-# ... even where torch cannot be imported.
+# `import hypercomm` and layouts work where torch cannot be imported.
 def test_layouts_need_no_torch():
     done = run(
         "import sys; sys.modules['torch'] = None\n"
@@ -66,7 +59,7 @@ def test_layouts_need_no_torch():
     assert done.stdout == "[(0, 1)]\n", done.stderr
 
 
-# The two tests above can fail: the grid does load torch.
+# The grid does load torch.
 def test_the_grid_loads_torch():
     done = run("import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid")
     last = done.stderr.splitlines()[-1]
@@ -98,16 +91,6 @@ def test_private_names_of_torch_are_in_one_folder():
         and (node.attr.startswith("_") or node.attr == "distributed_c10d")
     ]
     assert private == []
-
-
-# `python -O` removes assert, so no check may be one.
-def test_no_assert():
-    assert [
-        f"{file}:{node.lineno}"
-        for file, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-    ] == []
 
 
 def public_things(module):

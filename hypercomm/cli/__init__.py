@@ -12,17 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hypercomm.errors import HyperCommError, LaunchError, RankFailedError
+from hypercomm.errors import HyperCommError, LaunchError
 
 _GRACE_S = 3.0
 """The time that rank 0 has to print an error before another rank exits.
 
 Launchers end all ranks when one exits.
 """
-
-
-class HostError(LaunchError):
-    """An error of this host, which the first rank on it prints: repair the host."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,41 +38,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = cli.main(argv, prog_name="hypercomm", standalone_mode=False)
     except click.ClickException as error:
-        if not _is_printed_elsewhere(error):
+        if _is_first():
             error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted; every rank that was started has been ended")
         return 130
-    except RankFailedError as error:
-        _say(str(error))
-        return 1
     except HyperCommError as error:
-        if not _is_printed_elsewhere(error):
+        if _is_first():
             _say(str(error))
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        _say("this needs torch: pip install torch; plan, diff, draw and place --on FILE do not")
         return 2
     return result if isinstance(result, int) else 0
 
 
-def _is_printed_elsewhere(error: Exception) -> bool:
-    """Return whether another rank of the job prints the same error; wait until it has."""
+def _is_first() -> bool:
+    """Return whether this is rank 0, or no rank of a job; else wait until rank 0 has printed."""
     from hypercomm.launchers import find_job
 
     try:
         job = find_job(os.environ)
     except LaunchError:
-        return False
-    if job is None or job.rank == 0:
-        return False
-    if isinstance(error, HostError) and not job.local_rank:
-        return False
-    time.sleep(_GRACE_S)
-    return True
+        return True
+    if job is not None and job.rank:
+        time.sleep(_GRACE_S)
+    return job is None or not job.rank
 
 
 def _say(message: str) -> None:

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, numbers, print_json, table
-from hypercomm.errors import NotationError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
 from hypercomm.layout.parsing import OPEN, parse_sizes
@@ -62,7 +62,7 @@ def read(
         after_offset: The smallest rank after.
 
     Raises:
-        NotationError: A text cannot be read, or both have an unspecified size and no world size is
+        LayoutError: A text cannot be read, or both have an unspecified size and no world size is
             given.
         WorldSizeError: The sizes do not multiply to the world size.
 
@@ -72,7 +72,7 @@ def read(
     """
     is_open = [OPEN in parse_sizes(text).values() for text in (before, after)]
     if world_size is None and all(is_open):
-        raise NotationError(
+        raise LayoutError(
             f"both {before!r} and {after!r} have an unspecified size; give one of them all its "
             f"sizes, or the number of ranks with --world-size"
         )
@@ -90,7 +90,8 @@ def read(
 
 def _show(changes: LayoutDifference) -> None:
     out = console()
-    rows = table(*(numbers(title) if " x " in title else title for title in COLUMNS))
+    columns = (numbers(title) if " x " in title else title for title in COLUMNS)
+    rows = table(*columns)
     for change in changes.changes:
         *cells, result = map(escape, change.cells)
         rows.add_row(*cells, f"[{_COLOURS[change.result]}]{result}[/]")

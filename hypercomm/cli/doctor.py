@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-import time
 from collections import Counter
 from datetime import timedelta
 from importlib import metadata
@@ -23,32 +23,21 @@ from hypercomm.errors import LaunchError, WorldSizeError
 from hypercomm.launchers import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
-"""Columns of the tables in a pipe."""
+"""Columns of the table in a pipe."""
 
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
 
-_FAMILIES = (
-    *("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCHELASTIC_", "TORCH_NCCL_"),
-    *("TORCH_DISTRIBUTED_", "TORCH_DIST_", "TORCH_FR_", "TORCH_GLOO_"),
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-)
+_FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
 """Environment variables that are shown begin like this; no other is, as it may hold a secret."""
-
-
-@attrs.frozen
-class Strategy:
-    """A way of creating groups: "works", "not here" or "failed", its cost or the reason."""
-
-    name: str
-    state: str
-    says: str
-    seconds: float | None = None
 
 
 @attrs.define
 class Report:
-    """The state of this installation; None is unknown, and `problems` make the exit code 1."""
+    """The state of this installation; `problems` make the exit code 1.
+
+    A backend or strategy has the reason why it does not work here, None if it does.
+    """
 
     versions: dict[str, str | None]
     environment: dict[str, str]
@@ -56,7 +45,7 @@ class Report:
     problems: list[str] = attrs.field(factory=list)
     gpus: list[str] | None = None
     backends: dict[str, str | None] = attrs.field(factory=dict)
-    strategies: list[Strategy] = attrs.field(factory=list)
+    strategies: dict[str, str | None] = attrs.field(factory=dict)
 
 
 @click.command(short_help="Show versions, what works here, and why the rest does not.")
@@ -64,7 +53,7 @@ class Report:
 def doctor(*, as_json: bool) -> int:
     """Show versions, backends, the launcher, and the result of each way of creating groups.
 
-    Creates groups of this process alone. The exit code is 1 if none can be created, or one fails.
+    Creates groups of this process alone. The exit code is 1 if none can be created.
     """
     with Console(stderr=True).status("trying torch"):
         found = report()
@@ -94,11 +83,8 @@ def report() -> Report:
         _describe_torch(found)
         for name in c10d.known_backends():
             found.backends[name] = c10d.why_unavailable(name) or c10d.why_not_here(name)
-        found.strategies = _strategies()
-    found.problems = [
-        f"creation={each.name!r} failed" for each in found.strategies if each.state == "failed"
-    ]
-    if not any(each.state == "works" for each in found.strategies):
+        found.strategies = {name: _why_not(name) for name in ("local", "split", "enumerate")}
+    if None not in found.strategies.values():
         found.problems = ["no process group could be created"]
     return found
 
@@ -109,17 +95,12 @@ def matters(variable: str) -> bool:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "hypercomm": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    python, system = platform.python_version(), platform.platform()
+    return {"hypercomm": __version__, "python": python, "platform": system, **found}
 
 
 def _launcher() -> str:
@@ -145,8 +126,11 @@ def _describe_torch(found: Report) -> None:
     found.gpus = [str(torch.cuda.get_device_name(index)) for index in devices]
 
 
-def _strategies() -> list[Strategy]:
-    """Create a group in each way, in a world of one gloo rank, and communicate over it.
+def _why_not(creation: Any) -> str | None:
+    """Create a group in one way, in a world of one gloo rank, and communicate over it.
+
+    Returns:
+        None, or the error.
 
     Raises:
         WorldSizeError: torch.distributed is initialised already.
@@ -155,7 +139,6 @@ def _strategies() -> list[Strategy]:
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
-    from hypercomm.process_groups.strategies import STRATEGIES, Wanted
 
     if dist.is_initialized():
         raise WorldSizeError(
@@ -163,46 +146,31 @@ def _strategies() -> list[Strategy]:
             f"ranks; run doctor in another process"
         )
     stores: Any = dist  # has them, but not for type checkers
-    tried = []
-    for name, (why_not, cost, _) in STRATEGIES.items():
-        try:
-            store = stores.HashStore()
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-            if (reason := why_not(Wanted("gloo"))) is not None:
-                tried.append(Strategy(name, "not here", reason))
-                continue
-            begin = time.perf_counter()
-            creation: Any = name  # one of the literals
-            with HyperCommGrid([1], ["dp"], creation=creation) as grid:
-                dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
-            tried.append(Strategy(name, "works", cost, time.perf_counter() - begin))
-        except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
-            tried.append(Strategy(name, "failed", one_line(error)))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    return tried
+    try:
+        store = stores.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
+        with HyperCommGrid([1], ["dp"], creation=creation) as grid:
+            dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
+        return one_line(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return None
 
 
 def _show(found: Report) -> None:
     gpus = ", ".join(f"{count} x {name}" for name, count in Counter(found.gpus).items())
     facts = {name: version or "not installed" for name, version in found.versions.items()}
     facts |= {"GPUs": gpus or "none found", "launcher": found.launcher}
-    backends = ((name, reason or "available") for name, reason in found.backends.items())
-    strategies = ((each.name, each.state, each.says) for each in found.strategies)
-    tables = {
-        ("what", "version"): facts.items(),
-        ("backend", "state"): backends,
-        ("strategy", "result", "cost, or why not"): strategies,
-        ("environment", "value"): sorted(found.environment.items()),
-    }
+    facts |= {f"backend {name}": why or "available" for name, why in found.backends.items()}
+    facts |= {f"creation={name}": why or "works" for name, why in found.strategies.items()}
+    facts |= dict(sorted(found.environment.items()))
+    rows = table(*(Column(title, overflow="fold") for title in ("what", "state")))
+    for name, text in facts.items():
+        rows.add_row(escape(name), escape(text or "(empty)"))
     out = console(_PIPED_WIDTH)
-    for titles, rows in tables.items():
-        shown = table(*(Column(title, overflow="fold") for title in titles), show_edge=False)
-        for row in rows:
-            shown.add_row(*(escape(cell or "(empty)") for cell in row))
-        if shown.row_count:
-            out.print(shown)
+    out.print(rows)
     for problem in found.problems:
         out.print(f"[red]problem[/]: {escape(problem)}")
     if not found.problems:

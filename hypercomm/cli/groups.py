@@ -55,7 +55,7 @@ def read_views(
     Dims that make the same groups in the layout and the view are shared.
 
     Raises:
-        NotationError: A text cannot be read.
+        LayoutError: A text cannot be read.
         LayoutError, WorldSizeError: The sizes do not fit.
 
     Example:

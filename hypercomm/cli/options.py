@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from hypercomm.errors import NotationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
 
@@ -13,19 +12,11 @@ def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...
     return None if text is None else parse_groups(text)
 
 
-def _one_text(_: object, __: object, texts: tuple[str, ...]) -> str:
-    """Return the sizes, which must be one argument.
-
-    Raises:
-        NotationError: There are several; proposes the text with commas.
-    """
-    if len(texts) > 1:
-        joined = ",".join(text.strip(",") for text in texts)
-        raise NotationError(f"separate sizes with commas: {joined}")
-    return texts[0]
+def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
+    return " ".join(texts)  # the reader of sizes proposes commas
 
 
-sizes = click.argument("sizes", nargs=-1, required=True, metavar="SIZES", callback=_one_text)
+sizes = click.argument("sizes", nargs=-1, required=True, metavar="SIZES", callback=_joined)
 groups = click.option(
     *("--groups", "wanted"),
     metavar="DIMS",
@@ -53,7 +44,7 @@ def read_layout(
         rank_offset: The smallest rank.
 
     Raises:
-        NotationError: The text cannot be read, or a size cannot be inferred.
+        LayoutError: The text cannot be read, or a size cannot be inferred.
         WorldSizeError: The sizes do not multiply to the number of ranks.
 
     Example:

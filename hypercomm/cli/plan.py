@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+import numpy as np
 from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.groups import AskedViews, Key, read_keys, read_views
-from hypercomm.cli.printing import console, numbers, print_json, table, write
-from hypercomm.errors import LayoutError, NotationError
+from hypercomm.cli.groups import Key, read_keys, read_views
+from hypercomm.cli.printing import console, numbers, print_json, table
+from hypercomm.errors import LayoutError
 from hypercomm.launchers import find_number
-from hypercomm.layout import RankLayout
-from hypercomm.layout.groups import hosts_touched
+from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.parsing import OPEN, parse_sizes
 from hypercomm.layout.text import counted, format_coords
 
@@ -25,9 +25,6 @@ _EXAMPLE = 16
 
 _MOST_RANKS = 2**24
 """Ranks that are enumerated in a fraction of a second for each combination."""
-
-_MOST_PLACES = 2**20
-"""Ranks whose coordinates are listed in a few seconds."""
 
 
 @click.command(short_help="Show coordinates and groups of a layout of any size.")
@@ -39,11 +36,6 @@ _MOST_PLACES = 2**20
 )
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
-@click.option(
-    "--ranks",
-    metavar="RANKS",
-    help="Show the coordinates of these instead of the groups, as in 0..7,12 or all.",
-)
 @click.option(
     "--gpus-per-node",
     type=click.IntRange(min=1),
@@ -59,7 +51,6 @@ def plan(
     world_size: int | None,
     rank_offset: int,
     rank: int | None,
-    ranks: str | None,
     gpus_per_node: int,
     wanted: list[tuple[str, ...]] | None,
     views: Sequence[str],
@@ -71,6 +62,7 @@ def plan(
     """
     layout = _read_layout(sizes, world_size, rank_offset)
     others = read_views(layout, views)
+    by_name = {name: view for name, view, _ in others}
     if rank is None:
         rank = layout.rank_offset
     found: dict[str, Any] = {
@@ -85,29 +77,17 @@ def plan(
             name: {"layout": str(view), "shared_dims": list(shared), "coords": view.coords(rank)}
             for name, view, shared in others
         },
-        "groups": [],
-        "places": [],
+        "groups": [
+            _groups_over(
+                layout if key.view is None else by_name[key.view], key, rank, gpus_per_node
+            )
+            for key in read_keys(layout, others, wanted)
+        ],
     }
-    if ranks is None:
-        for key in read_keys(layout, others, wanted):
-            owner = next((view for name, view, _ in others if name == key.view), layout)
-            found["groups"].append(_groups_over(owner, key, rank, gpus_per_node))
-    else:
-        found["places"] = [
-            {
-                "rank": each,
-                "host": each // gpus_per_node,
-                "coords": layout.coords(each),
-                "views": {name: view.coords(each) for name, view, _ in others},
-            }
-            for each in _read_ranks(ranks, layout)
-        ]
     if as_json:
         print_json(found)
-    elif ranks is None:
-        _show(layout, found)
     else:
-        _show_places(layout, others, found["places"])
+        _show(layout, found)
 
 
 def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
@@ -121,28 +101,6 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     return layout
-
-
-def _read_ranks(text: str, layout: RankLayout) -> list[int]:
-    """Read ranks such as "0..7,12", or "all" of a layout.
-
-    Raises:
-        NotationError: The text cannot be read, or there are too many.
-    """
-    found: list[int] = []
-    everything = f"{layout.rank_offset}..{layout.last_rank}"
-    for part in [everything] if text.strip() == "all" else text.split(","):
-        begin, dots, end = part.partition("..")
-        ends = [begin, end if dots else begin]
-        if not all(number.strip().isascii() and number.strip().isdigit() for number in ends):
-            raise NotationError(f"{part.strip()!r} is no rank; write ranks like '0..7,12' or 'all'")
-        low, high = map(int, ends)
-        if high < low:
-            raise NotationError(f"{part.strip()!r} ends before it begins; write it like '0..7'")
-        if len(found) + high - low >= _MOST_PLACES:
-            raise NotationError(f"--ranks {text!r} are more than {_MOST_PLACES:,}, the most listed")
-        found += range(low, high + 1)
-    return found
 
 
 def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) -> dict[str, Any]:
@@ -161,7 +119,17 @@ def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) ->
     }
 
 
-# ---- text -------------------------------------------------------------------------------------
+def hosts_touched(groups: RankGroups, ranks_per_host: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of hosts of a group.
+
+    Example:
+        >>> layout = RankLayout.parse("tp=4,dp=6")
+        >>> hosts_touched(layout.groups("tp"), 8), hosts_touched(layout.groups("dp"), 8)
+        ((1, 1), (3, 3))
+    """
+    hosts = np.sort(groups.to_array() // ranks_per_host, axis=1)
+    counts = 1 + np.count_nonzero(np.diff(hosts, axis=1), axis=1)
+    return int(counts.min()), int(counts.max())
 
 
 def _show(layout: RankLayout, found: dict[str, Any]) -> None:
@@ -180,7 +148,7 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
         out.print(line, markup=False, soft_wrap=True)
     titles = map(numbers, ("groups", "size", "strides", "hosts"))
     own = Column(f"group of rank {found['rank']}", no_wrap=True)
-    rows = table(Column("dims", no_wrap=True), *titles, own, show_edge=False)
+    rows = table(Column("dims", no_wrap=True), *titles, own)
     for groups in found["groups"]:
         example = groups["example"]
         rows.add_row(
@@ -194,18 +162,3 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
             else f"{example[0]} {example[1]} .. {groups['last']}",
         )
     out.print(rows)
-
-
-def _show_places(layout: RankLayout, views: AskedViews, places: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each rank; a table of rich would take minutes for a million."""
-    titles = ["rank", *layout.dim_names]
-    titles += [f"{name}:{dim}" for name, view, _ in views for dim in view.dim_names]
-    lines = [[*titles, "host"]]
-    for place in places:
-        coords = [place["coords"], *place["views"].values()]
-        indices = [index for each in coords for index in each.values()]
-        lines.append(list(map(str, [place["rank"], *indices, place["host"]])))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        write("  ".join(cells) + "\n")

@@ -15,8 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from hypercomm.launch.local_rank import no_stdout
-
 
 class _Output(Console):
     """Prints to stdout; removes trailing spaces where it is no terminal."""
@@ -51,9 +49,9 @@ def print_json(value: object, **options: Any) -> None:
     write(json.dumps(value, **options) + "\n")
 
 
-def table(*columns: Column | str, **look: Any) -> Table:
-    """Return an empty table in the look of all commands, which `look` can change."""
-    return Table(*columns, **{"box": box.SIMPLE_HEAD, "pad_edge": False, **look})
+def table(*columns: Column | str) -> Table:
+    """Return an empty table in the look of all commands."""
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 
 def numbers(title: str) -> Column:
@@ -64,13 +62,19 @@ def numbers(title: str) -> Column:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Discard warnings, logs and what libraries print on stdout within a `with` block."""
-    level = logging.root.manager.disable
+    level, stdout, null = logging.root.manager.disable, os.dup(1), os.open(os.devnull, os.O_WRONLY)
     logging.disable()
+    sys.stdout.flush()
+    os.dup2(null, 1)
     try:
-        with no_stdout(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
         logging.disable(level)
 
 

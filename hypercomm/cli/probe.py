@@ -5,6 +5,7 @@ torch is imported inside the functions, as the process that starts the ranks doe
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -19,9 +20,8 @@ from hypercomm.layout import RankLayout
 if TYPE_CHECKING:
     import torch
 
-_SMALL_ROUNDS = 20
-_LARGE_ROUNDS = 3
-_LARGE_BYTES = 4 * 1024 * 1024
+_ROUNDS = 3
+_BYTES = 4 * 1024 * 1024
 
 
 @attrs.frozen
@@ -40,9 +40,10 @@ class Request:
     backend: str = "gloo"
     views: AskedViews = ()
 
-    def layout_of(self, key: Key) -> RankLayout:
+    def layout_of(self, key: Key | None) -> RankLayout:
         """Return the layout that the dims of a key belong to."""
-        return next((view for name, view, _ in self.views if name == key.view), self.layout)
+        views = (view for name, view, _ in self.views if key is not None and name == key.view)
+        return next(views, self.layout)
 
 
 class Figures(TypedDict):
@@ -53,7 +54,6 @@ class Figures(TypedDict):
 
     host: str
     creation: float
-    latency: float
     bandwidth: float
     wrong: str
 
@@ -64,11 +64,10 @@ Message = tuple[int, Key, str | Figures]
 
 def probe_local(request: Request) -> None:
     """Run the probe as one of the ranks that `run_ranks` started."""
-    from hypercomm.cli.printing import quiet
     from hypercomm.launch import join, report
 
-    with quiet():
-        probe(request, report, join().device)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the parent prints the result, maybe as JSON
+    probe(request, report, join().device)
 
 
 def probe(
@@ -103,25 +102,23 @@ def probe(
             dist.all_reduce(total, group=group)
             got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
             wrong = "" if got == expected else f"all-reduce gave {got}, expected {expected}"
-            latency = _seconds(group, 8, _SMALL_ROUNDS, device)
-            bandwidth = _LARGE_BYTES / _seconds(group, _LARGE_BYTES, _LARGE_ROUNDS, device)
-            figures = Figures(
-                host=host, creation=creation, latency=latency, bandwidth=bandwidth, wrong=wrong
+            bandwidth = _bandwidth(group, device)
+            send(
+                (rank, key, Figures(host=host, creation=creation, bandwidth=bandwidth, wrong=wrong))
             )
-            send((rank, key, figures))
 
 
-def _seconds(group: Any, size: int, rounds: int, device: torch.device | None) -> float:
-    """Return the median time of an all-reduce of `size` bytes."""
+def _bandwidth(group: Any, device: torch.device | None) -> float:
+    """Return 4 MiB over the median time of an all-reduce of them; the first one connects."""
     import torch
     import torch.distributed as dist
 
-    data = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    data = torch.zeros(_BYTES // 4, dtype=torch.float32, device=device)
     seconds = []
-    for _ in range(rounds + 1):
+    for _ in range(_ROUNDS + 1):
         begin = time.perf_counter()
         dist.all_reduce(data, group=group)
         if data.device.type != "cpu":
             torch.get_device_module(data.device).synchronize()
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])  # the first one connects
+    return _BYTES / statistics.median(seconds[1:])

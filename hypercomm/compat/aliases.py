@@ -35,9 +35,21 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             f"{loaded} was imported before install(), and what it imported cannot be replaced; "
             f"call install() before the first import of {loaded}"
         )
+    for package in filter(_is_missing, packages):
+        module = sys.modules[package] = ModuleType(package)
+        module.__path__ = []
+        parent, _, name = package.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], name, module)
     sys.meta_path.insert(0, _Aliases(homes))
-    sys.meta_path.append(_EmptyPackages(packages))
     return True
+
+
+def _is_missing(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is None
+    except Exception:  # noqa: BLE001 - it is there, and its parent raises when it is imported
+        return False
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -70,19 +82,3 @@ class _Aliases(MetaPathFinder, Loader):
             module.__spec__ = spec.loader_state
             if spec.submodule_search_locations is not None:
                 module.__path__ = spec.submodule_search_locations
-
-
-class _EmptyPackages(MetaPathFinder, Loader):
-    """Makes empty packages of some names, if no other finder finds them."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Return None, so that the import system makes an empty module."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Leave the module empty."""

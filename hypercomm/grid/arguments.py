@@ -117,9 +117,9 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
     """Raise TypeError, as Python does, for a keyword that a call with `**keywords` does not have.
 
     Example:
-        >>> check_keywords("plan_pg", {"nam": "x"}, ["name", "view"])
+        >>> check_keywords("ensure_pg", {"nam": "x"}, ["name", "view"])
         Traceback (most recent call last):
-        TypeError: plan_pg() got an unexpected keyword argument 'nam'; did you mean 'name'?
+        TypeError: ensure_pg() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
     for name in given:
         if name not in known:
@@ -187,7 +187,7 @@ def read_grid(
 
     Raises:
         TypeError: A keyword is neither a dim's size nor known.
-        LayoutError, NotationError, WorldSizeError: As for `HyperCommGrid`.
+        LayoutError, WorldSizeError: As for `HyperCommGrid`.
 
     Example:
         >>> layout, world_size = read_grid(None, None, 0, 8, None, {"tp": 2, "dp": -1}, ())

@@ -28,7 +28,6 @@ from hypercomm.layout.text import aligned, counted, did_you_mean, format_ranks, 
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import (
     Call,
-    ConnectionFailedError,
     Scope,
     agree,
     limit_of,
@@ -38,6 +37,7 @@ from hypercomm.process_groups.agreement.calls import (
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Group
 from hypercomm.process_groups.spec import GroupSpec
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.torch_internals.store import Task
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def connect(
             met.get()
             return Connections(tuple(item.row for item in items), met_s)
         left_s = max(1.0, limit_s - met_s)
-        second = attrs.evolve(scope, key=f"{scope.key} connect")
+        second = attrs.evolve(scope, path=f"{scope.path} connect")
         title = f"{CALL} of each group"
         done = together(
             second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)
@@ -193,8 +193,8 @@ def _connect_all(call: Call[Any], items: list[_Item]) -> tuple[Connection, ...]:
         raise
     except RuntimeError as error:
         item, reason = items[len(rows)], str(error).partition(". This is typically")[0]
-        message = f"{CALL} failed in {item.title}: {reason}"
-        raise ConnectionFailedError(message, item.row.ranks) from error
+        failure = RuntimeError(f"{CALL} failed in {item.title}: {reason}")
+        raise ConnectionFailedError(failure, item.row.ranks) from error
 
 
 def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -> tuple[str, ...]:

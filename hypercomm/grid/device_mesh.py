@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hypercomm.errors import LayoutError, OrderError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.parsing import as_dims
@@ -78,7 +78,7 @@ def read_dims(
 
     Raises:
         UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
-        OrderError: Several dims are in an order in which no process group has its ranks.
+        LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
         >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
@@ -96,7 +96,7 @@ def read_dims(
     for names in read:
         ordered = tuple(reversed(layout.order_dims(names)))
         if names != ordered:
-            raise OrderError(
+            raise LayoutError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
                 f"has its ranks in the layout's order; write {ordered}"
             )

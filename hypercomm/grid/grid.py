@@ -10,6 +10,8 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -219,7 +221,7 @@ class GridView:
 
         Raises:
             RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -246,7 +248,7 @@ class GridView:
             RankOutsideError: The rank is not in the grid.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
         """
         layout = self._layout_in(view)
         groups = layout.groups(*self._order(dims, view))
@@ -434,7 +436,7 @@ class GridView:
         Raises:
             GroupExistsError: A group for this key was created before (a KeyError).
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
             GroupOptionsError: An option is wrong, or would be ignored.
             GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
             GridMismatchError: Another rank has a different grid; names both.
@@ -449,23 +451,6 @@ class GridView:
         keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
         keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
         return self._owner.create(self._spec(_flatten(dims, more), keywords))
-
-    def plan_pg(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Group:
-        """Check some process groups now, and create them later with `create()` of the result.
-
-        Every rank of the grid must call this, in the same order. It takes the arguments of
-        `create_pg`, and raises the errors that `create_pg` raises before it creates anything.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-            ...     planned = grid.plan_pg("dp")
-            ...     print(planned.size(), planned.rank(), len(grid.pgs), planned.create().size())
-            4 2 0 4
-        """
-        check_keywords("plan_pg", keywords, GroupKeywords.__annotations__)
-        return self._owner.reserve(self._spec(_flatten(dims, more), keywords))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -560,7 +545,7 @@ class GridView:
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
-            UnknownDimError, LayoutError, UnknownViewError: As for `create_pg`.
+            UnknownDimError, LayoutError: As for `create_pg`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -638,7 +623,7 @@ class GridView:
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
-            OrderError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.
@@ -815,7 +800,7 @@ class GridView:
             A `Watch`: a context manager, which `stop()` ends as well.
 
         Raises:
-            WatchError: The seconds or the folder cannot be used, or this process has a watch.
+            ToolError: The seconds or the folder cannot be used, or this process has a watch.
             NotInitializedError: torch.distributed is not initialised.
 
         Example:
@@ -842,11 +827,14 @@ class GridView:
         """Return the ranks of the grid that are left after a loss: the same on all of them.
 
         Every rank of the grid that is left calls this after a collective has failed, and then
-        `reshape(target, ranks=...)`. This call changes nothing.
+        `reshape(target, ranks=...)`. First it ends the grid's process groups, so that peers which
+        wait in them fail too: those of NCCL at once, those of gloo once the program holds no other
+        reference to them. Called in an `except` block, it clears the local variables of the frames
+        that the exception came through, which hold such references.
 
         Args:
-            timeout: How long to wait for ranks that do not arrive. Choose more than the timeout of
-                the collectives, which other ranks may still wait in. The ranks that arrived then
+            timeout: How long to wait for ranks that do not arrive; longer than the timeout of the
+                grid's groups, in which other ranks may still wait. The ranks that arrived then
                 confirm the result with each other; a rank that dies during the call extends the
                 wait by `timeout`.
             min_ranks: The fewest ranks that may continue.
@@ -860,7 +848,8 @@ class GridView:
             CreationError: The others continue without this rank, which arrived too late, or fewer
                 than `min_ranks` are left.
             OutcomeUnknownError: The job's store is gone; restart the job.
-            GroupOptionsError: `timeout` is not a positive timedelta.
+            GroupOptionsError: `timeout` is not a positive timedelta, or not longer than that of
+                the grid's groups.
 
         Example:
             >>> from datetime import timedelta
@@ -874,8 +863,15 @@ class GridView:
         owner.check_alive()
         check_duration("timeout", timeout, GroupOptionsError)
         self.coords()  # raises on a rank outside
-        limit_s = timeout.total_seconds()
-        return find_survivors(owner.agreement, self.layout, limit_s, as_int(min_ranks, "min_ranks"))
+        owner.check_outlasts(timeout)
+        least, limit_s = as_int(min_ranks, "min_ranks"), timeout.total_seconds()
+        self._forget_meshes()
+        error = sys.exc_info()[1]
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
+        owner.end_groups()
+        return find_survivors(owner.agreement, self.layout, limit_s, least)
 
     # ---- helpers for training code --------------------------------------------------------------
 
@@ -1222,7 +1218,7 @@ class HyperCommGrid(GridView):
         """Return a view as an object with the interface of a grid; the grid stays the owner.
 
         Raises:
-            UnknownViewError: There is no such view; names those that exist.
+            UnknownDimError: There is no such view; names those that exist.
         """
         return GridView(self._state, self._state.views[name].name)
 
@@ -1262,7 +1258,7 @@ class HyperCommGrid(GridView):
         Raises:
             WorldSizeError: The target has other ranks than the grid, or than `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
-            UnknownViewError: `views` has a name that is not a view.
+            UnknownDimError: `views` has a name that is not a view.
             PlanMismatchError: Another rank has a different target, or failed: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
             CreationError: Groups are planned that were not created, one could not be created,

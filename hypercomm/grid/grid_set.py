@@ -179,7 +179,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 use the class for grids of such names.
 
         Raises:
-            LayoutError, NotationError, WorldSizeError: As for the class; or no size fits.
+            LayoutError, WorldSizeError: As for the class; or no size fits.
 
         Example:
             >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp,pp=2")
@@ -206,7 +206,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 ranks of the world may be left over: see `spare_ranks`.
 
         Raises:
-            LayoutError, NotationError, WorldSizeError: As for the class, or sizes differ.
+            LayoutError, WorldSizeError: As for the class, or sizes differ.
 
         Example:
             >>> grids = GridSet.colocated(8, training="tp=2,dp=4", inference="tp=4,dp")
@@ -245,11 +245,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def layouts(self) -> Mapping[str, RankLayout]:
         """The layout of each grid, by name; a read-only copy.
 
-        `hypercomm.layout.pipelines` takes it as a chain of modules.
-
         Example:
-            >>> from hypercomm.layout.pipelines import pipeline_depth
-            >>> pipeline_depth(GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2").layouts)
+            >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
+            >>> sum(layout.size_of("pp", default=1) for layout in grids.layouts.values())
             3
         """
         return MappingProxyType({name: grid.layout for name, grid in self.items()})

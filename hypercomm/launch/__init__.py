@@ -9,21 +9,16 @@ from hypercomm import _resolver
 if TYPE_CHECKING:
     from hypercomm.launch.joining import Joined as Joined
     from hypercomm.launch.joining import join as join
-    from hypercomm.launch.local_rank import report as report
     from hypercomm.launch.renewing import Renewed as Renewed
     from hypercomm.launch.renewing import renew_world as renew_world
+    from hypercomm.launch.run import report as report
     from hypercomm.launch.run import run_ranks as run_ranks
 
 __all__ = ["Joined", "Renewed", "join", "renew_world", "report", "run_ranks"]
 
 __getattr__ = _resolver(
     __name__,
-    {
-        "Joined": "hypercomm.launch.joining",
-        "Renewed": "hypercomm.launch.renewing",
-        "join": "hypercomm.launch.joining",
-        "renew_world": "hypercomm.launch.renewing",
-        "report": "hypercomm.launch.local_rank",
-        "run_ranks": "hypercomm.launch.run",
-    },
+    dict.fromkeys(("Joined", "join"), "hypercomm.launch.joining")
+    | dict.fromkeys(("Renewed", "renew_world"), "hypercomm.launch.renewing")
+    | dict.fromkeys(("report", "run_ranks"), "hypercomm.launch.run"),
 )

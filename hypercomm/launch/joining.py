@@ -7,19 +7,17 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from hypercomm.errors import HyperCommError, JoinError, LaunchError
-from hypercomm.launch import devices
-from hypercomm.launchers import FoundJob, find_job, none_found
+from hypercomm.errors import HyperCommError, LaunchError
+from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout.checks import as_int
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import check_known, check_timeout
+from hypercomm.process_groups.options import check_backend, check_known, check_timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -76,22 +74,8 @@ class Joined:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
-
-    def __str__(self) -> str:
-        of = "" if self.local_size is None else f" of {self.local_size}"
-        local = "" if self.local_rank is None else f", local {self.local_rank}{of}"
-        place = "" if self.address is None else f", at {self.address}:{self.port}"
-        return (
-            f"rank {self.rank} of {self.size}{local} on {self.host}, by {self.launcher}{place}; "
-            f"{self.backend} on {self.device}"
-        )
 
 
 def join(
@@ -135,12 +119,11 @@ def join(
 
     Raises:
         LaunchError: The variables of launchers are incomplete or contradict each other, an
-            argument contradicts the live job, the address of rank 0 is unknown, or the device does
-            not exist.
+            argument contradicts the live job, the address of rank 0 is unknown, the device does
+            not fit, or the other ranks did not arrive in time.
         GroupOptionsError: The backend is unknown or cannot run here, or `timeout` is not a
             positive timedelta.
         LayoutError: A number is not an int.
-        JoinError: The other ranks did not arrive in time, or rank 0 cannot be reached.
 
     Example:
         >>> with join(environment={}) as job:
@@ -150,11 +133,27 @@ def join(
         False
     """
     check_timeout(timeout)
-    _check_numbers(rank, size)
     variables = os.environ if environment is None else environment
+    if (rank is None) != (size is None):
+        raise LaunchError(
+            f"rank={rank} and size={size}: give both, or neither to use the launcher's"
+        )
+    if rank is not None and not 0 <= as_int(rank, "rank") < as_int(size, "size"):
+        raise LaunchError(f"rank={rank} and size={size}: the ranks are 0 to size - 1")
     if dist.is_initialized():
         return _live(rank, size, backend, variables)
-    job = _job(rank, size, variables, need_launcher=need_launcher or bool(address or port))
+    if rank is not None and size is not None:
+        found = _launched(variables, rank, size)
+        job = attrs.evolve(found, launcher="the call", source=f"rank={rank} and size={size}")
+    elif (started := find_job(variables)) is not None:
+        job = started
+    elif need_launcher or address or port:
+        raise LaunchError(
+            "no launcher was found: RANK and WORLD_SIZE are not set; use torchrun, srun or mpirun, "
+            "or give rank=, size=, address= and port="
+        )
+    else:
+        job = FoundJob("nobody", 0, 1, source="no launcher")
     job = attrs.evolve(
         job,
         local_rank=job.local_rank if local_rank is None else local_rank,
@@ -163,95 +162,23 @@ def join(
     )
     if job.size == 1 and job.local_rank is None:
         job = attrs.evolve(job, local_rank=0, local_size=1)
-    alone = job.size == 1 and (job.address is None or job.port is None)
-    if alone:
+    if job.size == 1 and (job.address is None or job.port is None):
         job = attrs.evolve(job, address=None, port=None)
     else:
         job.rendezvous()
-    backend, chosen = devices.choose(backend, device, job.local_rank, job.local_size)
+    backend, chosen = _choose(backend, device, job)
     agent = not (address or port) and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    _initialise(job, backend, chosen, timeout, by_env=agent and environment is None, agent=agent)
+    _initialise(job, backend, chosen, timeout, agent=agent)
     return _joined(job, backend, chosen, [dist.group.WORLD])
 
 
-def _check_numbers(rank: int | None, size: int | None) -> None:
-    if rank is None and size is None:
-        return
-    if rank is None or size is None:
-        raise LaunchError(
-            f"rank={rank} and size={size}: give both, or neither to use the launcher's"
-        )
-    if not 0 <= as_int(rank, "rank") < as_int(size, "size"):
-        raise LaunchError(f"rank={rank} and size={size}: the ranks are 0 to size - 1")
-
-
-def _job(
-    rank: int | None, size: int | None, variables: Mapping[str, str], *, need_launcher: bool
-) -> FoundJob:
-    """Return the job of the arguments, else of the environment, else of this process alone.
-
-    Raises:
-        LaunchError: There is none, and one is needed.
-    """
-    if rank is not None and size is not None:
-        found = None
-        with contextlib.suppress(LaunchError):  # the arguments count
-            found = find_job(variables)
-        job = FoundJob("the call", rank, size, source=f"rank={rank} and size={size} of the call")
+def _launched(variables: Mapping[str, str], rank: int, size: int) -> FoundJob:
+    """Return the launcher's job if it has this rank and size, else a job of these alone."""
+    with contextlib.suppress(LaunchError):
+        found = find_job(variables)
         if found is not None and (found.rank, found.size) == (rank, size):
-            job = attrs.evolve(found, launcher=job.launcher, source=job.source)
-        return job
-    found = find_job(variables)
-    if found is None and need_launcher:
-        advice = "use torchrun, srun or mpirun, or give rank=, size=, address= and port="
-        raise LaunchError(none_found(advice))
-    return found or FoundJob("nobody", 0, 1, source="no launcher")
-
-
-def _initialise(
-    job: FoundJob,
-    backend: str,
-    device: torch.device,
-    timeout: timedelta | None,
-    *,
-    by_env: bool,
-    agent: bool,
-) -> None:
-    """Create WORLD on the device, or leave torch.distributed as it was."""
-    options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
-    if device.type != "cpu":
-        torch.get_device_module(device.type).set_device(device)
-        if c10d.parts_of(backend)[device.type] in c10d.NCCL:
-            options["device_id"] = device
-    stores: Any = dist  # has them, but not for type checkers
-    try:
-        if by_env:
-            options["init_method"] = "env://"  # torch knows where in its agent's store they meet
-        elif job.address is None:
-            options["store"] = stores.HashStore()
-        else:
-            store = stores.TCPStore(
-                *(job.address, job.port, job.size),
-                is_master=job.rank == 0 and not agent,
-                timeout=timeout or dist.constants.default_pg_timeout,
-                multi_tenant=True,  # so that a process may join, leave and join
-            )
-            # As torch does with an address: init_process_group by hand can meet these ranks.
-            options["store"] = stores.PrefixStore("default_pg", store)
-        dist.init_process_group(backend, **options)
-    except BaseException as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if not isinstance(error, Exception) or isinstance(error, HyperCommError):
-            raise
-        said = " ".join(str(error).split())
-        where = "" if job.address is None else f" at {job.address}, port {job.port}"
-        if "EADDRINUSE" in said:
-            said += "; another program uses this port: set MASTER_PORT, or give port="
-        raise JoinError(
-            f"rank {job.rank} of {job.size} on {socket.gethostname()} could not join{where} "
-            f"({job.source}): {said}"
-        ) from error
+            return found
+    return FoundJob("torch.distributed", rank, size)
 
 
 def _live(
@@ -262,27 +189,24 @@ def _live(
     Raises:
         LaunchError: An argument contradicts it.
     """
-    here = (dist.get_rank(), dist.get_world_size())
-    live = c10d.default_backend()
+    live, here = c10d.default_backend(), (dist.get_rank(), dist.get_world_size())
+    same_backend = True
     if backend is not None:
         check_known(backend)
-        if c10d.parts_of(backend).items() <= c10d.parts_of_world().items():
-            backend = live
-    asked, actual = (rank, size, backend), (*here, live)
-    for name, wanted, value in zip(("rank", "size", "backend"), asked, actual, strict=True):
-        if wanted not in {None, value}:
-            raise LaunchError(
-                f"torch.distributed is already initialised with {name} {value!r}, but {name}="
-                f"{wanted!r} was given; leave it out, or call destroy_process_group() first"
-            )
-    found = None
-    with contextlib.suppress(LaunchError):
-        found = find_job(variables)
-    if found is None or (found.rank, found.size) != here:
-        found = FoundJob("torch.distributed", *here)
+        same_backend = c10d.parts_of(backend).items() <= c10d.parts_of_world().items()
+    if not same_backend or (rank, size) not in {(None, None), here}:
+        raise LaunchError(
+            f"torch.distributed is already initialised with rank={here[0]}, size={here[1]} and "
+            f"backend={live!r}, but rank={rank}, size={size} and backend={backend!r} were given; "
+            f"leave them out, or call destroy_process_group() first"
+        )
     address, port = c10d.meeting_place() or (None, None)
-    job = attrs.evolve(found, address=address, port=port)
-    return _joined(job, live, devices.device_of_world(dist.group.WORLD), [])
+    job = attrs.evolve(_launched(variables, *here), address=address, port=port)
+    kind = c10d.devices_made_for(live)
+    device = torch.device("cpu")
+    if kind != "cpu" and _count(kind):  # a fake world may be for absent devices
+        device = torch.device(kind, torch.get_device_module(kind).current_device())
+    return _joined(job, live, device, [])
 
 
 def _joined(job: FoundJob, backend: str, device: torch.device, made: list[Any]) -> Joined:
@@ -290,3 +214,104 @@ def _joined(job: FoundJob, backend: str, device: torch.device, made: list[Any]) 
         *(job.launcher, job.rank, job.size, job.local_rank, job.local_size, socket.gethostname()),
         *(job.address, job.port, backend, device, made),
     )
+
+
+def _initialise(
+    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None, *, agent: bool
+) -> None:
+    """Create WORLD on the device, or leave torch.distributed as it was."""
+    options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device)
+        if c10d.parts_of(backend)[device.type] in c10d.NCCL:
+            options["device_id"] = device
+    stores: Any = dist  # has them, but not for type checkers
+    try:
+        if agent:
+            options["init_method"] = "env://"  # torch knows where in its agent's store they meet
+        elif job.address is None:
+            options["store"] = stores.HashStore()
+        else:
+            store = stores.TCPStore(
+                *(job.address, job.port, job.size),
+                is_master=job.rank == 0,
+                timeout=timeout or dist.constants.default_pg_timeout,
+                multi_tenant=True,  # so that a process may join, leave and join
+            )
+            # As torch does with an address: init_process_group by hand can meet these ranks.
+            options["store"] = stores.PrefixStore("default_pg", store)
+        dist.init_process_group(backend, **options)
+    except BaseException as error:
+        c10d.destroy_world()
+        if not isinstance(error, Exception) or isinstance(error, HyperCommError):
+            raise
+        where = "" if job.address is None else f" at {job.address}, port {job.port}"
+        is_taken = "EADDRINUSE" in str(error)
+        advice = "; another program uses this port: set MASTER_PORT, or give port=" * is_taken
+        raise LaunchError(
+            f"rank {job.rank} of {job.size} on {socket.gethostname()} could not join{where} "
+            f"({job.source}): {' '.join(str(error).split())}{advice}"
+        ) from error
+
+
+# ---- the device and the backend of a rank -------------------------------------------------------
+
+
+def _choose(
+    backend: str | None, device: torch.device | str | int | None, job: FoundJob
+) -> tuple[str, torch.device]:
+    """Return the backend of WORLD and the device of this rank: those given, else the host's.
+
+    Raises:
+        GroupOptionsError: The backend is unknown, or cannot run here.
+        LaunchError: The backend is not for the device, there are fewer devices than ranks, or it
+            is unknown which one belongs to this rank.
+    """
+    check_backend(backend)
+    if device is None:
+        device = _accelerator() if backend is None else c10d.devices_made_for(backend)
+    chosen = torch.device(device)
+    if chosen.index is None and chosen.type != "cpu":
+        chosen = torch.device(chosen.type, _index_of_rank(chosen.type, job))
+    if backend is None:
+        own = dist.Backend.default_device_backend_map.get(chosen.type, "gloo")
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{chosen.type}:{own}"
+    parts = c10d.parts_of(backend)
+    if chosen.type not in parts:
+        raise LaunchError(
+            f"device {str(chosen)!r} does not fit backend {backend!r}, which is for tensors on "
+            f"{' and '.join(sorted(parts))}; leave one of them out, or give a backend such as "
+            f"'cpu:gloo,cuda:nccl'"
+        )
+    return backend, chosen
+
+
+def _index_of_rank(kind: str, job: FoundJob) -> int:
+    count = _count(kind)
+    if count == 1:  # a launcher may show each rank only its own
+        return 0
+    ranks = max(job.local_size or 0, (job.local_rank or 0) + 1)
+    if ranks > count or job.local_rank is None:
+        raise LaunchError(
+            f"rank {job.rank} has local rank {job.local_rank}, {ranks} ranks on this host need a "
+            f"device each, and it has {count} of type {kind!r}; set LOCAL_RANK, give join() "
+            f"local_rank= or device=, or use fewer ranks or backend 'gloo'"
+        )
+    return job.local_rank
+
+
+def _accelerator() -> str:
+    """Return the type of this host's accelerator if torch has a backend for it; else "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backend = found and dist.Backend.default_device_backend_map.get(found.type)
+    if found is None or backend in {None, "gloo"} or c10d.why_unavailable(str(backend)):
+        return "cpu"
+    return found.type
+
+
+def _count(kind: str) -> int:
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # this build of torch has no such module
+        return 0
+    return int(module.device_count()) if module.is_available() else 0

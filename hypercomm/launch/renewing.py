@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from hypercomm.errors import JoinError, RankOutsideError
+from hypercomm.errors import LaunchError, RankOutsideError
 from hypercomm.launch.joining import Joined, join
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import format_ranks
@@ -63,7 +63,7 @@ def renew_world(
     Raises:
         RankOutsideError: The calling rank is not one of the ranks.
         LayoutError: `ranks` are not ranks of WORLD.
-        JoinError: The world is a fake one, or the new WORLD could not be created: the old one is
+        LaunchError: The world is a fake one, or the new WORLD could not be created: the old one is
             then gone, so restart the job.
         GroupCreationTimeout: A rank did not arrive; names it (`error.missing`).
         OutcomeUnknownError: The job's store is lost.
@@ -81,16 +81,16 @@ def renew_world(
     old = current()
     given = as_ranks(ranks, "ranks", old.size)
     if not c10d.has_ranks() or c10d.is_other_world():
-        raise JoinError("this is a fake or simulated world: its other ranks do not exist")
+        raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
-        raise JoinError("this torch does not expose the job's store; give store= to meet in")
+        raise LaunchError("this torch does not expose the job's store; give store= to meet in")
     if old.rank not in given:
         raise RankOutsideError(
             f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
             f"new WORLD call renew_world(): end this process"
         )
     if store is None:  # one record for all lists of ranks, so that other lists are an error
-        key = _meet(old, given, f"{old.namespace}/new world", timeout)
+        key = _meet(old, given, timeout)
         store = store_of_world()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
@@ -98,12 +98,12 @@ def renew_world(
     return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
 
 
-def _meet(job: Job, ranks: tuple[int, ...], key: str, timeout: timedelta | None) -> str:
+def _meet(job: Job, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
     """Wait in the old WORLD until all ranks have joined; return a key that is new for each call."""
     names: list[str] = []
     entries = [f"{CALL} with ranks {list(ranks)}"]
     title = f"{CALL} of ranks {format_ranks(sorted(ranks))}"
-    scope, limit_s = Scope(job, key, ranks), limit_of(timeout)
+    scope, limit_s = Scope(job, "new world", ranks, is_fenced=True), limit_of(timeout)
     together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
     return names[0]
 
@@ -119,7 +119,7 @@ def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
         dist.init_process_group(old.backend, store=store, rank=rank, world_size=size, **options)
     except Exception as error:
         c10d.destroy_world()
-        raise JoinError(
+        raise LaunchError(
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"
         ) from error

@@ -1,51 +1,97 @@
 """`run_ranks`: start local processes that form one torch.distributed job.
 
-A fork server loads torch once for the life of the calling process; each rank is a fork of it.
+A fork server loads torch once for the life of the calling process; each rank is a fork of it. A
+rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value):
+"message", "returned" or "failed". The parent answers with one message once every rank has returned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import re
 import signal
 import socket
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
-from typing import IO, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
 
 import attrs
 
-from hypercomm.errors import LaunchError, RankFailedError
-from hypercomm.launch.local_rank import LOOPBACK, RankJob, pickled, serve
-from hypercomm.layout.checks import check_duration, positive
-from hypercomm.layout.text import shown
+from hypercomm.errors import LaunchError, MissingPackageError, NotInitializedError, RankFailedError
+from hypercomm.layout.checks import positive
 
 T = TypeVar("T")
 
-preloads = ["hypercomm.launch.preload"]
-"""Modules that the fork server imports before it starts the first rank."""
+preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
+"""Modules that the fork server imports before it starts the first rank; torch is among theirs."""
 
-_LONGEST_S = 1e6
-"""No wait is longer: the system counts milliseconds in a C int."""
+_LOOPBACK = "127.0.0.1"
 
 _MOST_RANKS = 4096
 """The most ranks on one machine: each is a process and several open files."""
 
+_LONGEST_S = 1e6
+"""No wait is longer: the system counts milliseconds in a C int."""
+
 _GRACE_S = 0.3
 """After one rank fails, how long to wait for the report of an earlier failure."""
 
-_STACK_S = 2.0
-"""How long to wait until late ranks have written down where they are; a stopped one never does."""
+_STACK_S = 1.5
+"""How long late ranks may take to write their stack; a stopped one never does."""
 
 _LEAVING_S = 5.0
 """The longest that a rank may take to exit after all have returned."""
+
+_JOINED, _ALL_JOINED = "hypercomm/joined", "hypercomm/all joined"
+"""Keys of the job's store: the number of ranks that have joined, and whether all have."""
+
+
+@attrs.frozen
+class _Job:
+    """The arguments that all ranks of one job share.
+
+    Attributes:
+        call: The pickled function and its arguments.
+        nprocs: The number of ranks.
+        backend: The backend of the job.
+        timeout: Seconds after which a rank writes its stack into a file.
+        group_timeout: The timeout of WORLD; None: torch's.
+        environment: The parent's environment.
+        port: The port of the job's store.
+        folder: The folder of the files with the stacks, which are named by rank.
+    """
+
+    call: bytes
+    nprocs: int
+    backend: str
+    timeout: float
+    group_timeout: timedelta | None
+    environment: dict[str, str]
+    port: int
+    folder: str
+
+
+@attrs.frozen(eq=False)
+class _Rank:
+    """A started rank, as its parent sees it."""
+
+    number: int
+    process: ForkServerProcess
+    link: connection.Connection
 
 
 def run_ranks(
@@ -65,7 +111,7 @@ def run_ranks(
     them is kept for the next call, and ends with the calling process.
 
     Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work.
+    functions of a notebook cell work. What it cannot pickle raises its error.
 
     Args:
         function: The function that each rank runs.
@@ -79,7 +125,7 @@ def run_ranks(
     Raises:
         RankFailedError: A rank raised, died, or did not return in time; the first one, with its
             traceback, or the place where it hangs.
-        LaunchError: The function or the arguments cannot be pickled, or another argument is wrong.
+        LaunchError: There are more than 4096 ranks.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
 
@@ -94,114 +140,151 @@ def run_ranks(
             f"nprocs must be at most {_MOST_RANKS}, got {nprocs}; use fake_world() or simulate() "
             f"of hypercomm.testing for larger jobs"
         )
-    check_call(function, args)
-    check_seconds(timeout)
-    if group_timeout is not None:
-        check_duration("group_timeout", group_timeout, LaunchError)
-    check_devices(backend, nprocs)
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
+    call = cloudpickle.dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
-    with socket.create_server((LOOPBACK, 0), backlog=nprocs) as listener:
-        job = RankJob(
-            function=pickled(function, "function"),
-            args=pickled(tuple(args), "args"),
-            nprocs=nprocs,
-            backend=backend,
-            timeout=timeout,
-            group_timeout=group_timeout,
-            environment=dict(os.environ),
-            port=listener.getsockname()[1],
-        )
-        with _started(job, listener) as ranks:
-            return _Conversation(ranks, on_message).results(timeout)
-
-
-def check_seconds(timeout: object) -> None:
-    """Raise an error unless a timeout is a positive number of seconds.
-
-    Raises:
-        LaunchError: With the value.
-    """
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise LaunchError(
-            f"timeout must be a number of seconds larger than 0, got {shown(timeout)}"
-        )
-
-
-def check_call(function: object, args: object) -> None:
-    """Raise an error unless a function can be called with a sequence of arguments.
-
-    Raises:
-        LaunchError: With the wrong value.
-    """
-    if not callable(function):
-        raise LaunchError(f"function must be callable, got {shown(function)}")
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
-
-
-def check_devices(backend: str, ranks: int) -> None:
-    """Raise an error if the backend needs more GPUs than this machine has.
-
-    Raises:
-        LaunchError: With both numbers.
-    """
-    if "nccl" not in backend:
-        return
-    import torch
-
-    devices = torch.cuda.device_count()
-    if ranks > devices:
-        raise LaunchError(
-            f"backend {backend!r} needs a GPU for each of {ranks} ranks, and this machine has "
-            f"{devices}; use backend 'gloo', or fewer ranks"
-        )
-
-
-@attrs.frozen(eq=False)
-class _Rank:
-    """A started rank, as its parent sees it; `stack` is where it writes down its stack."""
-
-    number: int
-    process: ForkServerProcess
-    link: connection.Connection
-    stack: IO[bytes]
-
-
-@contextlib.contextmanager
-def _started(job: RankJob, listener: socket.socket) -> Iterator[list[_Rank]]:
-    """Start the ranks of a job; end all of them on exit."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloads)
     _start_fork_server()
     ranks: list[_Rank] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_end, ranks)
-        for number in range(job.nprocs):
-            ours, theirs = context.Pipe()
-            dump = stack.enter_context(tempfile.TemporaryFile())
-            # multiprocessing passes file descriptors on if they are those of connections
-            files = [connection.Connection(os.dup(fd)) for fd in (1, 2, dump.fileno())]
-            process = context.Process(
-                target=serve,
-                args=(job, number, theirs, files, listener if number == 0 else None),
-                name=f"rank {number}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            ranks.append(_Rank(number, process, ours, dump))
-        listener.close()
-        yield ranks
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server((_LOOPBACK, 0), backlog=nprocs) as listener,
+    ):
+        port, environment = listener.getsockname()[1], dict(os.environ)
+        job = _Job(call, nprocs, backend, timeout, group_timeout, environment, port, folder)
+        try:
+            ranks.extend(_start(job, at, None if at else listener) for at in range(nprocs))
+            listener.close()
+            returned = _results(ranks, timeout, on_message, Path(folder))
+            _let_them_leave(ranks)
+        finally:
+            _end(ranks)
+    return returned
+
+
+def report(value: object) -> None:
+    """Send a value from a rank to the process that called `run_ranks`.
+
+    Args:
+        value: The value; it is pickled with cloudpickle.
+
+    Raises:
+        NotInitializedError: This process is not a rank that `run_ranks` started.
+
+    Example:
+        >>> from hypercomm import run_ranks
+        >>> run_ranks(report, 1, args=["ready"], on_message=print)
+        0 ready
+        [None]
+    """
+    _parent.send("message", value)
+
+
+# ---- in the parent ------------------------------------------------------------------------------
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if there is none; it ignores Ctrl-C from the beginning."""
+    """Start the fork server if there is none; it and its forks have Ctrl-C blocked."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
     resource_tracker.ensure_running()  # it unblocks signals once it has started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The numerical libraries would start threads, which a process that forks should not have.
+    libraries = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     try:
-        forkserver.ensure_running()
+        with mock.patch.dict(os.environ, dict.fromkeys(libraries, "1")):
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    # multiprocessing passes file descriptors on if they are those of connections
+    output = [connection.Connection(os.dup(fd)) for fd in (1, 2)]
+    args = (job, number, theirs, output, listener)
+    process = context.Process(target=_serve, args=args, name=f"rank {number}", daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(number, process, ours)
+
+
+def _results(
+    ranks: list[_Rank],
+    timeout: float,
+    on_message: Callable[[int, Any], None] | None,
+    folder: Path,
+) -> list[Any]:
+    """Receive from the ranks until all have returned, one has failed, or the time is over."""
+    deadline = time.monotonic() + timeout
+    returned: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []  # when, which rank, why
+    waiting = list(ranks)
+    while waiting:
+        sources: dict[Any, _Rank] = {rank.link: rank for rank in waiting}
+        sources |= {rank.process.sentinel: rank for rank in waiting}
+        ready = connection.wait(sources, max(0.0, deadline - time.monotonic()))
+        for rank in {sources[source] for source in ready}:
+            kind, value = _receive(rank)
+            if kind == "message" and on_message is not None:
+                on_message(rank.number, value)
+            elif kind == "returned":
+                returned[rank.number] = value
+            elif kind == "failed":
+                failures.append((value[0], rank.number, value[1]))
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if kind != "message":
+                waiting.remove(rank)
+        if not ready:
+            break
+    if waiting and not failures:
+        reason = f"it had not returned after {timeout:g} s\n{_stacks(waiting, folder)}"
+        failures = [(0.0, waiting[0].number, reason)]
+    if failures:
+        _, first, reason = min(failures)
+        raise RankFailedError(first, reason)
+    return [returned[rank.number] for rank in ranks]
+
+
+def _receive(rank: _Rank) -> tuple[str, Any]:
+    """Return the next message of a rank, or "failed" with the time and the reason."""
+    with contextlib.suppress(EOFError, OSError):
+        if rank.link.poll():  # what a rank sent before it died counts
+            return pickle.loads(rank.link.recv_bytes())  # type: ignore[no-any-return]  # noqa: S301
+    rank.process.join(5)
+    code = rank.process.exitcode
+    reason = (
+        f"its process ended with exit code {code} before the function returned; its messages are "
+        f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
+    )
+    if code is not None and code < 0:
+        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+        reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
+    return "failed", (0.0, reason)  # a death precedes the errors that it causes on other ranks
+
+
+def _stacks(late: Sequence[_Rank], folder: Path) -> str:
+    """Return the stacks that ranks have written into files, with the ranks that are at each."""
+    time.sleep(_STACK_S)
+    places: dict[str, list[int]] = {}
+    for rank in late:
+        file = folder / str(rank.number)
+        text = file.read_text(errors="replace") if file.exists() else ""
+        main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the last thread
+        frames = re.split(r"^  File .* in _serve$", main, flags=re.MULTILINE)[0].rstrip()
+        places.setdefault(frames or "  (it does not answer)", []).append(rank.number)
+    return "\n".join(f"ranks {ranks} are at\n{place}" for place, ranks in places.items())
+
+
+def _let_them_leave(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # it has died
+            rank.link.send_bytes(b"all returned")
+    deadline = time.monotonic() + _LEAVING_S
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -215,109 +298,105 @@ def _end(ranks: list[_Rank]) -> None:
         rank.link.close()
 
 
+# ---- in a rank ----------------------------------------------------------------------------------
+
+
 @attrs.define
-class _Conversation:
-    """Receives from the ranks until all have returned, or one has failed.
+class _Parent:
+    """The connection to the parent, if this process is a local rank."""
 
-    Attributes:
-        ranks: The ranks.
-        on_message: Called with the rank and the value of each report.
-        returned: The result of each rank that has returned.
-        failed: When a rank failed, which one, and why.
-    """
+    link: connection.Connection | None = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
-    ranks: list[_Rank]
-    on_message: Callable[[int, Any], None] | None
-    returned: dict[int, Any] = attrs.field(factory=dict)
-    failed: list[tuple[float, int, str]] = attrs.field(factory=list)
+    def send(self, kind: str, value: object) -> None:
+        if self.link is None:
+            raise NotInitializedError("report() works only in a rank that run_ranks() started")
+        import cloudpickle
 
-    def results(self, timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        while len(self.returned) < len(self.ranks) and not self.failed:
-            if not self._receive(deadline):
-                late = [rank for rank in self.ranks if rank.number not in self.returned]
-                reason = f"it had not returned after {timeout:g} s\n{_places(late)}"
-                self.failed.append((0.0, late[0].number, reason))
-        if self.failed:
-            grace = time.monotonic() + _GRACE_S
-            while self._receive(grace):
-                pass
-            _, first, reason = min(self.failed)
-            raise RankFailedError(first, reason)
-        for rank in self.ranks:
-            with contextlib.suppress(OSError):  # it has died
-                rank.link.send_bytes(b"all returned")
-        deadline = min(deadline, time.monotonic() + _LEAVING_S)
-        for rank in self.ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-        return [self.returned[rank.number] for rank in self.ranks]
-
-    def _receive(self, deadline: float) -> bool:
-        """Receive what is next; return False if nothing came until the deadline."""
-        known = {failure[1] for failure in self.failed} | set(self.returned)
-        links = {rank.link: rank for rank in self.ranks if rank.number not in known}
-        if not links:
-            return False
-        deaths = [rank.process.sentinel for rank in links.values()]
-        ready = connection.wait([*links, *deaths], max(0.0, deadline - time.monotonic()))
-        for link, rank in links.items():
-            if link in ready:  # what a rank sent before it died counts
-                self._take(rank)
-            elif rank.process.sentinel in ready:
-                self.failed.append((0.0, rank.number, _death(rank)))
-        return bool(ready)
-
-    def _take(self, rank: _Rank) -> None:
-        # A death precedes the errors that it causes on other ranks, whatever arrives first.
-        when, reason = 0.0, ""
-        try:
-            kind, value = pickle.loads(rank.link.recv_bytes())  # noqa: S301 - from our own child
-        except (EOFError, OSError):
-            reason = _death(rank)
-        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-            reason = f"what it sent cannot be unpickled: {error!r}"
-        else:
-            if kind == "message" and self.on_message is not None:
-                self.on_message(rank.number, value)
-            elif kind == "returned":
-                self.returned[rank.number] = value
-            elif kind == "raised":
-                when, reason = value
-        if reason:
-            self.failed.append((when, rank.number, reason))
+        message = cloudpickle.dumps((kind, value))
+        with self._lock:
+            self.link.send_bytes(message)
 
 
-def _places(late: Sequence[_Rank]) -> str:
-    """Return the stacks that ranks have written down, with the ranks that are at each."""
-    end = time.monotonic() + _STACK_S
-    files = [rank.stack.fileno() for rank in late]
-    while time.monotonic() < end and not all(os.fstat(file).st_size for file in files):
-        time.sleep(_GRACE_S / 10)
-    time.sleep(_GRACE_S)  # until the last one is complete
-    places: dict[str, list[int]] = {}
-    for rank in late:
-        rank.stack.seek(0)
-        places.setdefault(_frames(rank.stack.read().decode(errors="replace")), []).append(
-            rank.number
-        )
-    return "\n".join(f"ranks {ranks} are at\n{place}" for place, ranks in places.items())
+_parent = _Parent()
 
 
-def _frames(dump: str) -> str:
-    """Return the frames of the main thread, which faulthandler writes last, innermost first."""
-    main = re.split(r"^(?:Current t|T)hread 0x", dump, flags=re.MULTILINE)[-1]
-    lines = [line for line in main.splitlines() if line.startswith("  File ")]
-    ours = [at for at, line in enumerate(lines) if line.endswith(" in serve")]
-    return "\n".join(lines[: ours[-1]] if ours else lines) or "  (it does not answer)"
+def _serve(
+    job: _Job,
+    rank: int,
+    link: connection.Connection,
+    output: Sequence[connection.Connection],
+    listener: socket.socket | None,
+) -> None:
+    """Join the job, run the function, send its result, and wait for the other ranks."""
+    os.setpgid(0, 0)  # so that processes that this rank starts end with it
+    gc.freeze()  # else the first full collection walks all of torch, and copies it page by page
+    for fd, file in enumerate(output, 1):
+        os.dup2(file.fileno(), fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
+    os.environ.clear()
+    os.environ.update(_environment(job, rank))
+    _parent.link = link
+    all_returned = threading.Event()
+    threading.Thread(target=_listen, args=(link, all_returned), daemon=True).start()
+    stack = Path(job.folder, str(rank)).open("wb")  # noqa: SIM115 - until the process ends
+    faulthandler.dump_traceback_later(job.timeout, file=stack)
+    try:
+        _join(job, rank, listener)
+        function, args = pickle.loads(job.call)  # noqa: S301 - from our parent
+        _parent.send("returned", function(*args))
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent reports it
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        lines = traceback.format_exception(type(error), error, trace)
+        _parent.send("failed", (time.monotonic(), "".join(lines).rstrip()))
+    all_returned.wait()
+    sys.stdout.flush()
+    if (dist := sys.modules["torch.distributed"]).is_initialized():
+        dist.destroy_process_group()
 
 
-def _death(rank: _Rank) -> str:
-    rank.process.join(5)
-    code = rank.process.exitcode
-    if code is not None and code < 0:
-        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
-        return f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
-    return (
-        f"its process ended with exit code {code} before the function returned; its messages are "
-        f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
+def _listen(link: connection.Connection, all_returned: threading.Event) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        link.recv_bytes()
+        all_returned.set()
+        link.recv_bytes()
+    os.killpg(0, signal.SIGKILL)  # the parent is gone, and nothing else would end this rank
+
+
+def _environment(job: _Job, rank: int) -> dict[str, str]:
+    """Return the parent's environment, what torchrun would set, and loopback for gloo."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (rank, rank, job.nprocs, job.nprocs, _LOOPBACK, job.port)
+    return loopback | job.environment | dict(zip(names, map(str, values), strict=True))
+
+
+def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
+    """Initialise torch.distributed with a store on the port that the parent reserved."""
+    import torch
+    import torch.distributed as dist
+
+    # As torchrun does: ranks share the processors. torch was loaded with another environment.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
+    if "nccl" in job.backend:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        *(_LOOPBACK, job.port, job.nprocs),
+        is_master=listener is not None,
+        wait_for_workers=False,
+        # A store that opens its own port listens on every interface; only the older of torch's
+        # two servers accepts a socket.
+        master_listen_fd=listener.detach() if listener else None,
+        use_libuv=False,
     )
+    dist.init_process_group(
+        job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
+    )
+    # gloo cannot connect to a rank that has left, and a function may begin by leaving.
+    if store.add(_JOINED, 1) == job.nprocs:
+        store.set(_ALL_JOINED, "")
+    store.wait([_ALL_JOINED])
+    # The timeout of a store that torch creates itself.
+    store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)

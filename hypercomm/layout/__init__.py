@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hypercomm.layout import pipelines as pipelines
 from hypercomm.layout.groups import RankGroups as RankGroups
 from hypercomm.layout.layout import RankLayout as RankLayout
 from hypercomm.layout.layout import read_layout as read_layout
 from hypercomm.layout.mapping import RankMapping as RankMapping
 
-__all__ = ["RankGroups", "RankLayout", "RankMapping", "pipelines"]
+__all__ = ["RankGroups", "RankLayout", "RankMapping"]

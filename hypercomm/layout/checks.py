@@ -26,39 +26,39 @@ LARGEST_WORLD = 2**24
 LARGEST_RANK = 2**31 - 1
 """torch numbers ranks with a C int."""
 
-SEPARATORS = ",=+-"
+_SEPARATORS = ",=+-"
 """Characters that the text forms use, and that a dim name therefore cannot hold."""
-
-
-_SEPARATORS = frozenset(SEPARATORS)
 
 
 # ---- numbers, flags, choices --------------------------------------------------------------------
 
 
-def as_int(value: object, what: str) -> int:
+def as_int(value: object, what: str, least: int | None = None, most: int | None = None) -> int:
     """Return an int, a numpy integer or an int tensor of one element as an int.
 
     Args:
         value: The value.
         what: Its name, at the beginning of the error's sentence.
+        least: The smallest value that is allowed.
+        most: The largest value that is allowed.
     """
-    if type(value) is int:
-        return value
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
+        is_int = not isinstance(value, bool)
     except TypeError:
-        pass
-    raise LayoutError(f"{what} must be an int, got {shown(value)}")
+        is_int = False
+    if not is_int:
+        raise LayoutError(f"{what} must be an int, got {shown(value)}")
+    if least is not None and number < least:
+        raise LayoutError(f"{what} must be at least {least}, got {shown(number)}")
+    if most is not None and number > most:
+        raise LayoutError(f"{what} must be at most {most}, got {shown(number)}")
+    return number
 
 
 def positive(value: object, what: str) -> int:
     """Return an integer of at least 1 as an int."""
-    number = as_int(value, what)
-    if number < 1:
-        raise LayoutError(f"{what} must be at least 1, got {shown(number)}")
-    return number
+    return as_int(value, what, 1)
 
 
 def as_rank(rank: object) -> int:
@@ -68,13 +68,11 @@ def as_rank(rank: object) -> int:
     try:
         return as_int(rank, "a rank")
     except LayoutError as error:
-        raise RankOutsideError(f"a rank is an int, got {shown(rank)}") from error
+        raise RankOutsideError(str(error)) from error
 
 
 def as_offset(value: object) -> int:
     """Return a rank offset as an int."""
-    if type(value) is int and value >= 0:
-        return value
     offset = as_int(value, "rank_offset")
     if offset < 0:
         raise LayoutError(f"rank_offset must be non-negative, got {offset}")
@@ -83,10 +81,7 @@ def as_offset(value: object) -> int:
 
 def as_world_size(value: object, what: str = "world_size") -> int:
     """Return the number of ranks of a world that is about to be made."""
-    size = positive(value, what)
-    if size > LARGEST_WORLD:
-        raise LayoutError(f"{what} must be at most {LARGEST_WORLD}, got {shown(size)}")
-    return size
+    return as_int(value, what, 1, LARGEST_WORLD)
 
 
 def as_flag(value: object, what: str, error: type[HyperCommError] = LayoutError) -> bool:
@@ -119,10 +114,8 @@ def check_choice(
         >>> check_choice("cover", "any", ("any", "exact"))
     """
     if not isinstance(value, str) or value not in choices:
-        raise error(
-            f"{what} must be one of {list(choices)}, got {shown(value)}"
-            f"{did_you_mean(value, choices)}"
-        )
+        hint = did_you_mean(value, choices)
+        raise error(f"{what} must be one of {list(choices)}, got {shown(value)}{hint}")
 
 
 def check_duration(what: str, value: object, error: type[HyperCommError]) -> None:
@@ -135,9 +128,8 @@ def check_duration(what: str, value: object, error: type[HyperCommError]) -> Non
         >>> check_duration("timeout", timedelta(seconds=1), GroupOptionsError)
     """
     if not isinstance(value, timedelta):
-        raise error(
-            f"{what} must be a datetime.timedelta, got {shown(value)}; write timedelta(seconds=...)"
-        )
+        hint = "write timedelta(seconds=...)"
+        raise error(f"{what} must be a datetime.timedelta, got {shown(value)}; {hint}")
     if value <= timedelta(0):
         raise error(f"{what} must be longer than 0, got {value}")
 
@@ -158,11 +150,7 @@ def is_utf8(text: str) -> bool:
     >>> is_utf8("é"), is_utf8("\ud800")
     (True, False)
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 # ---- several items ------------------------------------------------------------------------------
@@ -197,13 +185,13 @@ def as_strings(value: object, what: str) -> tuple[str, ...]:
 def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tuple[int, ...]:
     """Return the ranks of a world, at least one and each once, in the order given."""
     ranks = tuple([as_int(rank, f"every rank in {what}") for rank in as_ordered(value, what)])
-    for rank in ranks:
+    if not ranks:
+        raise LayoutError(f"{what} must hold at least one rank: it is empty")
+    for rank, count in Counter(ranks).items():
         if not 0 <= rank < world_size:
             raise LayoutError(f"{what} must be in range({world_size}), got {shown(rank)}")
-    if not ranks or len(set(ranks)) < len(ranks):
-        twice = Counter(ranks).most_common(1)
-        wrong = f"rank {twice[0][0]} comes twice in {shown(ranks)}" if twice else "it is empty"
-        raise LayoutError(f"{what} must hold at least one rank, and each once: {wrong}")
+        if count > 1:
+            raise LayoutError(f"rank {rank} comes twice in {what}, which is {shown(ranks)}")
     return ranks
 
 
@@ -219,17 +207,15 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
     names = as_ordered(value, plural)
     for name in names:
         if not isinstance(name, str) or not name:
-            raise LayoutError(
-                f"every {what} must be a non-empty string, got {shown(name)} in {shown(names)}"
-            )
-        if not is_name(name):
-            raise LayoutError(
-                f"{what} {shown(name)} must be printable, without white space and without any of "
-                f"{SEPARATORS!r}, which the text forms use"
-            )
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise LayoutError(f"duplicate {plural}: {twice!r} comes twice in {shown(names)}")
+            wrong = f"every {what} must be a non-empty string, got {shown(name)}"
+        elif not is_name(name):
+            allowed = f"must be printable, without white space and without any of {_SEPARATORS!r}"
+            wrong = f"{what} {shown(name)} {allowed}"
+        elif names.count(name) > 1:
+            wrong = f"duplicate {plural}: {name!r} comes twice"
+        else:
+            continue
+        raise LayoutError(f"{wrong} in {shown(names)}")
     return names
 
 
@@ -239,4 +225,4 @@ def is_name(text: str) -> bool:
     >>> is_name("tp"), is_name("tp cp"), is_name("tp+cp"), is_name("tp\x1b"), is_name("tp\u202e")
     (True, False, False, False, False)
     """
-    return text.isprintable() and " " not in text and not _SEPARATORS.intersection(text)
+    return text.isprintable() and not any(each in text for each in " " + _SEPARATORS)

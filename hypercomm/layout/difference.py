@@ -5,7 +5,6 @@ Groups are the same when they have the same ranks in the same order, whatever th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,7 +13,6 @@ from typing import Literal
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import LARGEST_WORLD
@@ -199,12 +197,11 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
     """
     ours, theirs = _every_groups(before, "before"), _every_groups(after, "after")
     kept = _count_kept(ours, theirs)
-    partners: dict[_Dims, list[_Dims]] = {}
-    for here, there in kept:
-        partners.setdefault(here, []).append(there)
-    pairs = [(here, there) for here in ours for there in partners.get(here, [()])]
-    found = {there for _, there in kept}
-    pairs += [((), there) for there in theirs if there not in found]
+    matched_before, matched_after = {here for here, _ in kept}, {there for _, there in kept}
+    number = {dims: number for number, dims in enumerate(ours)}
+    pairs = [*kept, *((dims, ()) for dims in ours if dims not in matched_before)]
+    pairs.sort(key=lambda pair: number[pair[0]])
+    pairs += [((), dims) for dims in theirs if dims not in matched_after]
     shared, moved = _count_moved(before, after)
     return LayoutDifference(
         before=before,
@@ -213,9 +210,9 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
             GroupsChange(
                 here,
                 there,
-                groups_before=len(ours[here]) if here else 0,
-                groups_after=len(theirs[there]) if there else 0,
-                size=(ours[here] if here else theirs[there]).group_size,
+                groups_before=len(ours.get(here, ())),
+                groups_after=len(theirs.get(there, ())),
+                size=(ours.get(here) or theirs[there]).group_size,
                 kept=kept.get((here, there), 0),
             )
             for here, there in pairs
@@ -238,10 +235,8 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
         )
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:
-        raise LayoutError(
-            f"{what} has {len(long)} dims larger than 1, {long}; up to {MOST_DIMS} are compared: "
-            f"merge() those that are always used together"
-        )
+        wrong = f"{what} has {len(long)} dims larger than 1, {long}"
+        raise LayoutError(f"{wrong}; up to {MOST_DIMS} are compared: merge() some of them")
     return {dims: layout.groups(*dims) for dims in _combinations(long, len(long))}
 
 
@@ -262,14 +257,8 @@ def _count_kept(
     No two combinations of dims of one layout share a group.
     """
     dims_of = {key: dims for dims, groups in ours.items() for key in _keys(groups)}
-    pairs = Counter(
-        (dims_of[key], dims)
-        for dims, groups in theirs.items()
-        for key in _keys(groups)
-        if key in dims_of
-    )
-    order = {dims: number for number, dims in enumerate((*ours, *theirs))}
-    return dict(sorted(pairs.items(), key=lambda pair: [order[dims] for dims in pair[0]]))
+    pairs = ((dims_of.get(key), dims) for dims, groups in theirs.items() for key in _keys(groups))
+    return Counter((here, there) for here, there in pairs if here is not None)
 
 
 def _keys(groups: RankGroups) -> Iterator[bytes]:
@@ -280,20 +269,15 @@ def _keys(groups: RankGroups) -> Iterator[bytes]:
 def _count_moved(before: RankLayout, after: RankLayout) -> tuple[int, int]:
     """Count the ranks in both layouts, and those of them with other coordinates."""
     ranks = np.asarray(before.ranks), np.asarray(after.ranks)
-    shared, here, there = np.intersect1d(*ranks, assume_unique=True, return_indices=True)
+    shared, *places = np.intersect1d(*ranks, assume_unique=True, return_indices=True)
+    ours, theirs = (
+        dict(zip(layout.dim_names, np.unravel_index(place, layout.shape, order="F"), strict=True))
+        for layout, place in zip((before, after), places, strict=True)
+    )
     moved = np.zeros(shared.size, dtype=np.bool_)
-    for dim in dict.fromkeys((*_long_dims(before), *_long_dims(after))):
-        moved |= _coordinate(before, dim, here) != _coordinate(after, dim, there)
+    for dim in {**ours, **theirs}:
+        moved |= ours.get(dim, 0) != theirs.get(dim, 0)
     return shared.size, int(np.count_nonzero(moved))
-
-
-def _coordinate(layout: RankLayout, dim: str, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The coordinates along a dim of the ranks at these positions of the numbering."""
-    if dim not in layout.dim_names:
-        return np.zeros_like(positions)
-    axis = layout.dim_names.index(dim)
-    index = positions // math.prod(layout.shape[:axis])
-    return index % layout.shape[axis]
 
 
 def _named(layout: RankLayout) -> str:
@@ -304,9 +288,9 @@ def _named(layout: RankLayout) -> str:
 # ---- lost ranks ---------------------------------------------------------------------------------
 
 
-@attrs.frozen(repr=False, slots=False)
+@attrs.frozen(slots=False)
 class Lost:
-    """The shards that are lost with the ranks that another layout lacks; `str()` is a table.
+    """The shards that are lost with the ranks that another layout lacks; `str()` is a sentence.
 
     State that is sharded over some dims and replicated along the others has a shard for each
     combination of coordinates along those dims. A shard is lost if no rank is left that held it.
@@ -321,11 +305,7 @@ class Lost:
         >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
         ((4, 5), (), ({'dp': 2},))
         >>> print(lost)
-        sharded over  shards  lost
-        tp            2       none
-        dp            4       1: dp=2
-        tp+dp         8       2: tp=0,dp=2; tp=1,dp=2
-        tp=2,dp=4: 2 of 8 ranks are lost, 4..5: dp=2
+        tp=2,dp=4 loses 2 of 8 ranks: 4..5: dp=2
     """
 
     before: RankLayout
@@ -334,14 +314,7 @@ class Lost:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that only the layout before has, ascending."""
-        ranks = np.asarray(self.before.ranks)
-        return tuple(np.sort(ranks[~self._left.reshape(-1)]).tolist())
-
-    @cached_property
-    def _left(self) -> NDArray[np.bool_]:
-        """Whether each rank is left; the first dim varies fastest, so it is the last axis."""
-        left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
-        return left.reshape(self.before.shape[::-1])
+        return tuple(sorted({*self.before.ranks} - {*self.after.ranks}))
 
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
         """Return the shards over some dims that no remaining rank holds.
@@ -358,46 +331,11 @@ class Lost:
         """
         ordered = self.before.order_dims(dims)
         names = self.before.dim_names
-        others = tuple(-1 - axis for axis, name in enumerate(names) if name not in ordered)
-        lost = np.argwhere(~np.asarray(self._left.any(axis=others))).tolist()
+        others = tuple([-1 - axis for axis, name in enumerate(names) if name not in ordered])
+        left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
+        held = left.reshape(self.before.shape[::-1]).any(axis=others)  # the first dim comes last
+        lost = np.argwhere(~np.asarray(held)).tolist()
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
-
-    def replicas(self, rank: int, /, *dims: str) -> tuple[int, ...]:
-        """Return the remaining ranks that hold the same shard as a rank.
-
-        Args:
-            rank: One of the layout before.
-            dims: The dims that the state is sharded over, as for `shards`.
-
-        Raises:
-            RankOutsideError: The layout before does not have the rank.
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-
-        Example:
-            >>> lost = Lost(RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=2"))
-            >>> lost.replicas(5, "tp"), lost.replicas(5, "tp", "dp")
-            ((1, 3), ())
-        """
-        ordered = self.before.order_dims(dims)
-        here = self.before.coords(rank)
-        holders = self.before.ranks_where(**{dim: here[dim] for dim in ordered})
-        return tuple(one for one in holders if one in self.after)
-
-    @property
-    def summary(self) -> str:
-        """The losses in one sentence.
-
-        Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])
-            >>> Lost(*layouts).summary
-            'tp=2,dp=2: 1 of 4 ranks is lost, 3: tp=1,dp=1'
-        """
-        count = len(self.ranks)
-        if not count:
-            return f"{self.before}: no rank is lost"
-        verb = "is" if count == 1 else "are"
-        total = f"{count:,} of {self.before.size:,}"
-        return f"{self.before}: {total} ranks {verb} lost, {self.words}"
 
     @property
     def words(self) -> str:
@@ -409,19 +347,9 @@ class Lost:
                 return f"{format_ranks(self.ranks)}: {_some(found)}"
         return format_ranks(self.ranks) or "none"
 
-    def __repr__(self) -> str:
-        return f"<Lost: {self.summary}>"
-
     def __str__(self) -> str:
-        rows = [("sharded over", "shards", "lost")]
-        for dims in _combinations(
-            self._long, len(self._long) if len(self._long) <= MOST_DIMS else 1
-        ):
-            lost = self.shards(*dims)
-            shards = math.prod(self.before.size_of(dim) for dim in dims)
-            found = f"{len(lost):,}: {_some(lost)}" if lost else "none"
-            rows.append(("+".join(dims), f"{shards:,}", found))
-        return "\n".join([*aligned(rows), self.summary])
+        total = f"{len(self.ranks):,} of {self.before.size:,} ranks"
+        return f"{self.before} loses {total}: {self.words}"
 
     @property
     def _long(self) -> _Dims:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout.checks import as_int, as_rank, as_sizes, as_tuple, positive
-from hypercomm.layout.parsing import divisors
 from hypercomm.layout.text import shown
 
 _SHOWN = 5
@@ -89,25 +88,6 @@ def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] 
             after.insert(0, Axis(size // part, stride * part))
         count //= part
     return before, after
-
-
-def axes_of(offsets: NDArray[np.int64]) -> list[Axis] | None:
-    """Return nested axes whose `lattice` equals these offsets; None if there are no such axes.
-
-    >>> axes_of(np.array([0, 1, 4, 5, 8, 9])), axes_of(np.array([0, 1, 5])), axes_of(np.array([1]))
-    ([Axis(size=2, stride=1), Axis(size=3, stride=4)], None, None)
-    """
-    axes: list[Axis] = []
-    rest = offsets
-    while len(rest) > 1:
-        stride = int(rest[1])
-        astray = np.flatnonzero(rest != stride * np.arange(len(rest)))
-        size = int(astray[0]) if len(astray) else len(rest)  # how far the first step is repeated
-        if size < 2 or len(rest) % size:
-            return None
-        axes.append(Axis(size, stride))
-        rest = rest[::size]
-    return axes if are_nested(axes) and np.array_equal(lattice(axes), offsets) else None
 
 
 def are_nested(axes: Iterable[Axis]) -> bool:
@@ -205,10 +185,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
 
     def has_member(self, rank: int) -> bool:
         """Return whether `rank` is a member of one of the groups."""
-        try:
-            return self._find(as_rank(rank)) is not None
-        except RankOutsideError:  # not an int
-            return False
+        return self._find(as_rank(rank)) is not None
 
     def chunks(self, size: int) -> RankGroups:
         """Cut every group into consecutive groups of `size` members.
@@ -222,12 +199,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             [(0, 1, 2), (3, 4, 5)]
         """
         size = positive(size, "the chunk size")
-        if self.group_size % size:
-            raise LayoutError(
-                f"chunk size {size} does not divide the group size {self.group_size}; "
-                f"use one of {divisors(self.group_size)}"
-            )
-        return self._every(size, 1)
+        return self.levels([size, max(1, self.group_size // size)])[0]
 
     def levels(self, sizes: Sequence[int]) -> tuple[RankGroups, ...]:
         """Factorise every group into hierarchical sub-groups, one `RankGroups` for each level.
@@ -250,11 +222,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """
         sizes = as_sizes(sizes, "level sizes")
         if math.prod(sizes) != self.group_size:
-            factors = " * ".join(map(str, sizes)) or "1"
-            raise LayoutError(
-                f"level sizes {factors} = {math.prod(sizes)}, but each group has "
-                f"{self.group_size} members"
-            )
+            product = f"{' * '.join(map(str, sizes)) or '1'} = {math.prod(sizes)}"
+            raise LayoutError(f"sizes {product}, but each group has {self.group_size} members")
         steps = accumulate(sizes, operator.mul, initial=1)
         return tuple([self._every(size, step) for size, step in zip(sizes, steps, strict=False)])
 
@@ -280,8 +249,6 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> list(pp.pick(lambda group: (group[0], group[-1])))
             [(0, 4), (1, 5)]
         """
-        if not callable(function):
-            raise LayoutError(f"pick() takes a function of a group, got {shown(function)}")
         return PickedGroups(self, function)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]
@@ -305,6 +272,14 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         lists: list[list[int]] = self.to_array().tolist()
         return lists
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RankGroups):
+            return NotImplemented
+        return np.array_equal(self.to_array(), other.to_array())
+
+    def __hash__(self) -> int:
+        return hash((len(self), self.group_size))
+
     def __repr__(self) -> str:
         first = ", ".join(_shorten(self._group(index)) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
@@ -318,7 +293,7 @@ def _shorten(group: tuple[int, ...]) -> str:
     return f"({', '.join(map(str, group[: _SHOWN - 1]))}, ..., {group[-1]})"
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, eq=False)
 class StridedGroups(RankGroups):
     """Groups on a lattice: `outer` axes number the groups, `inner` axes span the members.
 
@@ -329,9 +304,9 @@ class StridedGroups(RankGroups):
     origin: int
     outer: tuple[Axis, ...] = attrs.field(converter=coalesce)
     inner: tuple[Axis, ...] = attrs.field(converter=coalesce)
-    group_size: int = attrs.field(init=False, eq=False)
-    _count: int = attrs.field(init=False, eq=False)
-    _descending: list[tuple[int, int, int, int]] = attrs.field(init=False, eq=False)
+    group_size: int = attrs.field(init=False)
+    _count: int = attrs.field(init=False)
+    _descending: list[tuple[int, int, int, int]] = attrs.field(init=False)
     """All axes, the largest stride first: size, stride, and the step of the group's index and of
     the position within it."""
 
@@ -355,6 +330,14 @@ class StridedGroups(RankGroups):
 
     def __len__(self) -> int:
         return self._count
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StridedGroups):
+            ours, theirs = ((one.origin, one.outer, one.inner) for one in (self, other))
+            return ours == theirs
+        return super().__eq__(other)
+
+    __hash__ = RankGroups.__hash__
 
     def _find(self, rank: int) -> tuple[int, int] | None:
         rest, index, position = rank - self.origin, 0, 0
@@ -391,7 +374,7 @@ class StridedGroups(RankGroups):
         return bases[:, None] + lattice(self.inner)[None, :]
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, eq=False)
 class PickedGroups(RankGroups):
     """The ranks of each parent group that a function returns."""
 
@@ -401,11 +384,6 @@ class PickedGroups(RankGroups):
     @property
     def group_size(self) -> int:
         return len(self._group(0))
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether the members of every group ascend, as they do where those of the parent do."""
-        return self.parent.is_sorted or super().is_sorted
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -420,13 +398,12 @@ class PickedGroups(RankGroups):
 
     def _group(self, index: int) -> tuple[int, ...]:
         group = self.parent._group(index)
-        chosen = as_tuple(self.function(group), "the result of the function in pick()")
-        named = {as_int(rank, "every rank that pick() keeps") for rank in chosen}
-        picked = tuple([rank for rank in group if rank in named])
-        if not picked or len(picked) < len(named):
+        chosen = set(as_tuple(self.function(group), "the result of the function in pick()"))
+        picked = tuple([rank for rank in group if rank in chosen])
+        if not picked or len(picked) < len(chosen):
             raise LayoutError(
                 f"pick() must name at least one rank, all from group {index} {shown(group)}; "
-                f"the function returned {shown(sorted(named))}"
+                f"the function returned {shown([*chosen])}"
             )
         if index and len(picked) != self.group_size:
             raise LayoutError(
@@ -463,37 +440,11 @@ class ArrayGroups(RankGroups):
     def to_array(self) -> NDArray[np.int64]:
         return self.array
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ArrayGroups):
-            return NotImplemented
-        return np.array_equal(self.array, other.array)
-
-    def __hash__(self) -> int:
-        return hash((len(self), self._group(0)))
-
     def __reduce__(self) -> tuple[type[ArrayGroups], tuple[NDArray[np.int64]]]:
         return ArrayGroups, (self.array,)
 
 
-def groups_of(ranks: NDArray[np.int64]) -> RankGroups:
-    """Return the groups in the rows of an array, strided where possible.
-
-    So groups with the same ranks in the same order are equal, whatever they were made from.
-
-    >>> groups_of(np.array([[0, 1, 4, 5]])), groups_of(np.array([[0, 1, 5, 4]]))
-    (<1 groups of 4: (0, 1, 4, 5)>, <1 groups of 4: (0, 1, 5, 4)>)
-    """
-    first = int(ranks[0, 0])
-    outer, inner = axes_of(ranks[:, 0] - first), axes_of(ranks[0] - first)
-    if outer is not None and inner is not None:
-        strided = StridedGroups(first, outer, inner)
-        nested = are_nested(sorted((*outer, *inner), key=_STRIDE))
-        if nested and np.array_equal(strided.to_array(), ranks):
-            return strided
-    return ArrayGroups(ranks)
-
-
-# ---- one rank in its group, groups on hosts -----------------------------------------------------
+# ---- one rank in its group ----------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -539,25 +490,3 @@ class Place:
         if periodic:
             at %= len(self.ranks)
         return self.ranks[at] if 0 <= at < len(self.ranks) else None
-
-
-def hosts_touched(groups: RankGroups, ranks_per_host: int) -> tuple[int, int]:
-    """Count the hosts of each group, where host k holds ranks k*n .. (k+1)*n - 1.
-
-    Args:
-        groups: The groups.
-        ranks_per_host: The number n of ranks on each host.
-
-    Returns:
-        The smallest and the largest number of hosts, over all groups.
-
-    Example:
-        >>> from hypercomm import RankLayout
-        >>> layout = RankLayout.parse("tp=4,dp=6")
-        >>> hosts_touched(layout.groups("tp"), 8), hosts_touched(layout.groups("dp"), 8)
-        ((1, 1), (3, 3))
-    """
-    positive(ranks_per_host, "ranks_per_host")
-    hosts = np.sort(groups.to_array() // ranks_per_host, axis=1)
-    counts = 1 + np.count_nonzero(np.diff(hosts, axis=1), axis=1)
-    return int(counts.min()), int(counts.max())

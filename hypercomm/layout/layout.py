@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import (
     LayoutError,
-    OrderError,
     RankOutsideError,
     UnknownDimError,
     WorldSizeError,
 )
 from hypercomm.layout.checks import (
     LARGEST_RANK,
-    LARGEST_WORLD,
     as_int,
     as_names,
     as_offset,
@@ -38,25 +36,22 @@ from hypercomm.layout.checks import (
     as_rank,
     as_ranks,
     as_sizes,
-    as_strings,
     positive,
     world_too_small,
 )
 from hypercomm.layout.groups import (
+    ArrayGroups,
     Axis,
     Place,
     RankGroups,
     StridedGroups,
     are_nested,
-    coalesce,
-    groups_of,
     lattice,
 )
 from hypercomm.layout.parsing import (
     OPEN,
     VARIABLE,
     Dims,
-    as_choices,
     as_dims,
     as_size,
     close_sizes,
@@ -64,13 +59,11 @@ from hypercomm.layout.parsing import (
     nearest_multiples,
     parse_order,
     parse_sizes,
+    read_choices,
     read_sizes,
     sizes_of_environment,
 )
-from hypercomm.layout.text import did_you_mean, format_sizes, shown, some_of
-
-_KEYS = {"shape", "dim_names", "rank_offset", "strides", "ranks"}
-"""The keys of the JSON form."""
+from hypercomm.layout.text import did_you_mean, format_sizes, shown
 
 
 @attrs.frozen(slots=False, cache_hash=True)
@@ -121,8 +114,8 @@ class RankLayout:
     Raises:
         LayoutError: The lengths differ or are 0, a size is not a positive int, a name is empty,
             duplicate or not printable, the offset is negative, `ranks` does not hold one rank for
-            each position, each once, or arguments exclude each other.
-        NotationError: The text cannot be read, or a size is unspecified without a world size.
+            each position, each once, arguments exclude each other, the text cannot be read, or a
+            size is unspecified without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
     Example:
@@ -173,25 +166,31 @@ class RankLayout:
         world_size: int | None = None,
         **dims: int,
     ) -> None:
-        offset = as_offset(rank_offset)
         if isinstance(ranks, Listing):  # from attrs.evolve, which passes every field
             ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
-            if offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
+            if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
             close_sizes(shape.sizes, world_size)
             self._set(*shape._numbering)
             return
         sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
-        steps = None if strides is None else as_sizes(strides, "strides")
-        if steps is not None and (ranks is not None or len(steps) != len(sizes)):
-            raise LayoutError(
-                f"strides {steps} need one stride for each of {tuple(sizes)}, and no ranks"
-            )
-        listing = None
+        offset, steps, listing = as_offset(rank_offset), None, None
+        if strides is not None:
+            steps = as_sizes(strides, "strides")
+            if ranks is not None or len(steps) != len(sizes):
+                raise LayoutError(f"strides {steps} must be one for each of {[*sizes]}, not ranks")
+            if not are_nested(map(Axis, sizes.values(), steps)):
+                raise LayoutError(
+                    f"strides {steps} overlap: each must be at least the extent before"
+                )
         if ranks is not None:
             listing = Listing(as_ranks(ranks, "ranks"))
-            _check_listing(listing.ranks, math.prod(sizes.values()), offset)
+            if len(listing.ranks) != math.prod(sizes.values()):
+                positions = f"shape has {shown(math.prod(sizes.values()))} positions"
+                raise LayoutError(f"ranks holds {len(listing.ranks)} ranks, but {positions}")
+            if offset not in {0, min(listing.ranks)}:
+                raise LayoutError(f"rank_offset {offset} cannot be combined with ranks")
         self._set(tuple(sizes.values()), tuple(sizes), offset, steps, listing)
 
     @classmethod
@@ -221,9 +220,7 @@ class RankLayout:
         if listing is not None:
             rank_offset, strides = min(listing.ranks), _strides_of(shape, listing.array)
             listing = listing if strides is None else None
-        strides = dense if strides is None else strides
-        if strides != dense:
-            strides = _canonical_strides(dim_names, shape, strides)
+        strides = dense if strides is None else _canonical_strides(shape, strides)
         last = rank_offset + sum(map(operator.mul, shape, strides)) - sum(strides)
         for name, value in (
             ("shape", shape),
@@ -262,7 +259,7 @@ class RankLayout:
             rank_offset: The smallest rank.
 
         Raises:
-            NotationError: The text cannot be read; the message names the offending part.
+            LayoutError: The text cannot be read; the message names the offending part.
             WorldSizeError: The sizes do not multiply to `world_size`.
 
         Example:
@@ -290,8 +287,8 @@ class RankLayout:
         at its end, as in Megatron's `RankGenerator`.
 
         Raises:
-            NotationError: The order cannot be read, or several sizes are unspecified.
-            OrderError: A size larger than 1 belongs to no dim of the order.
+            LayoutError: The order cannot be read, several sizes are unspecified, or one larger
+                than 1 belongs to no dim of the order.
             WorldSizeError: The sizes do not multiply to `world_size`.
 
         Example:
@@ -300,17 +297,13 @@ class RankLayout:
             'tp=2,cp=1,ep=1,dp=2,pp=4'
         """
         names = parse_order(order)
-        sizes = {name: as_size(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
-            if name not in names and size != 1:
-                raise OrderError(
-                    f"dim {name!r} has size {size}, but order {shown(order)} does not name it; "
-                    f"add it to the order"
-                )
+            if name not in names and as_size(name, size) != 1:
+                where = f"order {shown(order)} does not name it; add it to the order"
+                raise LayoutError(f"dim {name!r} has size {size}, but {where}")
         default = 1 if world_size is None or OPEN in sizes.values() else OPEN
-        every = as_names(tuple(dict.fromkeys((*names, *sizes))))
-        closed = close_sizes({name: sizes.get(name, default) for name in every}, world_size)
-        return cls._of(tuple(closed.values()), every, as_offset(rank_offset))
+        every = {name: sizes.get(name, default) for name in (*names, *sizes)}
+        return cls(close_sizes(read_sizes(every), world_size), rank_offset=rank_offset)
 
     @classmethod
     def suggest(
@@ -332,34 +325,26 @@ class RankLayout:
             >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
             ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
         """
-        total, choices = positive(world_size, "world_size"), _choices(sizes)
-        if total > LARGEST_RANK:
-            raise LayoutError(f"world_size must be at most {LARGEST_RANK}, got {shown(total)}")
+        total, choices = as_int(world_size, "world_size", 1, LARGEST_RANK), read_choices(sizes)
         shapes = completions([*choices.values()], total)
-        return [cls._of(shape, tuple(choices), as_offset(rank_offset)) for shape in shapes]
+        return [cls(shape, tuple(choices), rank_offset) for shape in shapes]
 
     @classmethod
     def fit(
-        cls,
-        world_size: int,
-        /,
-        *,
-        prefer: Iterable[str] = (),
-        rank_offset: int = 0,
-        **sizes: int | Iterable[int],
+        cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
     ) -> RankLayout:
         """Return the best of the layouts that `suggest` lists, as an elastic job needs it.
 
+        The sizes are as large as can be, that of the first dim above all; those of -1 do not count.
+
         Args:
             world_size: The number of ranks that the sizes must multiply to.
-            prefer: Dims whose size is to be as large as can be, the first one above all; then all
-                but those with size -1, in their order.
             rank_offset: The smallest rank.
             sizes: As for `suggest`.
 
         Raises:
             WorldSizeError: Nothing fits; names numbers of ranks that would.
-            LayoutError: As for `suggest`, or `prefer` names an unknown dim.
+            LayoutError: As for `suggest`.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -368,21 +353,17 @@ class RankLayout:
             >>> str(RankLayout.fit(3, tp=[1, 2, 4], dp=-1))
             'tp=1,dp=3'
         """
-        choices = _choices(sizes)
+        choices = read_choices(sizes)
         layouts = cls.suggest(world_size, rank_offset=rank_offset, **choices)
         known = [name for name, choice in choices.items() if OPEN not in choice]
         if not layouts:
-            least = math.prod([min(choices[name]) for name in known])
-            near = nearest_multiples(world_size, least)
-            if len(known) == len(choices):
-                near = f"leave one dim unspecified with -1, and {near}"
-            given = [f"{name}={'|'.join(map(str, choice))}" for name, choice in choices.items()]
+            near = nearest_multiples(world_size, math.prod([min(choices[name]) for name in known]))
+            hint = " with a dim of size -1" if len(known) == len(choices) else ""
             raise WorldSizeError(
-                f"no sizes of {shown(','.join(given))} multiply to {world_size} ranks; {near} "
-                f"ranks would do, or allow more sizes"
+                f"no sizes of {shown(choices)} multiply to {world_size} ranks; {near} ranks would "
+                f"do{hint}, or allow more sizes"
             )
-        wanted = tuple(dict.fromkeys((*as_strings(prefer, "prefer"), *known)))
-        return max(layouts, key=lambda layout: [layout.size_of(dim) for dim in wanted])
+        return max(layouts, key=lambda layout: [layout.sizes[dim] for dim in known])
 
     @classmethod
     def from_json(cls, text: str) -> RankLayout:
@@ -392,17 +373,9 @@ class RankLayout:
             LayoutError: It is not such a text.
         """
         try:
-            fields = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise LayoutError(f"this is not the JSON form of a layout: {error}") from error
-        keys = set(fields) if isinstance(fields, dict) else set()
-        lists = [fields[key] for key in ("shape", "dim_names") if key in keys]
-        if list(map(type, lists)) != [list, list] or keys - _KEYS:
-            raise LayoutError(
-                f"the JSON form of a layout is an object with lists 'shape' and 'dim_names', and "
-                f"perhaps 'rank_offset' and 'strides', or 'ranks', got {shown(text)}"
-            )
-        return cls(**fields)
+            return cls(**json.loads(text))
+        except (TypeError, json.JSONDecodeError, RecursionError) as error:
+            raise LayoutError(f"{shown(text)} is not the JSON form of a layout: {error}") from error
 
     def to_json(self) -> str:
         """Return the layout as JSON; equal layouts give equal text.
@@ -465,8 +438,7 @@ class RankLayout:
             default: The size of a dim that the layout lacks.
 
         Raises:
-            UnknownDimError: The layout lacks a dim, and there is no default.
-            LayoutError: No dims are given, or one is given twice.
+            UnknownDimError, LayoutError: There is no default, as for `order_dims`.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -474,9 +446,9 @@ class RankLayout:
             >>> layout.size_of("dp"), layout.size_of("tp", "dp"), layout.size_of("cp", default=1)
             (4, 8, 1)
         """
-        names = self._check_dims(as_dims(dims), others=default is not None)
-        size, sizes = 1 if default is None else as_int(default, "default"), self.sizes
-        return math.prod([sizes.get(name, size) for name in names])
+        if default is None:
+            return math.prod([self.sizes[name] for name in self.order_dims(dims)])
+        return math.prod([self.sizes.get(name, default) for name in as_dims(dims)])
 
     def order_dims(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the layout's order, after checking them.
@@ -643,11 +615,6 @@ class RankLayout:
             raise LayoutError(f"{text} has {size} ranks, but {self} has {self.size}")
         listing = self._listing
         if not self._is_dense:
-            if self.size > LARGEST_WORLD:
-                raise LayoutError(
-                    f"with gaps (strides {self.strides}) the ranks must be listed, and {self.size} "
-                    f"are more than the {LARGEST_WORLD} that can be; take a layout without gaps"
-                )
             listing = Listing(tuple(self.ranks))
         return self._of(tuple(sizes.values()), tuple(sizes), self.rank_offset, None, listing)
 
@@ -662,16 +629,12 @@ class RankLayout:
             'tp=2,cp_inner=2,cp_outer=4'
         """
         axis = self._axis_of(dim)
-        size, stride = self.shape[axis], self.strides[axis]
-        if not sizes:
-            raise LayoutError(f"split() needs the new dims, as in split({dim!r}, a=2, b=-1)")
+        size = self.shape[axis]
         try:
             parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
         except (LayoutError, WorldSizeError) as error:
             raise LayoutError(f"dim {dim!r} cannot be split: {error}") from error
-        strides = accumulate(parts.values(), operator.mul, initial=stride)
-        axes = map(Axis, parts.values(), strides)
-        return self._with_dims(axis, axis + 1, list(zip(parts, axes, strict=True)))
+        return self._with_dims(axis, axis + 1, parts)
 
     def merge(self, dims: Dims, name: str) -> RankLayout:
         """Join dims that are neighbours in the layout into one; no rank moves.
@@ -696,13 +659,7 @@ class RankLayout:
                 f"dims {wanted} cannot be merged: they are not neighbours in {self.dim_names}; "
                 f"reorder() the layout first, which renumbers its ranks"
             )
-        steps = coalesce(self._axes(wanted))
-        if len(steps) > 1:
-            names = (*self.dim_names[:first], name, *self.dim_names[last:])
-            size = math.prod(self.shape[first:last])
-            return self.renumber((*self.shape[:first], size, *self.shape[last:]), names)
-        joined = steps[0] if steps else Axis(1, self.strides[first])
-        return self._with_dims(first, last, [(name, joined)])
+        return self._with_dims(first, last, {name: math.prod(self.shape[first:last])})
 
     def rename(self, /, **names: str) -> RankLayout:
         """Give dims new names, old=new; no rank moves.
@@ -763,13 +720,10 @@ class RankLayout:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _with_dims(self, first: int, last: int, dims: Sequence[tuple[str, Axis]]) -> RankLayout:
+    def _with_dims(self, first: int, last: int, sizes: Mapping[str, int]) -> RankLayout:
         """This layout with dims first..last-1 replaced."""
-        every = list(zip(self.dim_names, self._axes(self.dim_names), strict=True))
-        every[first:last] = dims
-        names, axes = zip(*every, strict=True)
-        shape, strides = zip(*axes, strict=True)
-        return self._of(shape, as_names(names), self.rank_offset, strides, self._listing)
+        shape = (*self.shape[:first], *sizes.values(), *self.shape[last:])
+        return self.renumber(shape, (*self.dim_names[:first], *sizes, *self.dim_names[last:]))
 
     def _axes(self, names: Iterable[str]) -> list[Axis]:
         axes = (self.dim_names.index(name) for name in names)
@@ -783,14 +737,13 @@ class RankLayout:
             )
         return self.dim_names.index(dim)
 
-    def _check_dims(self, wanted: tuple[Any, ...], *, others: bool = False) -> tuple[str, ...]:
-        """Return dims in the order given, after checking them; `others` allows unknown names."""
+    def _check_dims(self, wanted: tuple[Any, ...]) -> tuple[str, ...]:
+        """Return dims in the order given, after checking them."""
         if not wanted:
             raise LayoutError(f"dims is empty; name at least one of {self.dim_names}")
-        for position, name in enumerate(wanted):
-            if not (others and isinstance(name, str)):
-                self._axis_of(name)
-            if name in wanted[:position]:
+        for name in wanted:
+            self._axis_of(name)
+            if wanted.count(name) > 1:
                 raise LayoutError(f"dim {name!r} comes twice in dims {shown(wanted)}")
         return wanted
 
@@ -824,11 +777,11 @@ class RankLayout:
         index = self._find(rank)
         if index is not None:
             return index
+        held = f"ranks {self.rank_offset}..{self.last_rank}"
         if self._listing is not None:
-            held = f"the ranks {some_of(self._listing.ranks, 16)}"
-        else:
-            gaps = "" if self._is_dense else f", with gaps (strides {self.strides})"
-            held = f"ranks {self.rank_offset}..{self.last_rank}{gaps}"
+            held = f"the ranks {shown(self._listing.ranks)}"
+        elif not self._is_dense:
+            held += f", in strides of {self.strides}"
         raise RankOutsideError(f"rank {shown(rank)} is not in layout {self}, which holds {held}")
 
     def _find(self, rank: object) -> list[int] | None:
@@ -884,14 +837,14 @@ class LayoutDims:
 
 @functools.lru_cache(maxsize=1024)
 def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
-    """Return the groups over dims in layout order; listed ranks are searched for strides once."""
+    """Return the groups over dims in layout order."""
     outer_axes: list[Axis] = []
     inner_axes: list[Axis] = []
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
         (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
     if layout._listing is not None:
         positions = StridedGroups(0, outer_axes, inner_axes).to_array()
-        return groups_of(layout._listing.array[positions])
+        return ArrayGroups(layout._listing.array[positions])
     return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
 
 
@@ -915,7 +868,6 @@ def read_layout(
 
     Raises:
         LayoutError: As for `RankLayout`, or there are no sizes.
-        NotationError: A text cannot be read, or an unspecified size cannot be inferred.
         WorldSizeError: The layout does not fit into the world.
 
     Example:
@@ -924,10 +876,9 @@ def read_layout(
         >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
         range(4, 8)
     """
-    layout = sizes if isinstance(sizes, RankLayout) else getattr(sizes, "layout", None)
+    layout = getattr(sizes, "layout", sizes)
     if isinstance(layout, RankLayout):
-        if dim_names is not None or rank_offset or dims:
-            raise LayoutError(f"a RankLayout has its own dims and ranks: give {layout!r} alone")
+        layout = RankLayout(layout, dim_names, rank_offset, **dims)  # type: ignore[arg-type]
     else:
         if sizes is None and not dims:
             sizes = sizes_of_environment()
@@ -940,31 +891,9 @@ def read_layout(
             given = close_sizes(given, None if left is None else max(1, left), room)
         layout = RankLayout._of(tuple(given.values()), tuple(given), offset)
     if world_size is not None and layout.last_rank >= world_size:
-        offset = layout.rank_offset
-        where = f"{layout} from rank {offset}" if offset else f"{layout}"
-        raise world_too_small(where, layout.last_rank, world_size)
+        where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
+        raise world_too_small(f"{layout}{where}", layout.last_rank, world_size)
     return layout
-
-
-def _choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Read the sizes that each dim may have."""
-    if not sizes:
-        raise LayoutError("at least one dim is needed, as in suggest(64, tp=8, dp=-1)")
-    return {name: as_choices(name, sizes[name]) for name in as_names(tuple(sizes))}
-
-
-def _check_listing(ranks: tuple[int, ...], size: int, rank_offset: int) -> None:
-    """Check the ranks that a layout is given against its other arguments."""
-    if len(ranks) != size:
-        raise LayoutError(
-            f"ranks holds {len(ranks)} ranks, but shape has {shown(size)} positions; give one rank "
-            f"for each"
-        )
-    if rank_offset not in {0, min(ranks)}:
-        raise LayoutError(
-            f"rank_offset {rank_offset} cannot be combined with ranks, the smallest of which is "
-            f"{min(ranks)}; leave it out"
-        )
 
 
 def _strides_of(shape: tuple[int, ...], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
@@ -983,21 +912,11 @@ def _strides_of(shape: tuple[int, ...], ranks: NDArray[np.int64]) -> tuple[int, 
     return tuple([stride for _, stride in axes]) if fits else None
 
 
-def _canonical_strides(
-    dim_names: tuple[str, ...], shape: tuple[int, ...], given: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Check that the dims are nested; a dim of size 1 gets the dense stride.
-
-    So layouts with the same ranks are equal.
-    """
+def _canonical_strides(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """Give each dim of size 1 the dense stride, so that layouts with the same ranks are equal."""
     strides: list[int] = []
     extent = 1
-    for name, size, stride in zip(dim_names, shape, given, strict=True):
-        if size > 1 and stride < extent:
-            raise LayoutError(
-                f"the stride of dim {name!r} must be at least {extent}, the extent of the dims "
-                f"before it, got {stride}"
-            )
+    for size, stride in zip(shape, given, strict=True):
         strides.append(stride if size > 1 else extent)
         extent = size * strides[-1]
     return tuple(strides)

@@ -22,14 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.layout.checks import as_flag, as_int, as_ordered
+from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.messages import (
     Cut,
     Message,
-    Shard,
     Sharding,
-    as_lengths,
     length_of_unit,
     resolve_axes,
 )
@@ -44,6 +42,9 @@ TensorAxis = int | tuple[str, int]
 Shards = tuple[tuple[str, TensorAxis], ...]
 """Which dim cuts which axis."""
 
+Cell = tuple[int, ...]
+"""A part of a tensor: the index of its shard along each axis that is cut."""
+
 Given = int | str | tuple[str, int]
 """A tensor axis, "zigzag", or ("zigzag", axis)."""
 
@@ -51,7 +52,7 @@ _MAY_LACK = ("dp", "cp", "pp")
 """The dims that are named by default, whether or not a layout has them."""
 
 _MOST_MESSAGES = 2**20
-"""The most messages that one call lists."""
+"""The most messages that a table lists."""
 
 
 class HasLayout(Protocol):
@@ -149,23 +150,21 @@ class RankMapping:
         leaders: bool = False,
         backward: bool = False,
     ) -> None:
-        source, target = as_layout(source, "source"), as_layout(target, "target")
-        along = None if along is None else as_dim(along, "along")
-        pipeline = None if pipeline is None else as_dim(pipeline, "pipeline")
+        source, target = read_layout(source), read_layout(target)
         batch_axis = as_int(batch_axis, "batch_axis")
         sequence = 0 if batch_axis == 1 else 1
         if shards is None:
             dims = {*source.dim_names, *target.dim_names} - {along, pipeline}
             shards = {"cp": sequence} if along and "cp" in dims else {}
         pairs = as_shards(shards, sequence)
-        flags = as_flag(leaders, "leaders"), as_flag(backward, "backward")
-        self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, *flags)
-        check_roles(source, target, along, batch_axis, pairs, pipeline)
+        self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, leaders, backward)
+        self._check_roles()
         axes = dims_of_axes(along, batch_axis, pairs).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
+        zigzag = [dim for dim, axis in pairs if isinstance(axis, tuple)]
         before, after = (
-            Sharding(layout, tuple(cuts.values()), self._stage(layout, is_last), zigzag_dims(pairs))
-            for layout, is_last in ((source, not backward), (target, backward))
+            Sharding(layout, cuts.values(), self._stage(layout, last), zigzag, leaders=leaders)
+            for layout, last in ((source, not backward), (target, backward))
         )
         numbers = [
             Cut(axis, here.count * here.held, there.count * there.held, here.held, there.held)
@@ -198,7 +197,9 @@ class RankMapping:
             >>> mapping.source_ranks, mapping.sources_of(3)
             ((2, 3), (3,))
         """
-        return cls(part_of(source, at, "source"), target, None, shards=shards, pipeline=None)
+        layout = read_layout(source)
+        part = layout.select(**at) if at else layout
+        return cls(part, target, None, shards=shards, pipeline=None)
 
     @property
     def kind(self) -> Literal["equal", "fan-in", "fan-out"]:
@@ -224,8 +225,7 @@ class RankMapping:
             words = [f"{self.kind} {before} -> {after} along {self.along}"]
         for cut in self.cuts:
             if axes[cut.axis] != (self.along,):
-                is_zigzag = not zigzag_dims(self.shards).isdisjoint(axes[cut.axis])
-                how = " in zigzag" if is_zigzag else ""
+                how = " in zigzag" if cut.source_held + cut.target_held > 2 else ""
                 words.append(f"{cut.sources} -> {cut.targets} on axis {cut.axis}{how}")
         words = words or ["whole"]
         words += ["leaders only"] * self.leaders + ["backward"] * self.backward
@@ -261,7 +261,7 @@ class RankMapping:
             "start" and "stop" (units, one column for each of `cuts`).
 
         Raises:
-            LayoutError: There are too many to list.
+            LayoutError: There are more than a million.
 
         Example:
             >>> mapping = RankMapping(RankLayout.parse("dp=2"), RankLayout([3], ["tp"], 2))
@@ -270,9 +270,11 @@ class RankMapping:
             >>> mapping.table()["start"].ravel().tolist()
             [0, 0, 0, 1, 1, 1]
         """
-        _, receivers = self._replicas
         pairs = [cut.source + cut.target - math.gcd(cut.source, cut.target) for cut in self.cuts]
-        _check_count(math.prod(pairs) * receivers)
+        count = math.prod(pairs) * self._after.active
+        if count > _MOST_MESSAGES:
+            hint = "ask about single ranks, or give the mapping leaders=True"
+            raise LayoutError(f"these are {count} messages, more than {_MOST_MESSAGES}; {hint}")
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
         messages.sort(key=_by_place)
         ends = [(name, np.int64) for name in ("source", "target")]
@@ -300,11 +302,9 @@ class RankMapping:
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
-        senders, receivers = self._replicas
         messages: list[Message] = []
-        for here in self._before.shards_of(rank):
-            if here.replica < senders:
-                messages += self._sent_from(here, rank, senders, receivers)
+        for cell in self._before.shards_of(rank):
+            messages += self._sent_from(cell, rank)
         return tuple(sorted(messages, key=_by_place))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
@@ -321,12 +321,9 @@ class RankMapping:
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
-        senders, receivers = self._replicas
-        own = {shard.cell: shard for shard in _shards_of(self._before, rank, senders)}
         messages: list[Message] = []
-        for there in self._after.shards_of(rank):
-            if there.replica < receivers:
-                messages += self._received_at(there, own, senders, receivers)
+        for cell in self._after.shards_of(rank):
+            messages += self._received_at(cell, rank)
         return tuple(sorted(messages, key=_by_place))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
@@ -364,7 +361,7 @@ class RankMapping:
             >>> mapping.received_shape([3, 5]), mapping.inverse().received_shape([6, 5])
             ((6, 5), (3, 5))
         """
-        lengths = list(as_lengths(shape))
+        lengths = [as_int(length, "every length in shape", 0) for length in shape]
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
             length_of_unit(cut.axis, lengths[axis], cut.units // cut.sources)
             lengths[axis] = lengths[axis] * cut.sources // cut.targets
@@ -372,57 +369,77 @@ class RankMapping:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _sent_from(self, here: Shard, rank: int, senders: int, receivers: int) -> Iterator[Message]:
+    def _sent_from(self, cell: Cell, rank: int) -> Iterator[Message]:
         """Return what a rank sends of one of its cells."""
-        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here.cell, strict=True)]
-        consumers = math.prod(map(len, choices)) * receivers
-        first, last = (
-            -(-replica * consumers // senders) for replica in (here.replica, here.replica + 1)
-        )
-        _check_count(last - first)
-        for own in _shards_of(self._after, rank, receivers):
-            if all(shard in some for shard, some in zip(own.cell, choices, strict=True)):
-                yield self._message(here, own)
+        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
+        for own in _shards_of(self._after, rank):
+            if all(shard in some for shard, some in zip(own, choices, strict=True)):
+                yield self._message(cell, own, rank, rank)
+        consumers = math.prod(map(len, choices)) * self._after.active
+        replica, senders = self._before.replica_of(rank), self._before.active
+        first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
-            rest, replica = divmod(turn, receivers)
+            rest, receiver = divmod(turn, self._after.active)
             reversed_cell = []
             for shards in reversed(choices):
                 rest, position = divmod(rest, len(shards))
                 reversed_cell.append(shards[position])
-            there = Shard(tuple(reversed_cell[::-1]), replica)
-            theirs = _shards_of(self._before, self._after.rank_at(*there), senders)
-            if all(shard.cell != here.cell for shard in theirs):  # else it keeps its own
-                yield self._message(here, there)
+            there = tuple(reversed_cell[::-1])
+            target = self._after.rank_at(there, receiver)
+            if cell not in _shards_of(self._before, target):  # else it keeps its own
+                yield self._message(cell, there, rank, target)
 
-    def _received_at(
-        self, there: Shard, own: Mapping[tuple[int, ...], Shard], senders: int, receivers: int
-    ) -> Iterator[Message]:
-        """Return what a rank receives of one cell, given what it has itself."""
-        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there.cell, strict=True)]
-        _check_count(math.prod(map(len, choices)))
-        for cell in product(*choices):
-            if cell in own:
-                yield self._message(own[cell], there)
+    def _received_at(self, cell: Cell, rank: int) -> Iterator[Message]:
+        """Return what a rank receives of one cell."""
+        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
+        own = _shards_of(self._before, rank)
+        for here in product(*choices):
+            if here in own:
+                yield self._message(here, cell, rank, rank)
                 continue
             position, cells = 0, 1
-            for cut, source, target in zip(self.cuts, cell, there.cell, strict=True):
+            for cut, source, target in zip(self.cuts, here, cell, strict=True):
                 shards = cut.targets_of(source)
                 position = position * len(shards) + target - shards.start
                 cells *= len(shards)
-            turn = position * receivers + there.replica
-            sender = turn * senders // (cells * receivers)
-            yield self._message(Shard(cell, sender), there)
+            turn = position * self._after.active + self._after.replica_of(rank)
+            sender = turn * self._before.active // (cells * self._after.active)
+            yield self._message(here, cell, self._before.rank_at(here, sender), rank)
 
-    @property
-    def _replicas(self) -> tuple[int, int]:
-        """How many replicas of a cell of the source send, and of the target receive."""
-        return (1, 1) if self.leaders else (self._before.replicas, self._after.replicas)
+    def _message(self, here: Cell, there: Cell, source: int, target: int) -> Message:
+        slots = zip(self._before.slots_of(here), self._after.slots_of(there), strict=True)
+        shards = zip(self.cuts, here, there, slots, strict=True)
+        parts = [cut.part(one, other, both) for cut, one, other, both in shards]
+        return Message(source, target, tuple(parts))
 
-    def _message(self, here: Shard, there: Shard) -> Message:
-        slots = zip(self._before.slots_of(here.cell), self._after.slots_of(there.cell), strict=True)
-        shards = zip(self.cuts, here.cell, there.cell, slots, strict=True)
-        parts = tuple(cut.part(source, target, both) for cut, source, target, both in shards)
-        return Message(self._before.rank_at(*here), self._after.rank_at(*there), parts)
+    def _check_roles(self) -> None:
+        """Check that each dim has one role, that a layout has it, and that the batch divides."""
+        given = [("along", self.along), *(("shards", dim) for dim, _ in self.shards)]
+        named = [*given, ("pipeline", self.pipeline)]
+        roles = roles_of([(role, dim) for role, dim in named if dim is not None])
+        names = self.source.dim_names, self.target.dim_names
+        idle = replicating(self.source, self.target, roles)
+        for dim, role in roles.items():
+            may_lack = dim in _MAY_LACK and not (role == "along" and idle)
+            if not may_lack and dim not in {*names[0], *names[1]}:
+                hint = "; give along=None if no dim splits a batch" if role == "along" else ""
+                raise UnknownDimError(
+                    f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
+                    f"{names[0]}, the target {names[1]}{hint}"
+                )
+        for dim, axis in self.shards:
+            if self.along is not None and axis == (ZIGZAG, self.batch_axis):
+                raise LayoutError(
+                    f"dim {dim!r} in shards cuts axis {self.batch_axis} in zigzag, which is the "
+                    f"batch's; give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
+                )
+        before, after = (1, 1) if self.along is None else self._sizes(self.along)
+        if before % after and after % before:
+            raise LayoutError(
+                f"the batch is cut along {self.along} into {before} shards on the source and "
+                f"{after} on the target; one number must be a multiple of the other, as "
+                f"{nearest_multiples(before, after)} on the source"
+            )
 
     def _sizes(self, dim: str) -> tuple[int, int]:
         return self.source.size_of(dim, default=1), self.target.size_of(dim, default=1)
@@ -433,22 +450,13 @@ class RankMapping:
         return {self.pipeline: layout.size_of(self.pipeline) - 1 if is_last else 0}
 
 
-def _shards_of(sharding: Sharding, rank: int, replicas: int) -> list[Shard]:
-    """The shards of any rank, if it is among the replicas that take part."""
-    found = sharding.shards_of(rank) if rank in sharding.layout else ()
-    return [shard for shard in found if shard.replica < replicas]
+def _shards_of(sharding: Sharding, rank: int) -> list[Cell]:
+    """Return the cells of any rank; none if the layout does not hold it."""
+    return sharding.shards_of(rank) if rank in sharding.layout else []
 
 
 def _by_place(message: Message) -> tuple[int, int, list[int]]:
     return message.source, message.target, [part.start for part in message.parts]
-
-
-def _check_count(messages: int) -> None:
-    if messages > _MOST_MESSAGES:
-        raise LayoutError(
-            f"these are {messages} messages, more than the {_MOST_MESSAGES} that can be listed; "
-            f"ask about single ranks, or give the mapping leaders=True"
-        )
 
 
 def _with_ranks(layout: RankLayout) -> str:
@@ -458,46 +466,6 @@ def _with_ranks(layout: RankLayout) -> str:
 
 
 # ---- arguments ----------------------------------------------------------------------------------
-
-
-def as_layout(given: AnyLayout, what: str) -> RankLayout:
-    """Return a layout in one of the forms of `AnyLayout`; `what` is its name in errors."""
-    if not isinstance(given, (str, Mapping)) and not isinstance(
-        getattr(given, "layout", given), RankLayout
-    ):
-        raise LayoutError(
-            f"{what} must be a RankLayout, a grid, or sizes such as 'tp=2,dp=4', got {shown(given)}"
-        )
-    return read_layout(given)
-
-
-def part_of(given: AnyLayout, at: Mapping[str, int] | None, what: str) -> RankLayout:
-    """Return a layout, or the part of it at some coordinates.
-
-    Raises:
-        LayoutError, UnknownDimError: As for `as_layout` and `RankLayout.select`.
-    """
-    layout = as_layout(given, what)
-    if at is not None and not isinstance(at, Mapping):
-        raise LayoutError(f"at must be a mapping such as {{'pp': 1}}, got {shown(at)}")
-    return (
-        layout.select(**{as_dim(dim, "at"): index for dim, index in at.items()}) if at else layout
-    )
-
-
-def as_dim(value: object, what: str) -> str:
-    """Return the name of a dim; `what` begins the error's sentence.
-
-    Raises:
-        LayoutError: It is not a string, or empty.
-
-    Example:
-        >>> as_dim("dp", "along")
-        'dp'
-    """
-    if not isinstance(value, str) or not value:
-        raise LayoutError(f"{what} must be the name of a dim, got {shown(value)}")
-    return str(value)
 
 
 def as_shards(value: object, sequence: int) -> Shards:
@@ -518,34 +486,16 @@ def as_shards(value: object, sequence: int) -> Shards:
     shards: list[tuple[str, TensorAxis]] = []
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise LayoutError(
-                f"shards must map dims to tensor axes, as in {{'cp': 1}}, got {shown(value)}"
-            )
-        dim = as_dim(pair[0], "every dim in shards")
-        shards.append((dim, _as_axis(pair[1], sequence, f"the axis of dim {dim!r} in shards")))
+            raise LayoutError(f"shards must be such as {{'cp': 1}}, got {shown(value)}")
+        dim, axis = pair
+        what = f"the axis of dim {dim!r} in shards"
+        if axis == ZIGZAG:
+            axis = ZIGZAG, sequence
+        if isinstance(axis, tuple) and len(axis) == 2 and axis[0] == ZIGZAG:
+            shards.append((dim, (ZIGZAG, as_int(axis[1], what))))
+        else:
+            shards.append((dim, as_int(axis, what)))
     return tuple(shards)
-
-
-def _as_axis(value: object, sequence: int, what: str) -> TensorAxis:
-    if isinstance(value, str):
-        if value != ZIGZAG:
-            raise LayoutError(
-                f"{what} must be an int, {ZIGZAG!r} or ({ZIGZAG!r}, axis), got {shown(value)}"
-            )
-        return ZIGZAG, sequence
-    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == ZIGZAG:
-        return ZIGZAG, as_int(value[1], what)
-    return as_int(value, what)
-
-
-def zigzag_dims(shards: Shards) -> frozenset[str]:
-    """Return the dims that cut in zigzag.
-
-    Example:
-        >>> zigzag_dims((("cp", ("zigzag", 1)), ("tp", -1)))
-        frozenset({'cp'})
-    """
-    return frozenset([dim for dim, axis in shards if isinstance(axis, tuple)])
 
 
 def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
@@ -575,56 +525,6 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     return roles
 
 
-def check_roles(
-    source: RankLayout,
-    target: RankLayout,
-    along: str | None,
-    batch_axis: int,
-    shards: Shards,
-    pipeline: str | None,
-) -> None:
-    """Check that each dim has one role and that at least one layout has it.
-
-    Raises:
-        LayoutError: A dim is named twice, or neither size along the batch is a multiple of the
-            other.
-        UnknownDimError: Neither layout has a dim that is not a default; or neither has `along`,
-            and a dim without a role would replicate the batch.
-
-    Example:
-        >>> layout = RankLayout.parse("tp=2,dp=2")
-        >>> check_roles(layout, layout, "dp", 0, (("tp", -1),), "pp")
-    """
-    named = [("along", along), *(("shards", dim) for dim, _ in shards), ("pipeline", pipeline)]
-    roles = [(role, dim) for role, dim in named if dim is not None]
-    dims = {*source.dim_names, *target.dim_names}
-    idle = replicating(source, target, {dim for _, dim in roles})
-    for role, dim in roles:
-        if dim in dims or (dim in _MAY_LACK and not (role == "along" and idle)):
-            continue
-        hint = f"; give along={idle[0]!r}, or along=None if no dim splits a batch" if idle else ""
-        raise UnknownDimError(
-            f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
-            f"{source.dim_names}, the target {target.dim_names}{hint if role == 'along' else ''}"
-        )
-    roles_of(roles)
-    if along is None:
-        return
-    for dim, axis in shards:
-        if axis == (ZIGZAG, batch_axis):
-            raise LayoutError(
-                f"dim {dim!r} in shards cuts axis {batch_axis} in zigzag, which is the batch's; "
-                f"give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
-            )
-    before, after = source.size_of(along, default=1), target.size_of(along, default=1)
-    if before % after and after % before:
-        raise LayoutError(
-            f"the batch is cut along {along} into {before} shards on the source and {after} on "
-            f"the target; one number must be a multiple of the other, as "
-            f"{nearest_multiples(before, after)} on the source"
-        )
-
-
 def replicating(
     source: RankLayout, target: RankLayout, roles: Collection[str | None]
 ) -> tuple[str, ...]:
@@ -635,7 +535,9 @@ def replicating(
         ('tp', 'ep')
     """
     dims = dict.fromkeys((*source.dim_names, *target.dim_names))
-    sizes = {
-        dim: max(source.size_of(dim, default=1), target.size_of(dim, default=1)) for dim in dims
-    }
-    return tuple(dim for dim, size in sizes.items() if size > 1 and dim not in roles)
+    return tuple(
+        dim
+        for dim in dims
+        if dim not in roles
+        and any(layout.size_of(dim, default=1) > 1 for layout in (source, target))
+    )

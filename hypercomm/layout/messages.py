@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, product
-from typing import NamedTuple
+from itertools import product
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.checks import as_int
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import nearest_multiples
-from hypercomm.layout.text import shown
 
 
 @attrs.frozen
@@ -178,29 +176,13 @@ class Message:
         return self._slices(shape, [part.on_target for part in self.parts])
 
     def _slices(self, shape: Sequence[int], firsts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        lengths = as_lengths(shape)
+        lengths = [as_int(one, "every length in shape", 0) for one in shape]
         slices = [slice(None)] * len(lengths)
         axes = resolve_axes(self.parts, len(lengths))
         for part, axis, (first, units) in zip(self.parts, axes, firsts, strict=True):
             step = length_of_unit(part.axis, lengths[axis], units)
             slices[axis] = slice(first * step, (first + part.stop - part.start) * step)
         return tuple(slices)
-
-
-def as_lengths(shape: Sequence[int]) -> tuple[int, ...]:
-    """Read the shape of a tensor.
-
-    Raises:
-        LayoutError: It is not a sequence of non-negative ints.
-
-    Example:
-        >>> as_lengths([8, 3])
-        (8, 3)
-    """
-    lengths = tuple([as_int(one, "every length in shape") for one in as_ordered(shape, "shape")])
-    if min(lengths, default=0) < 0:
-        raise LayoutError(f"every length in shape must be non-negative, got {shown(lengths)}")
-    return lengths
 
 
 def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
@@ -259,13 +241,6 @@ def zigzag_order(dims: Sequence[tuple[int, bool]]) -> NDArray[np.int64]:
     return local
 
 
-class Shard(NamedTuple):
-    """A part of a tensor: its cell, an index for each axis that is cut, and which replica it is."""
-
-    cell: tuple[int, ...]
-    replica: int
-
-
 class AxisCut:
     """The dims of a layout that cut one tensor axis.
 
@@ -280,7 +255,7 @@ class AxisCut:
         held: The number of shards of each rank.
     """
 
-    def __init__(self, layout: RankLayout, dims: Sequence[str], zigzag: Collection[str]) -> None:
+    def __init__(self, layout: RankLayout, dims: Iterable[str], zigzag: Collection[str]) -> None:
         self.dims = [(dim, layout.size_of(dim)) for dim in dims if dim in layout.dim_names]
         self.count = math.prod([size for _, size in self.dims])
         steps = [(size, dim in zigzag and size > 1) for dim, size in self.dims]
@@ -302,7 +277,6 @@ class AxisCut:
         return rank, position
 
 
-@attrs.frozen
 class Sharding:
     """How the ranks of one pipeline stage of a layout hold a tensor.
 
@@ -315,65 +289,57 @@ class Sharding:
             the layout lacks count as dims of size 1.
         stage: The coordinate of the stage along the dim of the pipeline; none: all ranks.
         zigzag: The dims of `cuts` that cut in zigzag.
+        leaders: Whether only the first replica of a cell sends or receives.
+
+    Attributes:
+        axes: The dims that cut each axis.
+        active: The number of replicas of a cell that send or receive.
 
     Example:
         >>> sharding = Sharding(RankLayout.parse("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
-        >>> sharding.shards, sharding.replicas, sharding.ranks
-        ((2,), 2, (4, 5, 6, 7))
-        >>> sharding.shards_of(7), sharding.shards_of(3)
-        ((Shard(cell=(1,), replica=1),), ())
-        >>> sharding.rank_at((1,), 1)
-        7
-        >>> causal = Sharding(RankLayout.parse("cp=2"), [("cp",)], zigzag={"cp"})
-        >>> causal.shards, [shard.cell for shard in causal.shards_of(0)]
-        ((4,), [(0,), (3,)])
+        >>> sharding.active, sharding.ranks, sharding.replicas_of(7)
+        (2, (4, 5, 6, 7), (6, 7))
+        >>> sharding.shards_of(7), sharding.shards_of(3), sharding.rank_at((1,), 1)
+        ([(1,)], [], 7)
+        >>> Sharding(RankLayout.parse("cp=2"), [("cp",)], zigzag={"cp"}).shards_of(0)
+        [(0,), (3,)]
     """
 
-    layout: RankLayout
-    cuts: Sequence[tuple[str, ...]]
-    stage: Mapping[str, int] = attrs.field(factory=dict)
-    zigzag: Collection[str] = ()
-    axes: tuple[AxisCut, ...] = attrs.field(init=False, eq=False, repr=False)
-    copies: AxisCut = attrs.field(init=False, eq=False, repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Find the dims of each axis, and those that replicate."""
-        taken = {*self.stage, *chain.from_iterable(self.cuts)}
-        copying = [dim for dim in reversed(self.layout.dim_names) if dim not in taken]
-        axes = tuple([AxisCut(self.layout, dims, self.zigzag) for dims in self.cuts])
-        object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "copies", AxisCut(self.layout, copying, ()))
-
-    @property
-    def shards(self) -> tuple[int, ...]:
-        """The number of shards along each axis that is cut."""
-        return tuple([axis.count * axis.held for axis in self.axes])
-
-    @property
-    def replicas(self) -> int:
-        """The number of ranks that hold the same cell."""
-        return self.copies.count
+    def __init__(
+        self,
+        layout: RankLayout,
+        cuts: Iterable[Sequence[str]],
+        stage: Mapping[str, int] | None = None,
+        zigzag: Collection[str] = (),
+        *,
+        leaders: bool = False,
+    ) -> None:
+        self.layout, self.stage = layout, dict(stage or {})
+        self.axes = [AxisCut(layout, dims, zigzag) for dims in cuts]
+        taken = {*self.stage, *[dim for axis in self.axes for dim, _ in axis.dims]}
+        copying = [dim for dim in reversed(layout.dim_names) if dim not in taken]
+        self._copies = AxisCut(layout, copying, ())
+        self.active = 1 if leaders else self._copies.count
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the stage, in the order of the layout."""
         return self.layout.ranks_where(**self.stage)
 
-    def shards_of(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank holds: one cell, or several where a dim cuts in zigzag.
+    def replica_of(self, rank: int) -> int:
+        """Return the number of a rank among the replicas of its cells."""
+        return self._copies.shards_at(self.layout.coords(rank))[0]
 
-        Returns:
-            The shards; () where the rank is not on the stage.
+    def shards_of(self, rank: int) -> list[tuple[int, ...]]:
+        """Return what a rank of the layout sends or receives: an index for each axis that is cut.
 
-        Raises:
-            RankOutsideError: The layout does not hold `rank`.
+        Several where a dim cuts in zigzag; none off the stage, and for a replica that only the
+        leader acts for.
         """
         coords = self.layout.coords(rank)
-        if not self.stage.items() <= coords.items():
-            return ()
-        (replica,) = self.copies.shards_at(coords)
-        cells = product(*[axis.shards_at(coords) for axis in self.axes])
-        return tuple([Shard(cell, replica) for cell in cells])
+        if not self.stage.items() <= coords.items() or self.replica_of(rank) >= self.active:
+            return []
+        return list(product(*[axis.shards_at(coords) for axis in self.axes]))
 
     def slots_of(self, cell: tuple[int, ...]) -> tuple[int, ...]:
         """Return the position of a cell among those of its rank, along each axis that is cut."""
@@ -381,21 +347,19 @@ class Sharding:
         return tuple([axis.place_of(shard)[1] for axis, shard in places])
 
     def rank_at(self, cell: tuple[int, ...], replica: int) -> int:
-        """Return the rank that holds a cell as one of its replicas; the inverse of `shards_of`."""
+        """Return the rank that holds a cell as one of its replicas."""
         coords = dict(self.stage)
-        for axis, shard in zip((*self.axes, self.copies), (*cell, replica), strict=True):
+        for axis, shard in zip((*self.axes, self._copies), (*cell, replica), strict=True):
             index, _ = axis.place_of(shard)
             for dim, size in reversed(axis.dims):
                 index, coords[dim] = divmod(index, size)
         return self.layout.rank(**coords)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold what `rank` holds, itself included; () off the stage.
-
-        Example:
-            >>> Sharding(RankLayout.parse("tp=2,dp=2"), [("dp",)]).replicas_of(3)
-            (2, 3)
-        """
-        for shard in self.shards_of(rank):
-            return tuple([self.rank_at(shard.cell, one) for one in range(self.replicas)])
-        return ()
+        """Return the ranks that hold what `rank` holds, itself included; () off the stage."""
+        coords = self.layout.coords(rank)
+        if not self.stage.items() <= coords.items():
+            return ()
+        copying = dict(self._copies.dims)
+        others = {dim: at for dim, at in coords.items() if dim not in copying}
+        return self.layout.ranks_where(**others)

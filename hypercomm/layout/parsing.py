@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hypercomm.errors import LayoutError, NotationError, WorldSizeError
+from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import as_int, as_names, as_ordered, as_tuple, positive
 from hypercomm.layout.text import format_sizes, shown
 
@@ -39,14 +39,14 @@ def parse_sizes(text: str) -> dict[str, int]:
     A size of -1, or a name alone, is unspecified (`OPEN`).
 
     Raises:
-        NotationError: A part cannot be read, or a dim is given twice; shows the part, and the
+        LayoutError: A part cannot be read, or a dim is given twice; shows the part, and the
             corrected text where it can be guessed.
 
     >>> parse_sizes("tp=2, cp=3, dp")
     {'tp': 2, 'cp': 3, 'dp': -1}
     """
     if not isinstance(text, str):
-        raise NotationError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
+        raise LayoutError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
     sizes: dict[str, int] = {}
     for number, part in enumerate(text.split(","), 1):
         match = _SIZE.fullmatch(part)
@@ -54,30 +54,29 @@ def parse_sizes(text: str) -> dict[str, int]:
         if not match or size == 0 or (match[2] is None and ":" in part):
             raise _unreadable(text, part, number)
         if not match[1].isprintable():
-            raise NotationError(f"dim name {shown(match[1])} must be printable")
-        name = match[1]
-        if name in sizes:
-            raise NotationError(f"dim {shown(name)} is given twice in {shown(text)}")
-        sizes[name] = size
+            raise LayoutError(f"dim name {shown(match[1])} must be printable")
+        if match[1] in sizes:
+            raise LayoutError(f"dim {shown(match[1])} is given twice in {shown(text)}")
+        sizes[match[1]] = size
     if "=" not in text and "," in _corrected(text):  # tp2,dp4
         raise _unreadable(text, text)
     return sizes
 
 
-def _unreadable(text: str, part: str, number: int = 1) -> NotationError:
+def _unreadable(text: str, part: str, number: int = 1) -> LayoutError:
     """Return the error for one part of a text; `number` counts the parts from 1."""
+    name, equals, _ = part.partition("=")
+    where = shown(part.strip()) + ("" if part == text else f" in {shown(text)}")
     if not part.strip():
         what = f"part {number} of {shown(text)}" if text.strip() else "the text"
-        return NotationError(f"{what} is empty; write sizes like 'tp=2,dp=4'")
-    where = f"{shown(part.strip())}" + ("" if part == text else f" in {shown(text)}")
-    name, equals, _ = part.partition("=")
-    if fix := _corrected(text):
+        wrong = f"{what} is empty; write sizes like 'tp=2,dp=4'"
+    elif fix := _corrected(text):
         wrong = f"{where} cannot be read as a size; separate sizes with commas, as in {fix!r}"
     elif equals and _SIZE.fullmatch(name):
         wrong = f"the size in {shown(part.strip())} must be a positive integer, or -1 to infer it"
     else:
         wrong = f"{where} cannot be read as a size; write a dim name and its size, as in 'tp=2'"
-    return NotationError(wrong)
+    return LayoutError(wrong)
 
 
 def _corrected(text: str) -> str:
@@ -92,18 +91,14 @@ def parse_order(text: str) -> tuple[str, ...]:
     """Read "tp-cp-ep-dp-pp" into dim names, the first one fastest varying.
 
     Raises:
-        NotationError: A name is empty or comes twice.
+        LayoutError: A name is empty or comes twice.
 
     >>> parse_order("tp-cp-dp")
     ('tp', 'cp', 'dp')
     """
-    if not isinstance(text, str):
-        raise NotationError(f"expected an order like 'tp-cp-dp', got {shown(text)}")
-    names = tuple(map(str.strip, text.split("-")))
-    if "" in names or len(set(names)) < len(names):
-        raise NotationError(
-            f"order {shown(text)} must name each dim once, as in 'tp-cp-dp', without empty names"
-        )
+    names = _split(text, "-", "tp-cp-dp")
+    if len(set(names)) < len(names):
+        raise LayoutError(f"order {shown(text)} must name each dim once, as in 'tp-cp-dp'")
     return names
 
 
@@ -111,20 +106,14 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """Read "tp,dp+cp" into one tuple of dims for each set of groups.
 
     Raises:
-        NotationError: A part is empty or comes twice.
+        LayoutError: A part is empty or comes twice.
 
     >>> parse_groups("tp,dp+cp")
     [('tp',), ('dp', 'cp')]
     """
-    if not isinstance(text, str):
-        raise NotationError(f"expected groups like 'tp,dp+cp', got {shown(text)}")
-    wanted = [split_dims(part) for part in text.split(",")]
-    for position, dims in enumerate(wanted):
-        if any(set(dims) == set(earlier) for earlier in wanted[:position]):
-            raise NotationError(f"groups {'+'.join(dims)!r} come twice in {shown(text)}")
-        for dim in dims:
-            if not _SIZE.fullmatch(dim):
-                raise NotationError(f"{shown(dim)} is not a dim name; write groups like 'tp,dp+cp'")
+    wanted = [split_dims(part) for part in _split(text, ",", "tp,dp+cp")]
+    if len(set(map(frozenset, wanted))) < len(wanted):
+        raise LayoutError(f"groups come twice in {shown(text)}")
     return wanted
 
 
@@ -132,18 +121,28 @@ def split_dims(text: str) -> tuple[str, ...]:
     """Read the dims of one set of groups: "dp+cp", or as Megatron writes it, "dp-cp".
 
     Raises:
-        NotationError: A name is empty, or commas separate them, which would be several sets.
+        LayoutError: A name is empty, or commas separate them, which would be several sets.
 
     >>> split_dims("dp+cp"), split_dims("tp")
     (('dp', 'cp'), ('tp',))
     """
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
-        raise NotationError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
+        raise LayoutError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
     dims = tuple(map(str.strip, re.split("[+-]", text)))
     if "" in dims:
-        raise NotationError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
+        raise LayoutError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
     return dims
+
+
+def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
+    """Return the names in a text, without the white space around them."""
+    if not isinstance(text, str):
+        raise LayoutError(f"expected a text like {example!r}, got {shown(text)}")
+    names = tuple(map(str.strip, text.split(separator)))
+    if "" in names:
+        raise LayoutError(f"{shown(text)} lacks a dim name; write it like {example!r}")
+    return names
 
 
 def as_dims(value: object) -> tuple[Any, ...]:
@@ -162,10 +161,8 @@ def as_dims(value: object) -> tuple[Any, ...]:
     for item in value if type(value) is tuple else as_tuple(value, "dims"):
         if isinstance(item, str):
             found += split_dims(item)
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            found += as_dims(item)
         else:
-            found.append(item)  # an error where names are looked up
+            found += as_dims(item) if isinstance(item, Iterable) else [item]
     return tuple(found)
 
 
@@ -198,20 +195,15 @@ def read_sizes(
             raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
         if isinstance(sizes, str):
             return parse_sizes(sizes)
-        names, shape = as_names(tuple(sizes)), tuple(sizes.values())
-    else:
-        if dim_names is None or sizes is None:
-            missing = "sizes" if sizes is None else "dim_names"
-            raise LayoutError(
-                f"{missing} are missing: give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp']), got "
-                f"{shown(sizes)}"
-            )
-        names, shape = as_names(dim_names), as_ordered(sizes, "shape")
+        dim_names, sizes = tuple(sizes), tuple(sizes.values())
+    if dim_names is None or sizes is None:
+        missing = "sizes" if sizes is None else "dim_names"
+        example = "give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])"
+        raise LayoutError(f"{missing} are missing: {example}, got {shown(sizes)}")
+    names, shape = as_names(dim_names), as_ordered(sizes, "shape")
     if len(shape) != len(names):
-        raise LayoutError(
-            f"len(shape) {shown(list(shape))} != len(dim_names) {shown(list(names))}: "
-            f"{len(shape)} and {len(names)}; give one size for each name"
-        )
+        given = f"len(shape) {shown(list(shape))} != len(dim_names) {shown(list(names))}"
+        raise LayoutError(f"{given}; give one size for each name")
     if not names:
         raise LayoutError("a layout needs at least one dim, but shape and dim_names are empty")
     return {name: as_size(name, size) for name, size in zip(names, shape, strict=True)}
@@ -221,13 +213,13 @@ def sizes_of_environment() -> dict[str, int] | None:
     """Return the sizes in the environment's HYPERCOMM_LAYOUT; None where it is not set.
 
     Raises:
-        NotationError: It cannot be read; names the variable.
+        LayoutError: It cannot be read; names the variable.
     """
     text = os.environ.get(VARIABLE)
     try:
         return None if text is None else parse_sizes(text)
-    except NotationError as error:
-        raise NotationError(f"the environment's {VARIABLE}: {error}") from error
+    except LayoutError as error:
+        raise LayoutError(f"the environment's {VARIABLE}: {error}") from error
 
 
 def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = "") -> dict[str, int]:
@@ -239,7 +231,7 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
         room: The error's clause about that number. Default: that the world has so many.
 
     Raises:
-        NotationError: Several sizes are unspecified, or one is and no world size is given.
+        LayoutError: Several sizes are unspecified, or one is and no world size is given.
         WorldSizeError: The sizes do not multiply to the world size, or do not divide it.
 
     >>> close_sizes({"tp": 2, "dp": -1}, 8)
@@ -248,18 +240,19 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     Traceback (most recent call last):
     hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    if OPEN not in sizes.values():
-        if world_size is None or known_size(sizes) == positive(world_size, "world_size"):
-            return dict(sizes)
-        raise WorldSizeError(_mismatch(sizes, world_size, room))
-    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    unknown = None
+    if OPEN in sizes.values():
+        unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
     if world_size is None:
-        raise NotationError(
+        if unknown is None:
+            return dict(sizes)
+        fix = _corrected(unknown)
+        raise LayoutError(
             f"the size of dim {shown(unknown)} is unspecified; give it, or world_size, "
-            f"the number of ranks{perhaps_meant(unknown or '')}"
+            f"the number of ranks{f'; did you mean {fix!r}?' if fix else ''}"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known_size(sizes))
-    if remainder or not rest:
+    if remainder or rest == 0 or (rest > 1 and unknown is None):
         raise WorldSizeError(_mismatch(sizes, world_size, room))
     return {name: rest if size == OPEN else size for name, size in sizes.items()}
 
@@ -290,33 +283,24 @@ def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
         if world_size % (product // size) == 0
     ]
     worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
+    factors = " * ".join([f"{name}={size}" for name, size in sizes.items()])
     return (
-        f"{as_factors(sizes)} = {product} does not divide the world of {world_size} ranks; "
+        f"{factors} = {product} does not divide the world of {world_size} ranks; "
         f"what would do: {', or '.join([*fitting, worlds])}"
     )
-
-
-def perhaps_meant(name: str) -> str:
-    """Return the end of a sentence that proposes a size for a dim whose name ends with a number.
-
-    >>> perhaps_meant("tp8"), perhaps_meant("dp")
-    ("; did you mean 'tp=8'?", '')
-    """
-    fix = _corrected(name)
-    return f"; did you mean {fix!r}?" if fix else ""
 
 
 def check_one_open(names: Sequence[str]) -> str | None:
     """Return the dim whose size is to be inferred, if there is one.
 
     Raises:
-        NotationError: There are several.
+        LayoutError: There are several.
 
     >>> check_one_open(["dp"])
     'dp'
     """
     if len(names) > 1:
-        raise NotationError(
+        raise LayoutError(
             f"only one size can be inferred, but those of {shown(list(names))} are unspecified; "
             f"give all but one"
         )
@@ -332,15 +316,6 @@ def known_size(sizes: Mapping[str, int]) -> int:
     return abs(math.prod(sizes.values()))  # those that are not specified are -1
 
 
-def as_factors(sizes: Mapping[str, int]) -> str:
-    """Write the specified sizes as a product.
-
-    >>> as_factors({"tp": 2, "dp": -1, "pp": 3})
-    'tp=2 * pp=3'
-    """
-    return " * ".join(f"{name}={size}" for name, size in sizes.items() if size != OPEN) or "1"
-
-
 def as_size(name: str, size: object) -> int:
     """Return the size of one dim as an int; it may be unspecified."""
     what = f"the size of dim {name!r}"
@@ -348,13 +323,20 @@ def as_size(name: str, size: object) -> int:
     return OPEN if number == OPEN else positive(number, what)
 
 
-def as_choices(name: str, value: object) -> tuple[int, ...]:
-    """Return the sizes that one dim may have: the one given, or each of several."""
-    is_lone = isinstance(value, str) or not hasattr(value, "__iter__")
-    choices = (value,) if is_lone else as_tuple(value, f"the sizes of dim {name!r}")
-    if not choices:
-        raise LayoutError(f"dim {name!r} has no sizes to choose from; give some, or -1")
-    return tuple([as_size(name, size) for size in choices])
+def read_choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, ...]]:
+    """Return the sizes that each dim may have: the one given, or each of several.
+
+    >>> read_choices({"tp": [1, 2], "dp": -1})
+    {'tp': (1, 2), 'dp': (-1,)}
+    """
+    if not sizes:
+        raise LayoutError("at least one dim is needed, as in suggest(64, tp=8, dp=-1)")
+    choices = {}
+    for name in as_names(tuple(sizes)):
+        given = sizes[name]
+        several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+        choices[name] = tuple([as_size(name, size) for size in several])
+    return choices
 
 
 def nearest_multiples(number: int, factor: int) -> str:
@@ -373,10 +355,9 @@ def nearest_divisors(number: int, near: int) -> str:
     >>> nearest_divisors(16, 6)
     '4 or 8'
     """
-    fitting = divisors(number)
-    below = [divisor for divisor in fitting if divisor < near][-1:]
-    above = [divisor for divisor in fitting if divisor > near][:1]
-    return " or ".join(map(str, below + above))
+    below = [divisor for divisor in divisors(number) if divisor < near]
+    above = [divisor for divisor in divisors(number) if divisor > near]
+    return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
 def divisors(number: int) -> list[int]:
@@ -390,18 +371,14 @@ def divisors(number: int) -> list[int]:
     return small + large[small[-1] == large[0] :]
 
 
-def completions(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield all shapes with one size of each choice (-1 for any) that multiply to `total`.
+def completions(choices: Sequence[Sequence[int]], total: int) -> list[tuple[int, ...]]:
+    """List all shapes with one size of each choice (-1 for any) that multiply to `total`.
 
-    >>> list(completions([[2, 4], [-1]], 8))
+    >>> completions([[2, 4], [-1]], 8)
     [(2, 4), (4, 2)]
     """
     if not choices:
-        if total == 1:
-            yield ()
-        return
+        return [()] if total == 1 else []
     first, *rest = choices
-    fitting = divisors(total)
-    for size in fitting if OPEN in first else sorted(set(first).intersection(fitting)):
-        for others in completions(rest, total // size):
-            yield (size, *others)
+    sizes = [size for size in divisors(total) if OPEN in first or size in first]
+    return [(size, *others) for size in sizes for others in completions(rest, total // size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Literal, TypeVar
 
@@ -43,8 +44,8 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, or a layout has gaps.
-        NotationError: A text cannot be read, or several sizes are unspecified.
+        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+            or several sizes are unspecified.
         WorldSizeError: The ranks left are not a multiple of that layout's other sizes.
 
     Example:
@@ -55,8 +56,8 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
         llm tp=4,dp=2,pp=2 range(8, 24)
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    left = as_world_size(world_size) - as_offset(rank_offset)
-    left -= sum(known_size(own) for own in sizes.values() if OPEN not in own.values())
+    known = [known_size(own) for own in sizes.values() if OPEN not in own.values()]
+    left = as_world_size(world_size) - as_offset(rank_offset) - sum(known)
     check_one_open(
         [f"{dim} of {name}" for name, own in sizes.items() for dim in own if own[dim] == OPEN]
     )
@@ -82,8 +83,8 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, or a layout has gaps.
-        NotationError: A text cannot be read, or several of its sizes are unspecified.
+        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+            or several of its sizes are unspecified.
         WorldSizeError: The layouts have different numbers of ranks.
 
     Example:
@@ -101,7 +102,7 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
     return {name: _placed(name, own, room, why, rank_offset) for name, own in sizes.items()}
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Placement:
     """Where several layouts lie in a world.
 
@@ -125,20 +126,19 @@ class Placement:
 
     layouts: Mapping[str, RankLayout] = attrs.field(hash=False)
     world_size: int = attrs.field(converter=as_world_size)
-    overlaps: Mapping[tuple[str, str], Sequence[int]] = attrs.field(
-        init=False, eq=False, repr=False
-    )
-    """The ranks that two layouts both hold, ascending, by their names; no pair without."""
 
     def __attrs_post_init__(self) -> None:
         for name, layout in self.layouts.items():
             if layout.last_rank >= self.world_size:
                 what = f"grid {name!r} ({layout} at rank_offset {layout.rank_offset})"
                 raise world_too_small(what, layout.last_rank, self.world_size)
+
+    @cached_property
+    def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
+        """The ranks that two layouts both hold, ascending, by their names; no pair without."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
-        overlaps = {pair: ranks for pair, ranks in common.items() if ranks}
-        object.__setattr__(self, "overlaps", overlaps)
+        return {pair: ranks for pair, ranks in common.items() if ranks}
 
     @property
     def kind(self) -> Kind:
@@ -214,10 +214,8 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
         if not isinstance(name, str) or not name or not is_utf8(name):
             raise LayoutError(f"the name of a grid must be a non-empty text, got {shown(name)}")
         if "." in name:
-            raise LayoutError(
-                f"the name of a grid must hold no '.', which separates it from the name of its "
-                f"set, got {shown(name)}; write {name.replace('.', '_')!r}"
-            )
+            hint = f"write {name.replace('.', '_')!r}"
+            raise LayoutError(f"the name of a grid must hold no '.', got {shown(name)}; {hint}")
     return layouts
 
 
@@ -245,9 +243,7 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(
-            f"grid {name!r}: no ranks are left; make another size or the rank_offset smaller"
-        )
+        raise WorldSizeError(f"grid {name!r}: no ranks are left")
     try:
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
     except WorldSizeError as error:

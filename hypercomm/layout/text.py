@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,31 +15,13 @@ _MOST_RANGES = 8
 """Ranges of ranks that a message shows."""
 
 
-class _ShortRepr(reprlib.Repr):
-    """`repr` that cuts long values before it writes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxtuple = self.maxlist = self.maxset = self.maxfrozenset = self.maxdict = 64
-        self.maxstring = 80
-        self.maxother = self.maxlong = 200
-
-    def repr_str(self, value: str, _: int) -> str:
-        most = self.maxstring
-        return repr(value) if len(value) <= most else f"{value[:most]!r}..."
-
-    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        """Keep the order of the keys, which reprlib sorts."""
-        first = [f"{self.repr1(key, level - 1)}: {self.repr1(value[key], level - 1)}"
-                 for key in list(value)[: self.maxdict]]  # fmt: skip
-        return "{" + ", ".join([*first, "..."] if len(value) > len(first) else first) + "}"
-
-
-_SHORT = _ShortRepr()
+_SHORT = reprlib.Repr()
+_SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = _SHORT.maxfrozenset = 64
+_SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 64, 85, 200, 200
 
 
 def shown(value: object) -> str:
-    """Write a value as `repr` does, cut where it is long.
+    """Write a value as `repr` does, cut where it is long; the keys of a dict are sorted.
 
     >>> shown("tp"), shown(10**5000), len(shown("a" * 1000))
     ("'tp'", '<int too long to show>', 85)

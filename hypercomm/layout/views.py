@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
-from hypercomm.errors import LayoutError, UnknownDimError, UnknownViewError, WorldSizeError
+from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.layout.checks import as_names, as_strings
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims, close_sizes, read_sizes
@@ -57,7 +57,7 @@ class Views(Mapping[str, View]):
     def __getitem__(self, name: str) -> View:
         if not isinstance(name, str) or name not in self._views:
             known = list(self._views) or "none yet"
-            raise UnknownViewError(
+            raise UnknownDimError(
                 f"View {shown(name)} is not registered for {self.base}; there are {known}"
                 f"{did_you_mean(name, self._views)}"
             )
@@ -82,19 +82,16 @@ class Views(Mapping[str, View]):
             taken = "is that of the grid's own dims" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
         given = shape.sizes if isinstance(shape, RankLayout) else shape
-        sizes = self._sizes_of(name, read_sizes(given, dim_names))
+        sizes, size = read_sizes(given, dim_names), self.base.size
+        try:
+            sizes = close_sizes(sizes, size, f"the grid size is {size}")
+        except WorldSizeError as error:
+            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
         lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
         shared = self._shared(name, layout, () if lone is None else as_strings(lone, "shared_dims"))
         self._views[name] = View(name, layout, shared, shared)
         return self._views[name]
-
-    def _sizes_of(self, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Infer the unspecified size of a view."""
-        try:
-            return close_sizes(sizes, self.base.size, f"the grid size is {self.base.size}")
-        except WorldSizeError as error:
-            raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
 
     def refactored(self, base: RankLayout, sizes: Mapping[str, str]) -> Views:
         """Return these views for another base layout of the same ranks.
@@ -104,7 +101,7 @@ class Views(Mapping[str, View]):
             sizes: Sizes as text, as in "ep=4,expt_dp=2,pp=2", of the views that change, by name.
 
         Raises:
-            UnknownViewError: There is no such view.
+            UnknownDimError: There is no such view.
             LayoutError: The sizes do not fit, or shared dims would make other groups.
         """
         for name in sizes:
@@ -130,37 +127,31 @@ class Views(Mapping[str, View]):
         Dims that a view shares are the base's.
 
         Raises:
-            UnknownViewError: There is no such view.
-            UnknownDimError: There is no such dim; names the view that has it, if one does.
+            UnknownDimError: There is no such view or dim; names the view that has the dim, if any.
         """
         found = None if view is None else self.asked(view)
         try:
             ordered = (self.base if found is None else found.layout).order_dims(dims)
         except UnknownDimError as error:
-            raise self._elsewhere(dims, view, error) from error
-        if found is None or set(ordered) <= set(found.shared_dims):
-            return None, ordered if found is None else self.base.order_dims(ordered)
+            if not self:
+                raise
+            layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
+            having = [name for name, one in layouts.items() if {*as_dims(dims)} <= {*one.dim_names}]
+            hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
+            views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
+            raise UnknownDimError(
+                f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
+            ) from error
+        if found is None:
+            return None, ordered
+        if set(ordered) <= set(found.shared_dims):
+            return None, self.base.order_dims(ordered)
         return found, ordered
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
         """Order dims as a view, or the base, has them; raises as `find` does."""
-        try:
-            return self.layout_of(view).order_dims(dims)
-        except UnknownDimError as error:
-            raise self._elsewhere(dims, view, error) from error
-
-    def _elsewhere(self, dims: Dims, view: str | None, error: UnknownDimError) -> UnknownDimError:
-        """Return the error for dims that a view lacks; it names the view that has them."""
-        if not self:
-            return error
-        names = {*as_dims(dims)}
-        layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
-        having = [name for name, one in layouts.items() if names <= {*one.dim_names}]
-        views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
-        hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
-        return UnknownDimError(
-            f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
-        )
+        self.find(dims, view)
+        return self.layout_of(view).order_dims(dims)
 
     def layout_of(self, view: str | None) -> RankLayout:
         """Return the layout of a view, or the base."""

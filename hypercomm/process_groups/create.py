@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, HyperCommError, NotInitializedError
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Call, ConnectionFailedError
+from hypercomm.process_groups.agreement.calls import Call
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, Attempt
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 
 
 def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup | None:
@@ -44,12 +45,12 @@ def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup |
                 f"torch.distributed is not initialised, so the groups over {spec.key} cannot be "
                 f"created; call hypercomm.join(), or torch.distributed.init_process_group()"
             ) from error
-        is_of_backend = isinstance(error, RuntimeError) and not isinstance(
-            error, (HyperCommError, dist.DistNetworkError)
-        )
-        if attempt.is_gloo and is_of_backend and attempt.own is not None:
-            message = (str(error).splitlines() or [""])[0]
-            raise ConnectionFailedError(message, attempt.own.ranks) from error
+        known = (HyperCommError, dist.DistNetworkError, ConnectionFailedError)
+        if isinstance(error, RuntimeError) and not isinstance(error, known):
+            reason = (str(error).splitlines() or [""])[0]
+            raise CreationError(
+                f"the process group over {spec.key} was not created: {reason}"
+            ) from error
         raise
 
 
@@ -81,14 +82,6 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def discard(groups: Iterable[ProcessGroup | None]) -> None:
-    """Destroy what a call has made that fails on other ranks, the last one first."""
-    made = [group for group in groups if group is not None]
-    for group in made:
-        c10d.forget_address(group)
-    destroy(reversed(made))
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:

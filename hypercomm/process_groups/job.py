@@ -13,10 +13,9 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals.gloo import world_address_key
-from hypercomm.process_groups.torch_internals.store import USUAL_S, answer
+from hypercomm.process_groups.torch_internals.store import answer
 
 
 @attrs.define(eq=False)
@@ -32,8 +31,8 @@ class Job:
         before: The job that `renew_world` made this one from; None without one.
         numbers: The number in that job of each of its ranks.
         reported: The tokens of the mismatches that this rank has raised.
+        seen: The last round of each record that this rank has left.
         agreed: The last round of each record that this rank has agreed in.
-        heard: The last round of each record that this rank has taken part in, or heard the end of.
         is_reporting: Whether the store holds a report that this rank waits or has failed.
     """
 
@@ -45,8 +44,8 @@ class Job:
     before: Job | None = None
     numbers: tuple[int, ...] = ()
     reported: set[str] = attrs.field(factory=set)
+    seen: dict[str, int] = attrs.field(factory=dict)
     agreed: dict[str, int] = attrs.field(factory=dict)
-    heard: dict[str, int] = attrs.field(factory=dict)
     is_reporting: bool = False
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
@@ -62,20 +61,10 @@ class Job:
         if self._namespace is None:
             address = None
             if self.has_store:
-                address = self._read_address()
+                address = answer(lambda: c10d.read_bytes(world_address_key(0)))
             token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
             self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace
-
-    def _read_address(self) -> bytes | None:
-        timeout = c10d.world_timeout(self.backend)
-        limit_s = min(USUAL_S, timeout.total_seconds() if timeout else USUAL_S)
-        try:
-            return answer(lambda: c10d.read_bytes(world_address_key(0)), limit_s)
-        except dist.DistNetworkError as error:
-            raise CreationError(
-                f"the job's store is lost, which rank 0 serves as a rule ({error}); restart the job"
-            ) from error
 
     def lock_of(self, key: str) -> threading.Lock:
         """Return the lock that a thread holds while it makes a call at a record."""

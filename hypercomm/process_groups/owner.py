@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import attrs
@@ -19,11 +20,11 @@ from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
+    GroupOptionsError,
     NotInitializedError,
 )
-from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.calls import (
     Call,
     Scope,
@@ -33,11 +34,11 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, create, destroy, discard
+from hypercomm.process_groups.create import Ending, abort, create, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
-from hypercomm.process_groups.options import GroupOptions
-from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED
 
 logger = logging.getLogger(__name__)
@@ -67,43 +68,10 @@ class Group:
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
 
-    def create(self) -> ProcessGroup | None:
-        """Create the group at the first call, and return it."""
-        return self.owner.fulfil(self.spec.key, self)
-
-    def __repr__(self) -> str:
-        return f"<{'created' if self.is_created else 'planned'} group of {self.groups!r}>"
-
     @property
-    def key(self) -> GroupKey:
-        """The key of the spec."""
-        return self.spec.key
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group, as `pg`."""
-        return self.pg
-
-    @property
-    def groups(self) -> RankGroups:
-        """All groups over the dims of the spec."""
-        return self.spec.groups
-
-    def size(self) -> int:
-        """Return the number of members."""
-        return self.groups.group_size
-
-    def has_member(self) -> bool:
-        """Return whether the calling rank is in one of the groups."""
-        return self.groups.has_member(world.rank())
-
-    def rank(self) -> int:
-        """Return the position of the calling rank among the members.
-
-        Raises:
-            RankOutsideError: It is not a member.
-        """
-        return self.groups.position_of(world.rank())
+    def is_shared(self) -> bool:
+        """Whether one of its keys shares it."""
+        return any(owner.specs[key].share == "identical" for owner, key in self.users)
 
 
 class Pool:
@@ -129,7 +97,7 @@ class Pool:
         if found is not None:
             return found
         for group in self.groups:
-            if group.spec.share == "identical" and group.is_owned and group.spec.can_serve(spec):
+            if group.is_shared and group.is_owned and group.spec.can_serve(spec):
                 return group
         return None
 
@@ -148,6 +116,7 @@ class GroupOwner:
         specs: What is reserved or created, by key.
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
+        ended: The keys whose groups `end_groups` has ended.
         job: The job whose ranks the layout numbers; None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
     """
@@ -169,6 +138,7 @@ class GroupOwner:
         self.specs: dict[GroupKey, GroupSpec] = {}
         self.groups: dict[GroupKey, Group] = {}
         self.created: dict[GroupKey, Group] = {}
+        self.ended: dict[GroupKey, None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
         self.job = current_or_none()
@@ -208,12 +178,16 @@ class GroupOwner:
             GroupExistsError: The key is taken.
         """
         self.check_steady()
+        if self.job is not None and spec.options.backend != self.job.backend:
+            check_backend(spec.options.backend)
         strategy, reason = spec.choice
         asked_for = spec.given.creation or self.creation
         if strategy == "enumerate" and asked_for == "auto" and reason not in self._warned:
             self._warned.add(reason)
             logger.warning("creating groups by enumeration: %s", reason)
         with self.pool.lock:
+            if spec.key in self.ended:
+                raise GroupExistsError(spec.key.says_ended())
             if spec.key in self.specs:
                 raise GroupExistsError(spec.key.says_exists(is_created=spec.key in self.created))
             group = self.pool.find(spec) or Group(spec, self)
@@ -239,6 +213,7 @@ class GroupOwner:
             self.check_alive()
             if self.groups.get(key) is group:
                 self.created[key] = group
+                self.ended.pop(key, None)
         if pending is not None:
             raise pending
         return group.pg
@@ -246,7 +221,10 @@ class GroupOwner:
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""
         self.check_alive()
-        job, spec = current(), group.spec
+        job, spec = current_or_none(), group.spec
+        if job is None:  # torch's own function may have been replaced, as in tests
+            group.pg, group.is_created = create(spec, str(spec.key), None), True
+            return None
         scope = self._scope(spec, job)
         if scope is None:  # this rank is not a member
             group.is_created = True
@@ -257,7 +235,7 @@ class GroupOwner:
             made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
 
         def undo() -> None:
-            discard(made)
+            destroy([pg for pg in made if pg is not None])
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
         limit_s = limit_of(spec.options.timeout)
@@ -286,11 +264,15 @@ class GroupOwner:
 
     def register(self, groups: Iterable[Group], made: Iterable[ProcessGroup | None]) -> None:
         """Note that groups exist; destroy those that no key has any more."""
+        unused = []
         with self.pool.lock:
             for group, pg in zip(groups, made, strict=True):
                 group.pg, group.is_created = pg, True
                 for owner, key in list(group.users):
                     owner.created.setdefault(key, group)
+                if not group.users and pg is not None:
+                    unused.append(pg)
+        destroy(unused)
 
     def release(self, keys: Iterable[GroupKey]) -> list[ProcessGroup]:
         """Remove keys; return the process groups that no key has any more."""
@@ -322,6 +304,8 @@ class GroupOwner:
         try:
             return self.created[key].pg
         except KeyError:
+            if key in self.ended:
+                raise GroupMissingError(key.says_ended()) from None
             raise GroupMissingError(key.says_missing(self.created)) from None
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
@@ -344,8 +328,9 @@ class GroupOwner:
         """Return how a group was created, or would be, and why."""
         group = self.groups.get(spec.key) or self.pool.find(spec)
         spec, served_by = self.specs.get(spec.key, spec), None
-        if group is not None and (group.owner is not self or group.key != spec.key):
-            served_by = str(group.key) if group.owner is self else "another grid"
+        owner, key = (self, spec.key) if group is None else next(iter(group.users))
+        if owner is not self or key != spec.key:
+            served_by = str(key) if owner is self else "another grid"
         return Explanation.of(spec, served_by)
 
     # ---- with all ranks -------------------------------------------------------------------------
@@ -361,6 +346,37 @@ class GroupOwner:
         ).get()
 
     # ---- the end --------------------------------------------------------------------------------
+
+    def check_outlasts(self, timeout: timedelta) -> None:
+        """Raise unless a timeout is longer than those of the groups, in which peers may wait.
+
+        Raises:
+            GroupOptionsError: Names the longest one.
+        """
+        limits = {key: limit_of(group.spec.options.timeout) for key, group in self.created.items()}
+        longest = max(limits, key=lambda key: limits[key], default=None)
+        if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
+            return
+        raise GroupOptionsError(
+            f"timeout={timeout} is too short: other ranks may wait in the process groups over "
+            f"{longest} for {timedelta(seconds=limits[longest])}, and would be left behind; pass "
+            f"more than timedelta(seconds={limits[longest]:g}), or create groups with a shorter "
+            f"timeout"
+        )
+
+    def end_groups(self) -> None:
+        """Abort the groups that no other grid has, and keep their keys for a reshape."""
+        unused = []
+        with self.pool.lock:
+            for key, group in reversed(list(self.created.items())):
+                if not group.is_owned or any(owner is not self for owner, _ in group.users):
+                    continue
+                del self.created[key]
+                self.ended[key] = None
+                pg, group.pg, group.is_created = group.pg, None, False
+                if pg is not None:
+                    unused.append(pg)
+        abort(unused)
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""
@@ -454,12 +470,12 @@ class Batch:
         """Create the groups in order, named by the call and the name of the grid in it."""
         wait, prefix = None if call.scope.is_alone else call, f"{call.name}/{grid and grid + ': '}"
         for group in self._new:
-            self._made.append(create(group.spec, f"{prefix}{group.key}", wait))
+            self._made.append(create(group.spec, f"{prefix}{group.spec.key}", wait))
 
     def undo(self) -> None:
         """Destroy what was created."""
         made, self._made = self._made, []
-        discard(made)
+        destroy([pg for pg in reversed(made) if pg is not None])
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""
@@ -495,6 +511,7 @@ def create_all(
     scope = owner.grid_scope(job)
     with refusing(scope):
         batch = Batch(owner, find())
+        check_once(batch.specs)
         batch.reserve()
     if not batch.specs:
         return []

@@ -16,7 +16,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.calls import Call, Scope, together
-from hypercomm.process_groups.create import check_strategy, create, discard
+from hypercomm.process_groups.create import check_strategy, create, destroy
 from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
@@ -109,10 +109,10 @@ def reshape(
     def work(call: Call[None]) -> None:
         wait = None if call.scope.is_alone else call
         for group in new:  # `undo` destroys those that were made before an error
-            made.append(create(group.spec, f"{call.name}/{group.key}", wait))  # noqa: PERF401
+            made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
 
     def undo() -> None:
-        discard(made)
+        destroy([pg for pg in reversed(made) if pg is not None])
 
     pending = None
     if scope is not None:
@@ -129,9 +129,12 @@ def reshape(
     still = [*kept.values(), *fresh.created]
     survivors = set(fresh.created.values())
     gone = [
-        key
-        for key, group in old.created.items()
-        if group not in survivors or not any(_same(key, other) for other in still)
+        *old.ended,
+        *(
+            key
+            for key, group in old.created.items()
+            if group not in survivors or not any(_same(key, other) for other in still)
+        ),
     ]
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
@@ -141,16 +144,17 @@ def reshape(
 
 
 def check_settled(owner: GroupOwner) -> None:
-    """Raise if groups are planned that were not created.
+    """Raise if other threads are creating groups.
 
     Raises:
         CreationError: Names them.
     """
-    waiting = [str(key) for key in owner.specs if key not in owner.created]
+    there = {*owner.created, *owner.ended}
+    waiting = [str(key) for key in owner.specs if key not in there]
     if waiting:
         raise CreationError(
-            f"the process groups over {', '.join(waiting)} are planned, and a reshape would "
-            f"void their plans; call create() of each, then reshape()"
+            f"other threads are creating the process groups over {', '.join(waiting)}; reshape the "
+            f"grid once they are done"
         )
 
 
@@ -219,7 +223,7 @@ def _shared(groups: Sequence[Group]) -> list[Group]:
 
 def _serving(spec: GroupSpec, groups: Sequence[Group]) -> Group | None:
     for group in groups:
-        if group.key == spec.key:
+        if group.spec.key == spec.key:
             return group
         if spec.share == group.spec.share == _SHARED and group.spec.can_serve(spec):
             return group

@@ -14,7 +14,7 @@ from hypercomm.layout.views import View
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.job import Job
-from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
 
 Derive = Callable[[RankGroups], RankGroups]
@@ -41,16 +41,13 @@ class GroupKey:
         return attrs.evolve(self, view=None).as_call() + view
 
     def says_exists(self, *, is_created: bool) -> str:
-        """Say that the group was created, or planned, and what to do instead."""
-        call = self.as_call()
-        has, how = (
-            ("created", f"get it with get_pg({call}), create it once with ensure_pg")
-            if is_created
-            else ("planned", f"call create() of the plan, or ensure_pg({call})")
-        )
+        """Say that the group exists, or that another thread creates it, and what to do instead."""
+        if not is_created:
+            return f"another thread is creating the process group {self.in_words()}; wait for it"
         return (
-            f"Process group {self.in_words()} has already been {has}; {how}, or create another "
-            f"over the same dims under a name of its own, name=..."
+            f"Process group {self.in_words()} has already been created; get it with "
+            f"get_pg({self.as_call()}), create it once with ensure_pg, or create another over the "
+            f"same dims with name=..."
         )
 
     def says_missing(self, created: Iterable[GroupKey]) -> str:
@@ -59,6 +56,13 @@ class GroupKey:
             f"Process group for {self.in_words()} hasn't been created; call "
             f"create_pg({self.as_call()}) first, on every rank of the grid; created so far: "
             f"{', '.join(map(str, created)) or 'none yet'}"
+        )
+
+    def says_ended(self) -> str:
+        """Say that `survivors` has ended the group, and what to do."""
+        return (
+            f"survivors() has ended the process group over {self.in_words()}; call "
+            f"reshape(target, ranks=...) with the ranks that it returned"
         )
 
     def as_call(self) -> str:
@@ -110,7 +114,7 @@ class GroupSpec:
             f"{self.key} over {self.groups!r}{members}{view}",
             {
                 "backend": options.backend,
-                "timeout": options.timeout,
+                "timeout": self.given.timeout,
                 "pg_options": type(options.pg_options).__name__,
                 "group_desc": repr(options.group_desc),
                 "share": self.share,
@@ -210,8 +214,6 @@ def specify(
             given.creation or creation, given.backend, groups, lazily=given.lazy_init, by_all=by_all
         )
         options = given.resolve(str(key), job)
-        if options.backend != job.backend:
-            check_backend(options.backend)
     return GroupSpec(key, view, layout, groups, derive, given, share, options, choice)
 
 

@@ -63,12 +63,6 @@ class Attempt:
         ranks = groups[index]
         return OwnGroup(f"{self.name}/{index}", rank, ranks)
 
-    @property
-    def is_gloo(self) -> bool:
-        """Whether members connect by gloo while the group is created."""
-        backend = self.spec.options.backend or ""
-        return "gloo" in c10d.single_backends(backend) and not self.spec.options.lazy_init
-
 
 class Choice(NamedTuple):
     """A way of creating groups, and why it was taken."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.testing.fake import fake_world as fake_world
     from hypercomm.testing.fake import registered_groups as registered_groups
-    from hypercomm.testing.given import given_ranks as given_ranks
-    from hypercomm.testing.simulation.result import Simulation as Simulation
+    from hypercomm.testing.on_ranks import given_ranks as given_ranks
+    from hypercomm.testing.simulation.run import Simulation as Simulation
     from hypercomm.testing.simulation.run import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
     from hypercomm.testing.strategies import grids as grids
@@ -28,43 +28,26 @@ if TYPE_CHECKING:
     from hypercomm.testing.strategies import shardings as shardings
     from hypercomm.testing.strategies import views_of as views_of
 
-_STRATEGIES = (
-    *("dim_subsets", "grids", "layouts", "mappings", "orders", "ranks_of", "shardings", "views_of"),
-)
+_STRATEGIES = "dim_subsets grids layouts mappings orders ranks_of shardings views_of"
 
 _HOMES = {
-    **dict.fromkeys(_STRATEGIES, "hypercomm.testing.strategies"),
-    "Simulation": "hypercomm.testing.simulation.result",
+    **dict.fromkeys(_STRATEGIES.split(), "hypercomm.testing.strategies"),
+    "Simulation": "hypercomm.testing.simulation.run",
     "fake_world": "hypercomm.testing.fake",
-    "given_ranks": "hypercomm.testing.given",
+    "given_ranks": "hypercomm.testing.on_ranks",
     "registered_groups": "hypercomm.testing.fake",
     "run_ranks": "hypercomm.launch",
     "simulate": "hypercomm.testing.simulation.run",
 }
 
-__all__ = [
-    "Simulation",
-    "dim_subsets",
-    "fake_world",
-    "given_ranks",
-    "grids",
-    "layouts",
-    "mappings",
-    "orders",
-    "ranks_of",
-    "registered_groups",
-    "run_ranks",
-    "shardings",
-    "simulate",
-    "views_of",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 
+# Modules, their classes, and the strategies that draw them.
 _DRAWN = (
     ("hypercomm.layout.layout", "RankLayout", "layouts"),
     ("hypercomm.layout.mapping", "RankMapping", "mappings"),
     ("hypercomm.grid.grid", "HyperCommGrid", "grids"),
 )
-"""Modules, their classes, and the strategies that draw them."""
 
 
 _resolve = _resolver(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""Runs functions of tests on real ranks: they travel by value, with their arguments."""
+"""Runs the bodies of tests on real ranks: they travel by value, with their arguments."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ from typing import Any
 
 import attrs
 import cloudpickle
+import hypothesis
+import pytest
+from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import preloads
-from hypercomm.layout import RankLayout
+from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
+from hypercomm.testing.pytest_plugin import bound
 
-preloads += ["pytest", __name__, "torch.distributed.tensor"]  # the last by assert_close
+preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 
+# The frames of this file in a traceback, between the start of a rank and the test's function.
 _OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+,? in .*(?:\n    .*)*(?:\n|$)')
-"""The frames of this file in a traceback, between the start of a rank and the test's function."""
 
+# The end of the traceback of a body that calls pytest.skip(), pytest.xfail() or assume(False).
 _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
 )
-"""The end of the traceback of a body that calls pytest.skip(), pytest.xfail() or assume(False)."""
 
+# The most bytes shown of a rank's output, the last ones.
 _LONGEST_OUTPUT = 100_000
-"""The most bytes shown of a rank's output, the last ones."""
 
 
 class BodyFailedError(RankFailedError):
@@ -52,9 +56,115 @@ def most_ranks() -> int:
         >>> most_ranks() >= 8
         True
     """
-    if hasattr(os, "sched_getaffinity"):
-        return max(8, 4 * len(os.sched_getaffinity(0)))
-    return max(8, 4 * (os.cpu_count() or 1))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
+
+
+def given_ranks(
+    *strategies: SearchStrategy[Any],
+    ranks: int | None = None,
+    ranks_max: int | None = None,
+    max_examples: int = 20,
+    timeout: float = 60.0,
+    **named: SearchStrategy[Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of hypothesis whose body runs on real ranks, anew for each example.
+
+    Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
+    a job of its own, with the same arguments. The number of ranks is that of the largest layout
+    drawn: by `layouts()`, by `grids()`, or either end of `mappings()`. A grid is built on each
+    rank and destroyed after the body. The test fails with the traceback of the first rank that
+    fails, or with the stacks of ranks that hang. It has no deadline and takes no `@settings`.
+
+    The body may be a closure or a method; it and its arguments travel by cloudpickle. It cannot
+    draw more (`data()`); `assume` works in it. A script calls such a test under
+    `if __name__ == "__main__":`.
+
+    Args:
+        strategies: As for `hypothesis.given`: they draw the last arguments of the body.
+        ranks: The number of ranks; default: that of the largest layout of an example.
+        ranks_max: The most ranks of an example, above which the test fails; default: 4 for each
+            processor, and at least 8, or pytest's `--ranks-max`. That option leaves out larger
+            examples; a test without a smaller one is skipped.
+        max_examples: The number of examples.
+        timeout: The seconds that one example may take.
+        named: As `strategies`, by the name of the argument; either these or those.
+
+    Returns:
+        A decorator for the body.
+
+    Raises:
+        LaunchError: In the test: an example needs too many ranks, or cannot travel.
+        RankFailedError: In the test: a rank failed.
+
+    Example:
+        >>> from hypothesis import strategies as st
+        >>> from hypercomm.testing import grids
+        >>> @given_ranks(grids(max_ranks=4), st.integers(1, 9), max_examples=5)
+        ... def test_mean(grid, number):
+        ...     assert grid[grid.dim_names].mean(number) == number
+    """
+
+    def decorated(function: Callable[..., None]) -> Callable[..., None]:
+        def on_ranks(drawn: Mapping[str, Any]) -> None:
+            __tracebackhide__ = True
+            name = function.__qualname__
+            needed = _ranks_of(drawn, name) if ranks is None else ranks
+            option = bound.most
+            if option is not None and needed > option:
+                bound.left_out = min(needed, bound.left_out or needed)
+                hypothesis.event(f"left out: more than --ranks-max={option} ranks")
+                hypothesis.reject()
+            most = ranks_max or option or most_ranks()
+            if needed > most:
+                raise LaunchError(
+                    f"an example of {name} has {needed} ranks, more than {most}; draw smaller "
+                    f"ones, as in layouts(max_ranks={most}, max_offset=0), or allow "
+                    f"ranks_max={needed}"
+                )
+            run_body(function, drawn, needed, timeout=timeout)
+
+        test = hypothesis.given(*strategies, **named)(_by_name(function, on_ranks))
+        made: Callable[..., None] = hypothesis.settings(
+            max_examples=max_examples,
+            deadline=None,
+            # Phase.explain looks at lines that run in this process: none of the body's.
+            phases=[phase for phase in hypothesis.Phase if phase != hypothesis.Phase.explain],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )(test)
+        return made
+
+    return decorated
+
+
+def _by_name(
+    body: Callable[..., None], run: Callable[[Mapping[str, Any]], None]
+) -> Callable[..., None]:
+    """Return a function with the signature of a body that calls `run` with its arguments."""
+    signature = inspect.signature(body)
+
+    @functools.wraps(body)
+    def call(*args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        run(signature.bind(*args, **kwargs).arguments)
+
+    return call
+
+
+def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
+    """Return the number of ranks that the layouts among the arguments need, from 0 on."""
+    layouts: list[RankLayout] = []
+    for value in drawn.values():
+        ends = (value.source, value.target) if isinstance(value, RankMapping) else (value,)
+        layouts += [
+            found for end in ends if isinstance(found := getattr(end, "layout", end), RankLayout)
+        ]
+    if not layouts:
+        raise LaunchError(
+            f"no argument of {test} says how many ranks it needs: {', '.join(drawn)}; draw a "
+            f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
+        )
+    return max(max(layout.ranks) for layout in layouts) + 1
 
 
 def run_test(
@@ -73,15 +183,9 @@ def run_test(
     if handle is None:
         run_body(test, fixtures, nprocs, **options)
         return
-    inner = handle.inner_test
-    signature = inspect.signature(inner)
-
-    @functools.wraps(inner)
-    def on_ranks(*args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        run_body(inner, signature.bind(*args, **kwargs).arguments, nprocs, **options)
-
-    handle.inner_test = on_ranks  # documented by hypothesis for plugins like this one
+    inner = handle.inner_test  # documented by hypothesis for plugins like this one
+    run = functools.partial(run_body, inner, nprocs=nprocs, **options)
+    handle.inner_test = _by_name(inner, run)
     try:
         test(**fixtures)
     finally:
@@ -104,9 +208,8 @@ def run_body(
         LaunchError: The body or an argument cannot travel, or an option cannot work.
     """
     __tracebackhide__ = True
-    call = functools.partial(body, **arguments)
     try:
-        run_function(call, nprocs, module=body.__module__, **options)
+        run_function(body, nprocs, arguments, module=body.__module__, **options)
     except RankFailedError as error:
         outcome = _OUTCOME.search(error.reason)
         if outcome is None:
@@ -115,20 +218,16 @@ def run_body(
         return
     kind, reason = outcome.groups(default="")
     if kind == "UnsatisfiedAssumption":
-        import hypothesis
-
         hypothesis.reject()
-    import pytest
-
     (pytest.skip if kind == "Skipped" else pytest.xfail)(reason)
 
 
 def run_function(
     function: Callable[..., Any],
     nprocs: int,
+    arguments: Mapping[str, Any] | None = None,
     *,
     module: str,
-    args: tuple[Any, ...] = (),
     output: dict[int, str] | None = None,
     **options: Any,
 ) -> list[Any]:
@@ -137,9 +236,9 @@ def run_function(
     Args:
         function: The function.
         nprocs: The number of ranks.
+        arguments: Its arguments by name.
         module: The module of the test: its functions and classes travel by value, so that ranks
             do not import it.
-        args: The arguments of the function.
         output: Receives what each rank prints; None: it goes to this process's output.
         options: As for `run_ranks`.
 
@@ -148,10 +247,10 @@ def run_function(
         LaunchError: The function or an argument cannot travel, or an option cannot work.
     """
     __tracebackhide__ = True
-    call = _dumped(functools.partial(function, *args), module)
+    call = _pickled(function, arguments or {}, module)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            given = (call, folder if output is not None else None)
+            given = (*call, folder if output is not None else None)
             return run_ranks(_call, nprocs, args=given, **options)
         except RankFailedError as error:
             reason = _OWN_FRAMES.sub("", error.reason).rstrip()
@@ -167,34 +266,29 @@ def run_function(
 # ---- how a function travels ---------------------------------------------------------------------
 
 
-def _dumped(call: functools.partial[Any], module: str) -> bytes:
+def _pickled(
+    function: Callable[..., Any], arguments: Mapping[str, Any], module: str
+) -> tuple[bytes, dict[str, bytes]]:
+    """Return the pickles of a function and of each argument; classes of the module go by value."""
     found = sys.modules.get(module)
     with contextlib.ExitStack() as stack:
         if found is not None and module not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(found)
             stack.callback(cloudpickle.unregister_pickle_by_value, found)
-        try:
-            return _pickled(call)
-        except Exception as error:
-            name = getattr(call.func, "__qualname__", shown(call.func))
-            for argument, value in (*enumerate(call.args), *call.keywords.items()):
-                try:
-                    _pickled(value)
-                except Exception as inner:
-                    raise LaunchError(
-                        f"argument {argument!r} of {name} cannot be pickled for its ranks: "
-                        f"{shown(value)}: {inner}; make it in the function"
-                    ) from inner
-            raise LaunchError(
-                f"{name} cannot be pickled for its ranks: {error}; it uses a global variable or a "
-                f"variable around it that cannot: make that in the function"
-            ) from error
-
-
-def _pickled(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
+        name = getattr(function, "__qualname__", shown(function))
+        values = {f"argument {argument!r} of {name}": arguments[argument] for argument in arguments}
+        pickles = []
+        for what, value in {name: function, **values}.items():
+            buffer = io.BytesIO()
+            try:
+                _Pickler(buffer).dump(value)
+            except Exception as error:
+                raise LaunchError(
+                    f"{what} cannot be pickled for its ranks: {shown(value)}: {error}; make what "
+                    f"cannot be pickled in the function"
+                ) from error
+            pickles.append(buffer.getvalue())
+        return pickles[0], dict(zip(arguments, pickles[1:], strict=True))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -233,18 +327,18 @@ def _make_grid(
 # ---- on a rank ----------------------------------------------------------------------------------
 
 
-def _call(dumped: bytes, folder: str | None) -> Any:
+def _call(function: bytes, arguments: dict[str, bytes], folder: str | None) -> Any:
     """Call a function that has travelled; grids among its arguments are destroyed afterwards."""
     warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")  # the parent rejects
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(_own_output(Path(folder) / os.environ["RANK"]))
-        call = pickle.loads(dumped)  # noqa: S301 - from our own parent
+        values = {name: pickle.loads(own) for name, own in arguments.items()}  # noqa: S301
         grids = sys.modules.get("hypercomm.grid.grid")
-        for value in (*call.args, *call.keywords.values()):
+        for value in values.values():
             if grids is not None and isinstance(value, grids.HyperCommGrid):
                 stack.enter_context(value)
-        return call()
+        return pickle.loads(function)(**values)  # noqa: S301 - from our own parent
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -15,15 +16,16 @@ from hypercomm.process_groups.torch_internals.backends import backend_config, de
 
 Create = Callable[[str, tuple[int, ...], str, timedelta, str], Any]
 
+_c10d: Any = dist.distributed_c10d
 _TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"),
 )
 
 
-class OtherWorld:
+class OtherWorld(_c10d._World):  # type: ignore[misc]
     """A job in place of the real one, as one of its ranks sees it.
 
-    torch keeps the state of a job in one object, which this replaces.
+    torch keeps the state of a job in one object of its class `_World`, which this replaces.
 
     Args:
         make_world: Returns a replacement for WORLD, a new one for each job.
@@ -35,6 +37,12 @@ class OtherWorld:
         end: Called with each group that is destroyed.
     """
 
+    is_of_another_world = True
+    default_pg: Any = None
+    group_count = 0
+    # Plain attributes in place of properties of torch's class, whose state is global.
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = default_pg
+
     def __init__(
         self,
         make_world: Callable[[], Any],
@@ -44,64 +52,51 @@ class OtherWorld:
         store: object = None,
         end: Callable[[Any], None] = lambda _group: None,
     ) -> None:
-        self._make_world = make_world
-        self._ranks = ranks
-        self._backend = backend
-        self._create = create
-        self._store = store
-        self._end_group = end
+        super().__init__()
+        self.has_other_ranks = store is not None
+        self._make_world, self._create, self._end_group = make_world, create, end
+        self._ranks, self._backend, self._store = ranks, backend, store
         self._jobs = 0
-        tables: dict[str, Any] = {table: {} for table in _TABLES}
-        marks = {"is_of_another_world": True, "has_other_ranks": store is not None}
-        ours = {"group_count": 0, **marks, **tables}
-        c10d: Any = dist.distributed_c10d
-        self._torch: Any = type("OtherWorld", (c10d._World,), ours)()
+        for table in _TABLES:
+            setattr(self, table, {})
 
     def show(self) -> None:
         """Show this job to torch.distributed, within an `other_worlds` block."""
-        c10d: Any = dist.distributed_c10d
-        c10d._world = self._torch
-
-    def groups(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield the groups of this rank, with their names and backends."""
-        for group, (backend, _) in self._torch.pg_map.items():
-            if group is not self._torch.default_pg:
-                yield group, self._torch.pg_names[group], backend
+        _c10d._world = self
 
     def begin(
         self, backend: str | None = None, *_: object, store: object = None, **__: object
     ) -> None:
         """Replace `torch.distributed.init_process_group`."""
-        if self._torch.default_pg is None:
+        if self.default_pg is None:
             self._store = store or self._store
-            self._torch.default_pg = self._make_world()
-            self._torch.group_count = 1  # as torch does, whose WORLD is group 0
+            self.default_pg = self._make_world()
+            self.group_count = 1  # as torch does, whose WORLD is group 0
             self._jobs += 1
-        self._register(self._torch.default_pg, "0", str(backend or self._backend), self._ranks)
+        self._register(self.default_pg, "0", str(backend or self._backend), self._ranks)
 
     def end(self, group: Any = None) -> None:
         """Replace `torch.distributed.destroy_process_group`."""
-        is_whole = group is None or group is self._torch.default_pg
-        for known in list(self._torch.pg_map) if is_whole else [group]:
+        is_whole = group is None or group is self.default_pg
+        for known in list(self.pg_map) if is_whole else [group]:
             self._end_group(known)
-            self._torch.tags_to_pg.pop(self._torch.pg_to_tag.get(known), None)
+            self.tags_to_pg.pop(self.pg_to_tag.get(known), None)
             for table in _TABLES:
-                getattr(self._torch, table).pop(known, None)
+                getattr(self, table).pop(known, None)
         if is_whole:
-            self._torch.default_pg = None
-            self._torch.group_count = 0
+            self.default_pg, self.group_count = None, 0
 
     def group_named(self, name: str) -> Any:
         """Return the group of a name."""
-        return next(group for group, known in self._torch.pg_names.items() if known == name)
+        return next(group for group, known in self.pg_names.items() if known == name)
 
     def _register(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
-        self._torch.pg_map[group] = (backend, self._store)
-        self._torch.pg_names[group] = name
-        self._torch.pg_group_ranks[group] = ranks
-        self._torch.pg_backend_config[group] = _config(backend, *dist.Backend.backend_list)
-        self._torch.pg_to_tag[group] = f"ptd:{name}"
-        self._torch.tags_to_pg[f"ptd:{name}"] = [group]
+        self.pg_map[group] = (backend, self._store)
+        self.pg_names[group] = name
+        self.pg_group_ranks[group] = ranks
+        self.pg_backend_config[group] = _config(backend, *dist.Backend.backend_list)
+        self.pg_to_tag[group] = f"ptd:{name}"
+        self.tags_to_pg[f"ptd:{name}"] = [group]
 
     def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
         """Create one group; the arguments are those of torch's `_new_process_group_helper`.
@@ -109,23 +104,19 @@ class OtherWorld:
         Raises:
             ValueError: The name is taken.
         """
-        size, position, ranks, backend, *more = args
+        _, position, ranks, backend, *more = args
         name = options["group_name"] if "group_name" in options else more[1]
-        if name in self._torch.pg_names.values():
+        if name in self.pg_names.values():
             raise ValueError(f"the group name {name} is taken")
         if position is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
+        members, positions = _members(tuple(ranks))
         # torch counts groups anew in each job, so a second job has other groups of the same names.
         is_unique = self._jobs == 1 or self._store is not None
+        unique = name if is_unique else f"{name} (job {self._jobs})"
         timeout, description = options.get("timeout", timedelta(0)), options.get("group_desc")
-        group = self._create(
-            name if is_unique else f"{name} (job {self._jobs})",
-            tuple(ranks),
-            str(backend),
-            timeout,
-            description or "undefined",
-        )
-        self._register(group, name, str(backend), dict(zip(ranks, range(size), strict=True)))
+        group = self._create(unique, members, str(backend), timeout, description or "undefined")
+        self._register(group, name, str(backend), positions)
         return group, None
 
 
@@ -133,6 +124,12 @@ class OtherWorld:
 def _config(backend: str, *_known: str) -> Any:
     """Return the config of a backend, which depends on the registered backends."""
     return backend_config(backend)
+
+
+@functools.cache
+def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Return the members with their positions; all simulated members share one tuple and dict."""
+    return ranks, {rank: position for position, rank in enumerate(ranks)}
 
 
 @contextlib.contextmanager
@@ -146,7 +143,7 @@ def other_worlds(
         functions: Replacements for further names of torch.distributed.
     """
     replaced: dict[str, object] = {
-        "_world": dist.distributed_c10d._world,
+        "_world": _c10d._world,
         "_new_process_group_helper": lambda *args, **named: shown().new_group(*args, **named),
         "_store_based_barrier": lambda *_, **__: None,
         "_get_default_timeout": default_timeout,  # torch's warns of backends that are not built
@@ -158,9 +155,9 @@ def other_worlds(
     }
     meshes = importlib.import_module("torch.distributed.device_mesh")
     with contextlib.ExitStack() as stack:
-        for module in (dist.distributed_c10d, dist, dist.c10d_logger, meshes):
+        stack.callback(_members.cache_clear)
+        for module in (_c10d, dist, dist.c10d_logger, meshes):
             for name, value in replaced.items():
                 if hasattr(module, name):
-                    stack.callback(setattr, module, name, getattr(module, name))
-                    setattr(module, name, value)
+                    stack.enter_context(mock.patch.object(module, name, value))
         yield

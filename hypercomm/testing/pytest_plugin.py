@@ -13,15 +13,16 @@ imports nothing but pytest; `on_ranks` does the work when a test asks for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+# --ranks-max, and the ranks of an example of `given_ranks` that was left out because of it.
 bound = SimpleNamespace(most=None, left_out=0)
-"""--ranks-max, and the ranks of an example of `given_ranks` that was left out because of it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,14 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-max",
         type=int,
-        metavar="N",
         help="skip tests marked ranks(...) at sizes above N, and leave out such examples of "
         "given_ranks; default: 4 for each processor, and at least 8",
     )
     group.addoption(
         "--ranks-timeout",
         type=float,
-        metavar="SECONDS",
         default=60.0,
         help="end ranks that have not returned after so long, and show where they hang; default: "
         "%(default)s",
@@ -66,12 +65,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     sizes: tuple[Any, ...] = marker.args
-    are_right = sizes and all(type(size) is int and size > 0 for size in sizes)
-    if (
-        not are_right
-        or len(set(sizes)) < len(sizes)
-        or marker.kwargs.keys() - {"timeout", "backend"}
-    ):
+    are_sizes = sizes and all(type(size) is int and size > 0 for size in sizes)
+    has_others = marker.kwargs.keys() - {"timeout", "backend"}
+    if not are_sizes or len(set(sizes)) < len(sizes) or has_others:
         pytest.fail(
             f"the marker ranks of {metafunc.function.__name__} takes distinct sizes of 1 or more, "
             f"timeout= and backend=, as in @pytest.mark.ranks(2, 4, timeout=30); got {sizes} and "
@@ -81,14 +77,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("ranks")
     limit = _most(metafunc.config)
+    skips = {size: [pytest.mark.skip(_too_many(size, limit))] for size in sizes if size > limit}
     metafunc.parametrize(
         "ranks",
-        [
-            pytest.param(
-                size, marks=[pytest.mark.skip(_too_many(size, limit))] if size > limit else []
-            )
-            for size in sizes
-        ],
+        [pytest.param(size, marks=skips.get(size, [])) for size in sizes],
         ids=[f"ranks={size}" for size in sizes],
         indirect=True,
         scope="function",  # else tests would be sorted by size
@@ -116,11 +108,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     __tracebackhide__ = True
     if inspect.iscoroutinefunction(pyfuncitem.obj):
-        pytest.fail(
-            f"{pyfuncitem.name} is async, and ranks have no event loop: call asyncio.run() in a "
-            f"body that is not",
-            pytrace=False,
-        )
+        wrong = "is async, and ranks have no event loop: call asyncio.run() in a plain function"
+        pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
     from hypercomm.errors import LaunchError
     from hypercomm.testing.on_ranks import run_test
 
@@ -152,12 +141,6 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Bound the examples of `given_ranks`; skip a test of which all are left out."""
     bound.most, bound.left_out = item.config.getoption("--ranks-max"), 0
-    if item.get_closest_marker("ranks") is not None and not hasattr(item, "callspec"):
-        pytest.fail(
-            f"{item.name} is marked ranks, and is a method of unittest.TestCase, which cannot be "
-            f"run for each size: make it one of another class",
-            pytrace=False,
-        )
     try:
         return (yield)
     except Exception as error:
@@ -185,9 +168,8 @@ def ranks(request: pytest.FixtureRequest) -> int:
     size: int | None = getattr(request, "param", None)
     if size is None:
         pytest.fail(
-            "the fixture 'ranks' is the number of ranks of a test that is marked, as in "
-            "@pytest.mark.ranks(2, 4), and this one is not: mark it, or take the fixture "
-            "'run_ranks' to start ranks in the test",
+            "the fixture 'ranks' needs a test that is marked, as in @pytest.mark.ranks(2, 4); "
+            "mark it, or take the fixture 'run_ranks' to start ranks in the test",
             pytrace=False,
         )
     return size
@@ -197,7 +179,9 @@ def ranks(request: pytest.FixtureRequest) -> int:
 def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """`hypercomm.run_ranks` within `--ranks-max`, with each rank's output in the report."""
 
-    def run(function: Callable[..., Any], nprocs: int, **options: Any) -> list[Any]:
+    def run(
+        function: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), **options: Any
+    ) -> list[Any]:
         __tracebackhide__ = True
         from hypercomm.testing.on_ranks import run_function
 
@@ -206,8 +190,9 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
             pytest.skip(_too_many(nprocs, limit))
         options = {"timeout": request.config.getoption("--ranks-timeout"), **options}
         with _output_shown(request.node) as output:
+            call = functools.partial(function, *args)
             module = request.module.__name__
-            return run_function(function, nprocs, module=module, output=output, **options)
+            return run_function(call, nprocs, module=module, output=output, **options)
 
     return run
 

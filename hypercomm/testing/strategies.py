@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.checks import as_flag, as_int, as_strings, as_tuple
+from hypercomm.layout.checks import as_int, as_strings, as_tuple
 from hypercomm.layout.parsing import divisors
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean
 from hypercomm.testing import _register_strategies
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def layouts(
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
     for name, bound in bounds.items():
         as_int(bound, name)
-    as_flag(listed, "listed")
     counts = range(max(min_dims, len(required)), max_dims + 1)
     fitting = [count for count in counts if min_size**count <= max_ranks]
     has_names = min_dims >= 1 and max_dims <= len(known)
@@ -116,14 +115,14 @@ def dim_subsets(
         A strategy for tuples of dims.
 
     Raises:
-        LayoutError: `layout` is not a RankLayout.
+        LayoutError: `layout` is not a layout.
 
     Example:
         >>> from hypothesis import find
         >>> find(dim_subsets(RankLayout.parse("tp=2,dp=4")), lambda dims: "dp" in dims)
         ('dp',)
     """
-    names = _checked(layout).dim_names
+    names = RankLayout(layout).dim_names
     return st.lists(st.sampled_from(names), min_size=min_dims, max_size=max_dims, unique=True).map(
         tuple
     )
@@ -139,14 +138,14 @@ def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
         A strategy for ranks.
 
     Raises:
-        LayoutError: `layout` is not a RankLayout.
+        LayoutError: `layout` is not a layout.
 
     Example:
         >>> from hypothesis import find
         >>> find(ranks_of(RankLayout.parse("dp=8", rank_offset=3)), lambda rank: True)
         3
     """
-    return st.sampled_from(_checked(layout).ranks)
+    return st.sampled_from(RankLayout(layout).ranks)
 
 
 def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
@@ -170,17 +169,8 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def grids(  # noqa: D417 - most are those of `layouts`
-    draw: st.DrawFn,
-    *,
-    min_dims: int = 1,
-    max_dims: int | None = None,
-    min_size: int = 1,
-    max_size: int = 4,
-    max_ranks: int = 16,
-    dim_names: Sequence[str] = DIM_NAMES,
-    dims_required: Sequence[str] = (),
-    views: bool = False,
+def grids(
+    draw: st.DrawFn, /, *, max_ranks: int = 16, views: bool = False, **bounds: Any
 ) -> HyperCommGrid:
     """Draw a `HyperCommGrid` without process groups; shrinks as `layouts` does, and to no view.
 
@@ -189,15 +179,17 @@ def grids(  # noqa: D417 - most are those of `layouts`
 
     Args:
         draw: Supplied by hypothesis.
-        min_dims, max_dims, min_size, max_size, max_ranks, dim_names, dims_required: As for
-            `layouts`; ranks start at 0.
+        max_ranks: The largest number of ranks.
         views: Whether grids may have a view "expert", as `views_of` draws it.
+        bounds: Further bounds of `layouts`, such as `dims_required`; ranks start at 0.
 
     Returns:
         A strategy for grids.
 
     Raises:
-        InvalidArgument, LayoutError, UnknownDimError: As for `layouts`.
+        InvalidArgument: As for `layouts`.
+        LayoutError: As for `layouts`.
+        UnknownDimError: As for `layouts`.
 
     Example:
         >>> from hypothesis import find
@@ -206,19 +198,7 @@ def grids(  # noqa: D417 - most are those of `layouts`
     """
     from hypercomm.grid import HyperCommGrid
 
-    as_flag(views, "views")
-    layout = draw(
-        layouts(
-            min_dims=min_dims,
-            max_dims=max_dims,
-            min_size=min_size,
-            max_size=max_size,
-            max_ranks=max_ranks,
-            max_offset=0,
-            dim_names=dim_names,
-            dims_required=dims_required,
-        )
-    )
+    layout = draw(layouts(max_ranks=max_ranks, max_offset=0, **bounds))
     grid = HyperCommGrid(layout, world_size=layout.size)
     names = [name for name in EXPERT_NAMES if name not in layout.dim_names]
     if views and names and draw(st.booleans()):
@@ -251,7 +231,7 @@ def views_of(
 
     Raises:
         InvalidArgument: There are too few names, or a name is also shared.
-        LayoutError: `layout` is not a RankLayout, or the names are not a sequence of names.
+        LayoutError: `layout` is not a layout, or the names are not a sequence of names.
         UnknownDimError: A shared dim is not a dim of the layout.
 
     Example:
@@ -261,7 +241,7 @@ def views_of(
         >>> print(find(views, lambda view: len(view.dim_names) > 2))
         ep=2,expt_tp=4,pp=2
     """
-    shared = _unique_names(shared_dims, "shared_dims", _checked(layout).dim_names)
+    shared = _unique_names(shared_dims, "shared_dims", RankLayout(layout).dim_names)
     names = _unique_names(dim_names, "dim_names")
     runs = [1]  # the products of the sizes between shared dims
     for dim in layout.dim_names:
@@ -355,7 +335,7 @@ def mappings(
         )
         sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
         target = RankLayout(sizes, target.dim_names)
-    is_beside = draw(st.booleans()) if beside is None else as_flag(beside, "beside")
+    is_beside = draw(st.booleans()) if beside is None else beside
     target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
     if along is not None:
         return RankMapping(source, target, along)
@@ -407,16 +387,9 @@ def _unique_names(value: object, what: str, known: Sequence[str] | None = None) 
     for name in names:
         if known is not None and name not in known:
             raise UnknownDimError(
-                f"{what} names {name!r}, which is not among {tuple(known)}"
-                f"{did_you_mean(name, known)}"
+                f"{what} names {name!r}, not one of {known}{did_you_mean(name, known)}"
             )
     return names
-
-
-def _checked(layout: object) -> RankLayout:
-    if not isinstance(layout, RankLayout):
-        raise LayoutError(f"layout must be a RankLayout, got {shown(layout)}")
-    return layout
 
 
 _register_strategies()

@@ -15,7 +15,7 @@ from hypercomm.process_groups.job import current
 def consent(
     mapping: RankMapping,
     tensor: str,
-    refusal: str = "",
+    refusal: BaseException | None = None,
     *,
     entries: Sequence[str] = (),
     effect: str = "nothing was sent",
@@ -38,10 +38,10 @@ def consent(
     """
     job, ranks = current(), _ranks(mapping)
     digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
-    scope = Scope(job, f"{job.namespace}/transfers/{digest}", ranks)
+    scope = Scope(job, f"transfers/{digest}", ranks)
     title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
-    if refusal:
-        refuse(scope, TransferMismatchError(f"{effect}: {refusal}"))
+    if refusal is not None:
+        refuse(scope, refusal)
         return None
     every = [f"{tensor} by {mapping}", _details(mapping), *entries]
     try:

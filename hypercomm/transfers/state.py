@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from hypercomm.errors import LayoutError, StateTransferError
+from hypercomm.errors import LayoutError, StateTransferError, TransferMismatchError
 from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import as_int, world_too_small
 from hypercomm.layout.text import shown
@@ -113,7 +113,7 @@ def transfer_state(
         start = _start(start, plan.buckets)
         mover = _Mover(manifest, plan, job.rank, is_verified=is_verified)
     except Exception as error:  # also of a dict that loads, and of memory that is not there
-        consent(mapping, "", refusal=str(error) or type(error).__name__)
+        consent(mapping, "", error)
         raise
     how = f"buckets of {limit} bytes from number {start} on, verify={is_verified}"
     interrupt = consent(mapping, "a state", entries=[*manifest.entries(), how])
@@ -386,11 +386,12 @@ def _report(mapping: RankMapping, damage: _Damage | None) -> None:
         StateTransferError: There was some.
     """
     if damage is not None:
-        consent(mapping, "the end of a state", damage.words, effect=_DAMAGED)
-        raise StateTransferError(damage.words, bucket=damage.bucket)
+        error = StateTransferError(damage.words, bucket=damage.bucket)
+        consent(mapping, "the end of a state", error, effect=_DAMAGED)
+        raise error
     try:
         consent(mapping, "the end of a state", effect=_DAMAGED)
-    except LayoutError as error:
+    except TransferMismatchError as error:
         said = re.search(r"start=(\d+), or with", str(error))
         bucket = int(said[1]) if said else 0
         raise StateTransferError(str(error), bucket=bucket) from error

@@ -144,7 +144,7 @@ def transfer(
         moves = _check(mapping, duty, tensor, groups, out)
     except LayoutError as error:
         if is_verified:
-            consent(mapping, "", refusal=str(error))
+            consent(mapping, "", error)
         raise
     interrupt = consent(mapping, moves.words) if is_verified else None
     with torch.no_grad():

@@ -41,10 +41,12 @@ def text_of(path):
 
 
 def anchors_of(path):
-    """The anchors of a page's headings, as Markdown makes them."""
+    """The anchors of a page's headings, as Markdown makes them, and those of the reference."""
     headings = re.findall(r"^#+ (.+)$", text_of(path), re.MULTILINE)
     words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
-    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+    targets = re.findall(r"^::: ([\w.]+)", path.read_text(), re.MULTILINE)
+    members = {f"{target}.{name}" for target in targets for name in dir(TABLES.resolved(target))}
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words} | {*targets} | members
 
 
 # Every link between pages, with its anchor, leads somewhere, and so does every picture.
@@ -121,7 +123,7 @@ def shown():
             continue
         asked = re.findall(r"^::: ([\w.]+)(?:\n    (.+))?", path.read_text(), re.MULTILINE)
         for target, options in asked:
-            thing = resolved(target)
+            thing = TABLES.resolved(target)
             yield thing
             members = re.search(r"members: \[(.*?)\]", options)
             if members:
@@ -130,15 +132,6 @@ def shown():
                 yield from (getattr(thing, member) for member in thing.__all__)
             elif not isinstance(thing, type) and hasattr(thing, "__spec__"):
                 yield from (value for key, value in vars(thing).items() if not key.startswith("_"))
-
-
-def resolved(target):
-    """The object that has a dotted name."""
-    module, _, name = target.rpartition(".")
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError:
-        return getattr(importlib.import_module(module), name)
 
 
 # Every public name of the package and of its public modules is in the reference.
@@ -153,7 +146,9 @@ def test_public_names_are_in_the_reference():
         if not any(getattr(importlib.import_module(module), name) is thing for thing in there)
     ]
     assert not missing
-    listed = re.findall(r"^\| `(\w+)` \|", PAGES["reference/index.md"].read_text(), re.MULTILINE)
+    page = PAGES["reference/index.md"].read_text()
+    listed = re.findall(r"^\| \[`(\w+)`\]\(\S+\) \|", page, re.MULTILINE)
+    assert page.count("\n| `") == 0  # each has a link
     public = set(hypercomm.__all__) - set(errors.__all__) - {"__version__"}
     assert public <= set(listed)
 

@@ -22,7 +22,6 @@ from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import (
     GridDestroyedError,
     LayoutError,
-    OrderError,
     RankOutsideError,
 )
 from hypercomm.testing import fake_world
@@ -197,8 +196,8 @@ BAD_MESHES = [
     (("pp",), KeyError, "unknown dim 'pp'"),
     (("tp", "tp"), ValueError, "tp"),
     ((("dp", "tp"), "dp"), ValueError, "dp"),
-    ((("tp", "dp"),), OrderError, "write ('dp', 'tp')"),
-    ((("cp", "dp"), "tp"), OrderError, "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest"),
+    ((("tp", "dp"),), LayoutError, "write ('dp', 'tp')"),
+    ((("cp", "dp"), "tp"), LayoutError, "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest"),
     ((3,), ValueError, "3"),
     (((),), ValueError, "dim"),
 ]

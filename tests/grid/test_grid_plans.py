@@ -1,4 +1,4 @@
-"""Planned groups, groups made of groups, and groups shared between grids, in fake worlds."""
+"""Groups made of groups, and groups shared between grids, in fake worlds."""
 
 import re
 
@@ -9,11 +9,7 @@ from ranks.common import registered
 from hypercomm import HyperCommGrid
 from hypercomm.errors import (
     CreationError,
-    GridDestroyedError,
-    GroupExistsError,
-    GroupMissingError,
     GroupOptionsError,
-    RankOutsideError,
 )
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
@@ -27,78 +23,21 @@ def ends(groups):
     return groups.pick(lambda group: (group[0], group[-1]))
 
 
-# A plan creates nothing, answers size and rank, and creates one group however often it is asked.
-def test_a_plan():
-    with fake_world(12, rank=7), HyperCommGrid([2, 6], ["tp", "pp"]) as grid:
-        before = registered()
-        planned = grid.plan_pg("pp")
-        assert registered() == before
-        assert (planned.size(), planned.rank(), planned.has_member()) == (6, 3, True)
-        assert dict(grid.pgs) == {}
-        with pytest.raises(GroupMissingError, match="hasn't been created"):
-            grid.get_pg("pp")
-        group = planned.create()
-        assert planned.create() is group is grid.get_pg("pp") is grid.ensure_pg("pp")
-        assert ranks(group) == [1, 3, 5, 7, 9, 11]
-        assert len(registered() - before) == 1
-        assert repr(planned).startswith("<created group of <2 groups of 6: (0, 2, 4, 6, ..., 10)")
-
-
-# A key is planned once, whoever creates it; ensure_pg creates what was planned.
-def test_a_key_is_planned_once():
-    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        planned = grid.plan_pg("tp")
-        for again in (grid.plan_pg, grid.create_pg):
-            with pytest.raises(GroupExistsError):
-                again("tp")
-        assert grid.ensure_pg("tp") is planned.create()
-
-
-# Everything is checked when a group is planned, and a plan that is refused leaves its key free.
-def test_a_plan_is_checked():
-    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        for bad in ({"backend": "warp"}, {"timeout": 3}, {"share": "all"}, {"name": ""}):
-            with pytest.raises(GroupOptionsError):
-                grid.plan_pg("tp", **bad)
-        assert grid.plan_pg("tp").create().size() == 2
-
-
-# A creation that fails can be tried again: a plan stays, a create_pg is forgotten.
+# A creation that fails can be tried again.
 def test_a_failure_can_be_repeated(monkeypatch):
     def fail(*_args, **_options):
         raise CreationError("the network is down")
 
     with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        planned = grid.plan_pg("tp")
         before = registered()
         with monkeypatch.context() as patch:
             patch.setattr(c10d, "new_group", fail)
-            for create in (planned.create, lambda: grid.create_pg("dp")):
+            for create in (grid.ensure_pg, grid.create_pg):
                 with pytest.raises(CreationError, match="the network is down"):
-                    create()
+                    create("dp")
         assert registered() == before
         assert dict(grid.pgs) == {}
-        assert planned.create().size() == grid.create_pg("dp").size() == 2
-
-
-# What was planned goes with the grid: it cannot be created any more.
-def test_a_plan_of_a_destroyed_grid():
-    with fake_world(4):
-        grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        planned = grid.plan_pg("tp")
-        grid.destroy()
-        with pytest.raises(GridDestroyedError):
-            planned.create()
-
-
-# A rank outside has no place in a group, and None for it.
-def test_a_plan_outside():
-    with fake_world(6, rank=5), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        planned = grid.plan_pg("tp")
-        assert not planned.has_member()
-        assert planned.create() is None
-        with pytest.raises(RankOutsideError):
-            planned.rank()
+        assert grid.ensure_pg("tp").size() == grid.create_pg("dp").size() == 2
 
 
 # Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy.
@@ -160,14 +99,12 @@ def test_the_last_grid_destroys():
         tensor, data = lender.create_pg("tp"), lender.create_pg("dp")
         grid = HyperCommGrid([2, 4], ["a", "b"], share="identical", share_with=lender)
         assert grid.create_pg("a") is tensor
-        waiting = grid.plan_pg("b")
         lender.destroy_pg("tp")
         assert tensor in registered()
         lender.destroy()
         assert tensor in registered()
         assert data not in registered()
-        assert waiting.create() not in {data, None}
-        assert waiting.create() in registered()
+        assert grid.create_pg("b") not in {data, None}
         grid.destroy()
         assert tensor not in registered()
 

@@ -1,6 +1,5 @@
 """The grid on real gloo processes: who takes part in what is read off the numbers they sum."""
 
-import socket
 from datetime import timedelta
 from itertools import chain, combinations
 
@@ -111,7 +110,7 @@ def test_sharing():
     )
 
 
-# Whichever way a user lets gloo read the store, and whatever timeout a rank has, ranks meet.
+# Whichever way a user lets gloo read the store, ranks meet.
 def test_how_gloo_reads():
     got = run_ranks(rank_functions.gloo_readers, 4)
     for rank, sums in enumerate(got):
@@ -136,20 +135,7 @@ def test_a_creation_is_tried_again(late, place):
     got = run_ranks(rank_functions.late_for_the_first_try, 4, args=(late,), timeout=90)
     assert [total for _, total in got] == [1111] * 4
     for rank in {0, 1, 2, 3} - {late}:
-        assert (
-            f"of ranks (0, 1, 2, 3) was not created: rank {late} ({place}; host "
-            f"{socket.gethostname()}) did not come"
-        ) in got[rank][0]
-
-
-# Where the store is slow to say who is missing, a rank that did not come is still not said to have
-# come and not connected.
-def test_a_creation_times_out_while_the_store_is_slow():
-    got = run_ranks(rank_functions.absent_while_the_store_is_slow, 3, timeout=60)
-    assert [total for _, total in got] == [111] * 3
-    for (said, missing), _ in got[:2]:
-        assert missing == (2,)
-        assert f"rank 2 (dp=2; host {socket.gethostname()}) did not come; rank" in said
+        assert f"rank {late} ({place}) did not join" in got[rank][0]
 
 
 # A process that was in another job before agrees on names with one that is new.

@@ -22,17 +22,15 @@ from hypercomm.errors import (
     GroupExistsError,
     GroupOptionsError,
     LayoutError,
-    NotationError,
     NotInitializedError,
     RankOutsideError,
     UnknownDimError,
     UnknownGridError,
     WorldSizeError,
 )
-from hypercomm.layout import RankMapping, pipelines
+from hypercomm.layout import RankMapping
 from hypercomm.layout.placement import Placement, colocate, tile
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups.owner import Batch
 from hypercomm.testing import fake_world, layouts
 
 NAMES = ("a", "b", "c", "d")
@@ -260,13 +258,13 @@ def test_explicit_places():
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
         (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a' needs sizes such as"),
         (lambda: GridSet.tile(8, a="tp"), None, None),
-        (lambda: GridSet.tile(8, a="tp=x"), NotationError, "'tp=x'"),
+        (lambda: GridSet.tile(8, a="tp=x"), LayoutError, "'tp=x'"),
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
-            NotationError,
+            LayoutError,
             "tp of grid 'a'.*dp of grid 'a'.* unspecified",
         ),
-        (lambda: GridSet.tile(8, a="tp", b="pp"), NotationError, "tp of a.*pp of b.* unspecified"),
+        (lambda: GridSet.tile(8, a="tp", b="pp"), LayoutError, "tp of a.*pp of b.* unspecified"),
         (
             lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"),
             WorldSizeError,
@@ -310,7 +308,7 @@ def test_explicit_places():
         ),
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
-            NotationError,
+            LayoutError,
             "tp of grid 'a'.*unspecified",
         ),
         (
@@ -477,28 +475,6 @@ def test_bad_requests(last, arguments, error, words):
         grids.create_pgs({"a": ["tp"], "b": ["tp"]})
 
 
-# Taking back goes on whatever fails in it, and what came first is what is raised.
-def test_taking_back_goes_on(monkeypatch):
-    with fake_world(8), GridSet.colocated(a="tp=2,dp", b="tp=4,dp", c="tp=8") as grids:
-        honest, create = Batch.take_back, Batch.create
-
-        def take_back(batch):
-            if batch.owner is grids["b"]._owner:
-                raise RuntimeError("teardown")
-            honest(batch)
-
-        def create_but_for_c(batch, step):
-            if batch.owner is grids["c"]._owner:
-                raise ValueError("created wrongly")
-            return create(batch, step)
-
-        monkeypatch.setattr(Batch, "take_back", take_back)
-        monkeypatch.setattr(Batch, "create", create_but_for_c)
-        with pytest.raises(ValueError, match="created wrongly"):
-            grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"], "c": ["tp"]})
-        assert [len(grid.pgs) for grid in grids.values()] == [0, 1, 0]
-
-
 # Nothing asked for is nothing done.
 def test_no_requests():
     with fake_world(4), GridSet.colocated(a="tp=4") as grids:
@@ -589,14 +565,6 @@ def test_verify_and_abort():
 # Grids are asked as modules: who has which stage, who hands over to whom, who sends what.
 def test_modules():
     grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
-    encoder, llm = grids.layouts.values()
-    assert pipelines.pipeline_depth(grids.layouts) == 3
-    assert pipelines.pipeline_depth({"llm": llm}) == 2
-    assert pipelines.pipeline_stages([llm, encoder], 0) == (2,)
-    assert pipelines.pipeline_stages(grids.layouts, 23) == (2,)
-    assert pipelines.last_stage(encoder) == tuple(range(8))
-    assert pipelines.first_stage(llm) == tuple(range(8, 16))
-    assert pipelines.last_stage(llm) == tuple(range(16, 24))
     wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)
     assert grids.mapping("encoder", "llm", batch_axis=1) == wanted
     with pytest.raises(UnknownGridError, match="no grid 'x'"):

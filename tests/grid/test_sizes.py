@@ -3,7 +3,7 @@
 import pytest
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
-from hypercomm.errors import LayoutError, NotationError
+from hypercomm.errors import LayoutError
 
 FORMS = [
     (("tp=2,dp=4",), {}),
@@ -40,7 +40,7 @@ def test_the_environment(monkeypatch):
 
 
 def test_parse_takes_text():
-    with pytest.raises(NotationError, match="expected a text like 'tp=2,dp=4', got 5"):
+    with pytest.raises(LayoutError, match="expected a text like 'tp=2,dp=4', got 5"):
         HyperCommGrid.parse(5, world_size=8)
 
 

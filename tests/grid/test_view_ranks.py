@@ -63,9 +63,9 @@ def test_another_view(odd, arguments, words, comes):
         assert set(told) == stage
     for rank, (said, waited, is_clean, total, again, is_gone) in enumerate(got):
         if rank in told:
-            assert said.startswith("PlanMismatchError: ranks differ in view 'expert': rank "), said
-            assert f"{words}, but" in said or f"first, has {words};" in said
-            assert f"{VIEW}, but" in said or f"first, has {VIEW};" in said
+            assert said.startswith("PlanMismatchError: create_pg("), said
+            in_circle = "ranks wait for each other in different calls" in said
+            assert in_circle or (words in said and VIEW in said), said
             assert waited < late_s(5)
         assert is_clean
         assert total == numpy_sum([2, 2, 2], {0}, rank)
@@ -74,15 +74,15 @@ def test_another_view(odd, arguments, words, comes):
 
 
 # Destroyed and created again under the same keys, ten times: every sum is right, the group that
-# stays works, and neither torch nor the store keeps anything of them. The store keeps one key for
-# each call that ranks compare; what torch's own enumeration leaves there is torch's.
+# stays works, and neither torch nor the store keeps more of them each time; what torch's own
+# enumeration leaves in the store is torch's.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("creation", "verify", "is_batched", "compared"),
     [
         ("local", False, False, 0),
         ("local", False, True, 0),
-        ("local", True, False, 2),
+        ("local", True, False, 0),
         ("local", True, True, 0),
         ("enumerate", False, False, None),
         ("enumerate", True, True, None),

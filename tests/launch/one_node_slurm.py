@@ -6,17 +6,16 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 from ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "sinfo")
 
-_SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
 
 def program(name):
     """Where a program is; daemons are not on everyone's path."""
-    return shutil.which(name, path=_SBIN)
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def why_not():
@@ -28,81 +27,46 @@ def why_not():
 
 
 @contextlib.contextmanager
-def one_node_slurm(folder, cpus=8):
+def one_node_slurm(folder):
     """Start the daemons; gives the environment in which srun and its like find them."""
     host = socket.gethostname().partition(".")[0]
-    control, node = free_port(), free_port()
     for name in ("state", "spool"):
         (folder / name).mkdir()
     folder.chmod(0o700)
-    key, munge = folder / "key", folder / "munge.socket"
+    key, configuration = folder / "key", folder / "slurm.conf"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    settings = {
-        "ClusterName": "one",
-        "SlurmctldHost": f"{host}(127.0.0.1)",
-        "SlurmUser": "root",
-        "SlurmdUser": "root",
-        "AuthType": "auth/munge",
-        "AuthInfo": f"socket={munge}",
-        "CredType": "cred/munge",
-        "SlurmctldPort": control,
-        "SlurmdPort": node,
-        "StateSaveLocation": folder / "state",
-        "SlurmdSpoolDir": folder / "spool",
-        "SlurmctldPidFile": folder / "slurmctld.pid",
-        "SlurmdPidFile": folder / "slurmd.pid",
-        "SlurmctldLogFile": folder / "slurmctld.log",
-        "SlurmdLogFile": folder / "slurmd.log",
-        "ProctrackType": "proctrack/pgid",
-        "TaskPlugin": "task/none",
-        "JobAcctGatherType": "jobacct_gather/none",
-        "AccountingStorageType": "accounting_storage/none",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_CPU",
-        "SchedulerType": "sched/builtin",
-        "MpiDefault": "none",
-        "SlurmdParameters": "config_overrides",
-    }
-    lines = [f"{name}={value}" for name, value in settings.items()]
-    lines.append(f"NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN")
-    lines.append(f"PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE State=UP")
-    configuration = folder / "slurm.conf"
-    configuration.write_text("\n".join(lines) + "\n")
+    ports = {"control": free_port(), "node": free_port()}
+    template = Path(__file__).with_name("slurm.conf").read_text()
+    configuration.write_text(template.format(host=host, folder=folder, **ports))
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
+    munge = {"socket": "munge.socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     daemons = [
-        [
-            *(program("munged"), "--foreground", "--force", f"--key-file={key}"),
-            *(f"--socket={munge}", f"--pid-file={folder}/munged.pid"),
-            *(f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed"),
-        ],
-        [program("slurmctld"), "-D", "-f", str(configuration)],
-        [program("slurmd"), "-D", "-f", str(configuration), "-N", host],
+        ["munged", "--foreground", "--force", f"--key-file={key}"]
+        + [f"--{option}={folder}/{name}" for option, name in munge.items()],
+        ["slurmctld", "-D", "-f", str(configuration)],
+        ["slurmd", "-D", "-f", str(configuration), "-N", host],
     ]
     started = []
     try:
-        for command in daemons:
-            with (folder / f"daemon{len(started)}.out").open("w") as out:
-                started.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-            if len(started) == 1:
-                _wait_for(munge.exists, folder)
+        for name, *arguments in daemons:
+            with (folder / f"{name}.out").open("w") as out:
+                streams = {"stdout": out, "stderr": out, "env": environment}
+                started.append(subprocess.Popen([program(name), *arguments], **streams))
+            if name == "munged":
+                _wait_for((folder / "munge.socket").exists, folder)
         _wait_for(lambda: _state(environment) == "idle", folder)
         yield environment
     finally:
         for daemon in reversed(started):
-            daemon.terminate()
-        for daemon in reversed(started):
-            try:
-                daemon.wait(20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
 
 
 def _state(environment):
-    asked = [program("sinfo"), "-h", "-o", "%t"]
-    told = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
-    return told.stdout.strip().rstrip("*")
+    command = [program("sinfo"), "-h", "-o", "%t"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout.strip().rstrip("*")
 
 
 def _wait_for(is_true, folder, seconds=60):

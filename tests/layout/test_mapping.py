@@ -3,7 +3,7 @@
 import math
 import pickle
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import attrs
@@ -12,116 +12,163 @@ import pytest
 from effort import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from ranks import mapping_ranks
+from numbered import in_order, numbered
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
-from hypercomm.layout.messages import Message
-from hypercomm.testing import layouts
 
 DIMS = ("tp", "cp", "dp", "pp")
 many = settings(
     max_examples=examples(2000),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
-some = settings(many, max_examples=examples(300))
 
 
 # ---- the independent source ---------------------------------------------------------------------
 
 
-@st.composite
-def sides(draw):
-    layout = draw(layouts(max_ranks=64, max_offset=70, dim_names=DIMS))
-    ranks = list(range(layout.rank_offset, layout.rank_offset + layout.size))
-    if draw(st.integers(0, 3)) == 3:
-        ranks = draw(st.permutations(ranks))
-    return (layout.shape, layout.dim_names, tuple(ranks))
+@attrs.frozen
+class Case:
+    """A mapping, and the tables of ranks that its layouts were drawn with."""
+
+    mapping: RankMapping
+    tables: tuple
+
+    def cuts(self):
+        """The dims that cut each of three axes, outermost first, and whether in zigzag."""
+        mapping = self.mapping
+        cuts = defaultdict(list)
+        if mapping.along is not None:
+            cuts[mapping.batch_axis].append((mapping.along, False))
+        for dim, axis in mapping.shards:
+            is_zigzag = isinstance(axis, tuple)
+            cuts[(axis[1] if is_zigzag else axis) % 3].append((dim, is_zigzag))
+        return cuts
+
+    def whole(self):
+        """A tensor that both ends can cut."""
+        shape = []
+        for axis in range(3):
+            lengths = (
+                math.prod((1 + z) * side.size_of(dim, default=1) for dim, z in self.cuts()[axis])
+                for side in (self.mapping.source, self.mapping.target)
+            )
+            shape.append(math.lcm(*lengths))
+        return np.arange(math.prod(shape)).reshape(shape)
+
+    def held(self, is_source):
+        """For each rank of a stage, in the layout's order, the indices that it has of each axis."""
+        layout = self.mapping.source if is_source else self.mapping.target
+        table = self.tables[not is_source]
+        stage = -1 if is_source != self.mapping.backward else 0
+        held = {}
+        for rank in in_order(table):
+            at = np.argwhere(table == rank)[0].tolist()
+            coords = dict(zip(layout.dim_names, at, strict=True))
+            pipeline = self.mapping.pipeline
+            if pipeline in coords and coords[pipeline] != stage % layout.size_of(pipeline):
+                continue
+            held[rank] = [
+                indices_of(length, self.cuts()[axis], layout, coords)
+                for axis, length in enumerate(self.whole().shape)
+            ]
+        return held
+
+    def inverse(self):
+        return Case(self.mapping.inverse(), self.tables[::-1])
+
+
+def indices_of(length, dims, layout, coords):
+    """The indices of an axis that a rank has, in its order; `dims` are outermost first."""
+    indices = np.arange(length)
+    for dim, is_zigzag in dims:
+        size, at = layout.size_of(dim, default=1), coords.get(dim, 0)
+        if is_zigzag:
+            chunks = np.split(indices, 2 * size)
+            indices = np.concatenate([chunks[at], chunks[2 * size - 1 - at]])
+        else:
+            indices = np.split(indices, size)[at]
+    return indices
 
 
 @st.composite
-def cases(draw):
+def cases(draw, zigzag=True):
     """Draw what can be mapped: any orders of dims, offsets, stages; several dims on one axis."""
-    source, target = draw(sides()), draw(sides())
+    sides = [draw(numbered(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
+    source, target = (layout for layout, _ in sides)
     along = draw(st.sampled_from(["dp", "dp", "dp", "tp", None]))
     pipeline = draw(st.sampled_from(["pp", "pp", None]))
-    sizes = [dict(zip(names, shape, strict=True)) for shape, names, _ in (source, target)]
-    known = set().union(*sizes)
-    free = [dim for dim in DIMS if dim in known and dim not in (along, pipeline)]
+    known = {*source.dim_names, *target.dim_names}
+    free = sorted(known - {along, pipeline})
     chosen = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-    shards = {dim: draw(st.sampled_from([0, 1, -1])) for dim in chosen}
+    axes = [0, 1, -1, ("zigzag", 1), ("zigzag", 2)] if zigzag else [0, 1, -1]
+    shards = {dim: draw(st.sampled_from(axes)) for dim in chosen}
+    cut = [axis[1] if isinstance(axis, tuple) else axis for axis in shards.values()]
+    assume(not {-1, 2} <= {*cut})  # one axis under two names
     if along is not None:
-        before, after = (side.get(along, 1) for side in sizes)
+        before, after = (side.size_of(along, default=1) for side in (source, target))
         assume(max(before, after) % min(before, after) == 0)
-        idle = known - {along, pipeline, *shards}
-        assume(along in known or not any(side.get(dim, 1) > 1 for side in sizes for dim in idle))
-        assume(along in known or along == "dp")
-    batch_axis = draw(st.sampled_from([0, 0, 1]))
-    units = draw(st.tuples(*[st.integers(1, 2)] * 3))
+        assume(along in known)
     leaders = draw(st.sampled_from([False, False, True]))
-    return mapping_ranks.Case(
-        source, target, along, batch_axis, shards, pipeline, units, leaders=leaders
-    )
-
-
-def check_delivery(mapping, held, wanted, shape):
-    """Carry out all messages with numpy: each element that is received arrives exactly once."""
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    local = {rank: whole[np.ix_(*axes)] for rank, axes in held.items()}
-    expected = {rank: whole[np.ix_(*axes)] for rank, axes in wanted.items()}
-    arrived = {rank: np.full(data.shape, -1) for rank, data in expected.items()}
-    times = {rank: np.zeros(data.shape, dtype=int) for rank, data in expected.items()}
-    sent = [message for rank in local for message in mapping.sends(rank)]
-    for message in sent:
-        piece = local[message.source][message.source_slices(local[message.source].shape)]
-        there = message.target_slices(expected[message.target].shape)
-        arrived[message.target][there] = piece
-        times[message.target][there] += 1
-        np.testing.assert_array_equal(whole[message.global_slices(shape)], piece)
-    for rank, data in expected.items():
-        if mapping.leaders and same(wanted, rank)[0] != rank:
-            assert not times[rank].any()
-            continue
-        assert (times[rank] == 1).all()
-        np.testing.assert_array_equal(arrived[rank], data)
-    assert len({(message.source, message.target) for message in sent}) == len(sent)
-    return sent
-
-
-def spans(axes):
-    """What a rank holds, as the first and last index along each axis: it is contiguous."""
-    return [(int(axis[0]), int(axis[-1])) for axis in axes]
+    options = {"shards": shards, "pipeline": pipeline, "leaders": leaders}
+    mapping = RankMapping(source, target, along, **options)
+    return Case(mapping, tuple(table for _, table in sides))
 
 
 def same(held, rank):
     """The ranks that hold what a rank holds."""
-    return [other for other in held if spans(held[other]) == spans(held[rank])]
+    mine = [axis.tolist() for axis in held[rank]]
+    return [other for other in held if [axis.tolist() for axis in held[other]] == mine]
 
 
-def served(case, held, wanted):
+def check_delivery(case):
+    """Carry out all messages with numpy: each element that is wanted arrives exactly once."""
+    mapping, whole = case.mapping, case.whole()
+    held, wanted = case.held(is_source=True), case.held(is_source=False)
+    assert (mapping.source_ranks, mapping.target_ranks) == (tuple(held), tuple(wanted))
+    local = {rank: whole[np.ix_(*axes)] for rank, axes in held.items()}
+    expected = {rank: whole[np.ix_(*axes)] for rank, axes in wanted.items()}
+    arrived = {rank: np.full(data.shape, -1) for rank, data in expected.items()}
+    sent = [message for rank in mapping.source.ranks for message in mapping.sends(rank)]
+    for message in sent:
+        piece = local[message.source][message.source_slices(local[message.source].shape)]
+        there = arrived[message.target][message.target_slices(expected[message.target].shape)]
+        assert (there == -1).all()
+        there[...] = piece
+        np.testing.assert_array_equal(whole[message.global_slices(whole.shape)], piece)
+    for rank, data in expected.items():
+        assert mapping.broadcast_siblings(rank) == tuple(same(wanted, rank))
+        if mapping.leaders and same(wanted, rank)[0] != rank:
+            assert (arrived[rank] == -1).all()
+        else:
+            np.testing.assert_array_equal(arrived[rank], data)
+    for data in local.values():
+        assert mapping.received_shape(data.shape) == next(iter(expected.values())).shape
+    return sent
+
+
+def served(case):
     """Who serves whom, by looking at every pair: {(source, target)}.
 
     A rank that has the part serves itself; the k-th of the n that want a part of what R ranks have
     is served by number k * R // n of these.
     """
-    pairs = set()
-    order = sorted({0, 1, 2}, key=list(case.dims_of_axis(in_order=True)).index)
-    leaders = {rank for rank in wanted if same(wanted, rank)[0] == rank}
-    for rank in held:
-        holders = same(held, rank)[:1] if case.leaders else same(held, rank)
+    held, wanted = case.held(is_source=True), case.held(is_source=False)
+    leaders, pairs = case.mapping.leaders, set()
+    order = sorted(range(3), key=[*case.cuts(), *range(3)].index)
+    for rank, cell in held.items():
+        holders = same(held, rank)[:1] if leaders else same(held, rank)
         if rank != holders[0]:
             continue
-        cell = spans(held[rank])
         touching = [
             other
             for other, axes in wanted.items()
             if all(
-                low <= there and here <= high
-                for (low, high), (here, there) in zip(cell, spans(axes), strict=True)
+                {*here.tolist()} & {*there.tolist()} for here, there in zip(cell, axes, strict=True)
             )
-            and (other in leaders or not case.leaders)
+            and (not leaders or same(wanted, other)[0] == other)
         ]
-        touching.sort(key=lambda other: [spans(wanted[other])[axis] for axis in order])
+        touching.sort(key=lambda other: [wanted[other][axis][0] for axis in order])
         for k, other in enumerate(touching):
             sender = other if other in holders else holders[k * len(holders) // len(touching)]
             pairs.add((sender, other))
@@ -135,141 +182,68 @@ def served(case, held, wanted):
 @many
 @given(cases())
 def test_every_element_arrives_once(case):
-    mapping, shape = case.mapping(), case.shape()
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    assert mapping.source_ranks == tuple(held)
-    assert mapping.target_ranks == tuple(wanted)
-    check_delivery(mapping, held, wanted, shape)
-    check_delivery(mapping.inverse(), wanted, held, shape)
-    assert mapping.inverse().inverse() == mapping
-    assert hash(mapping.inverse().inverse()) == hash(mapping)
+    check_delivery(case)
+    check_delivery(case.inverse())
 
 
-# What ranks send, what they receive and the table are one set of messages.
-@pytest.mark.long
+# What ranks send, what they receive and the table are one set of messages, and stand in one order.
 @many
 @given(cases())
 def test_sends_receives_and_table_agree(case):
-    mapping = case.mapping()
-    sent = [message for rank in case.source[2] for message in mapping.sends(rank)]
-    received = [message for rank in case.target[2] for message in mapping.receives(rank)]
-    assert len(set(sent)) == len(sent) == len(received)
-    assert set(sent) == set(received)
-    table = mapping.table()
-    rows = [
-        (int(row["source"]), int(row["target"]), row["start"].tolist(), row["stop"].tolist())
-        for row in table
-    ]
+    mapping = case.mapping
+    sent = {rank: mapping.sends(rank) for rank in mapping.source.ranks}
+    received = {rank: mapping.receives(rank) for rank in mapping.target.ranks}
+    every = [message for messages in sent.values() for message in messages]
+    assert Counter(every) == Counter(message for some in received.values() for message in some)
+    rows = [(row[0], row[1], *map(list, row.tolist()[2:])) for row in mapping.table()]
     assert rows == sorted(
-        (m.source, m.target, [p.start for p in m.parts], [p.stop for p in m.parts]) for m in sent
+        (m.source, m.target, [p.start for p in m.parts], [p.stop for p in m.parts]) for m in every
     )
-    for rank in case.source[2]:
-        targets = [int(row["target"]) for row in table if row["source"] == rank]
-        assert list(mapping.targets_of(rank)) == targets
-    for rank in case.target[2]:
-        sources = [int(row["source"]) for row in table if row["target"] == rank]
-        assert list(mapping.sources_of(rank)) == sources
+    for rank, messages in sent.items():
+        assert mapping.targets_of(rank) == tuple(sorted({one.target for one in messages}))
+        for target in mapping.targets_of(rank):
+            here = [one for one in messages if one.target == target]
+            assert here == [one for one in received[target] if one.source == rank]
+    for rank, messages in received.items():
+        assert mapping.sources_of(rank) == tuple(sorted({one.source for one in messages}))
 
 
-# A rank that has what it wants gets it from itself; the others are shared out among those that
-# have it. So says looking at every pair of ranks.
-@pytest.mark.long
+# A rank that has what it wants gets it from itself; the others are shared out evenly among those
+# that have it. So says looking at every pair of ranks.
 @many
-@given(cases())
+@given(cases(zigzag=False))
 def test_who_serves_whom(case):
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    table = case.mapping().table()
-    assert {(int(row["source"]), int(row["target"])) for row in table} == served(case, held, wanted)
+    rows = case.mapping.table()
+    assert {(int(row["source"]), int(row["target"])) for row in rows} == served(case)
 
 
-# Of n ranks that want a part of what R have, none of these serves more than ceil(n / R) others.
-@pytest.mark.long
-@many
-@given(cases())
-def test_replicas_share_the_work(case):
-    mapping = case.mapping()
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    pairs = served(case, held, wanted)
-    for rank in held:
-        holders = same(held, rank)[:1] if case.leaders else same(held, rank)
-        consumers = [target for source, target in pairs if source in holders]
-        others = [target for target in mapping.targets_of(rank) if target != rank]
-        assert len(others) <= -(-len(consumers) // len(holders))
-
-
-# Nothing crosses the wire where every rank has what it wants already.
-def test_nothing_moves_that_is_there():
-    for source, target in [("tp=8", "tp=4"), ("tp=2,ep=2,dp=2", "ep=2,tp=2,dp=2")]:
-        ends = RankLayout.parse(source), RankLayout.parse(target)
-        mapping = RankMapping(*ends, "dp" if "dp" in source else None)
-        table = mapping.table()
-        assert (table["source"] == table["target"]).all()
-        assert len(table) == mapping.target.size
-
-
-# With leaders, the first of those that want the same receives all of it, and the others nothing;
-# the first of those that have the same sends it.
-@some
-@given(cases())
-def test_leaders(case):
-    mapping = attrs.evolve(case, leaders=True).mapping()
-    held, wanted = case.held(case.source, -1), case.held(case.target, 0)
-    for rank, axes in wanted.items():
-        siblings = same(wanted, rank)
-        assert mapping.broadcast_siblings(rank) == tuple(siblings)
-        messages = mapping.receives(rank)
-        if rank != siblings[0]:
-            assert messages == ()
-            continue
-        times = np.zeros([len(axis) for axis in axes], dtype=int)
-        for message in messages:
-            times[message.target_slices(times.shape)] += 1
-            assert same(held, message.source)[0] == message.source
-        assert (times == 1).all()
-
-
-# The shape of what arrives follows from the shape of what is there.
-@some
-@given(cases())
-def test_received_shape(case):
-    mapping = case.mapping()
-    before = {tuple(map(len, axes)) for axes in case.held(case.source, -1).values()}
-    after = {tuple(map(len, axes)) for axes in case.held(case.target, 0).values()}
-    assert {mapping.received_shape(shape) for shape in before} == after
-    assert {mapping.inverse().received_shape(shape) for shape in after} == before
-
-
-# A mapping is a value: equal, hashed and pickled as one; arguments may come as a mapping or pairs.
-@some
+# A mapping is a value: equal, hashed and pickled as one.
+@settings(many, max_examples=examples(300))
 @given(cases())
 def test_a_mapping_is_a_value(case):
-    mapping = case.mapping()
-    assert mapping == case.mapping()
-    assert hash(mapping) == hash(case.mapping())
+    mapping = case.mapping
+    assert mapping.inverse().inverse() == mapping
     for one in (mapping, mapping.inverse()):
-        again = pickle.loads(pickle.dumps(one))
-        assert again == one
-        np.testing.assert_array_equal(again.table(), one.table())
-    for one in (mapping, mapping.inverse()):
-        again = attrs.evolve(one, shards=one.shards)
-        assert again == one
-        assert again.source_ranks == one.source_ranks
-        assert again.leaders == one.leaders == case.leaders
+        for again in (pickle.loads(pickle.dumps(one)), attrs.evolve(one, shards=one.shards)):
+            assert again == one
+            assert hash(again) == hash(one)
+            assert (again.leaders, again.source_ranks) == (one.leaders, one.source_ranks)
+            np.testing.assert_array_equal(again.table(), one.table())
     if mapping.source_ranks != mapping.inverse().source_ranks:
         assert mapping != mapping.inverse()
 
 
+# ---- by hand ------------------------------------------------------------------------------------
+
+
 # Ranks off the stage send and receive nothing; ranks of neither layout are refused.
 def test_ranks_off_the_stage():
-    mapping = RankMapping(RankLayout.parse("tp=2,pp=2"), RankLayout([2, 2], ["tp", "pp"], 4), None)
+    mapping = RankMapping("tp=2,pp=2", RankLayout([2, 2], ["tp", "pp"], 4), None)
     assert mapping.sends(0) == mapping.targets_of(1) == ()
     assert mapping.receives(6) == mapping.broadcast_siblings(7) == ()
-    for question in (mapping.sends, mapping.targets_of):
-        with pytest.raises(RankOutsideError, match="rank 4 is not in layout tp=2,pp=2"):
-            question(4)
-    for question in (mapping.receives, mapping.sources_of, mapping.broadcast_siblings):
-        with pytest.raises(RankOutsideError, match="rank 3 is not in layout tp=2,pp=2"):
-            question(3)
+    for question, rank in [(mapping.sends, 4), (mapping.receives, 3), (mapping.sources_of, 3)]:
+        with pytest.raises(RankOutsideError, match=f"rank {rank} .*tp=2,pp=2"):
+            question(rank)
 
 
 # By default cp cuts the sequence, which is the axis that the batch is not.
@@ -285,112 +259,87 @@ def test_the_sequence_is_cut_by_default():
 
 # A dim that cuts nothing on either side cuts no axis: layouts that name cp=1 take any tensor.
 def test_sizes_of_one_cut_nothing():
-    layout = RankLayout.parse("tp=2,cp=1,dp=2")
-    mapping = RankMapping(layout, RankLayout.parse("tp=2,cp=1,dp=2", rank_offset=4))
+    mapping = RankMapping("tp=2,cp=1,dp=2", RankLayout("tp=2,cp=1,dp=2", rank_offset=4))
     assert mapping.received_shape([8]) == (8,)
-    assert [cut.axis for cut in mapping.cuts] == [0]
-    same = RankLayout.parse("tp=2,dp=1")
-    whole = RankMapping(same, same, batch_axis=5)
+    whole = RankMapping("tp=2,dp=1", "tp=2,dp=1", batch_axis=5)
     assert whole.cuts == ()
     assert whole.received_shape([]) == ()
     assert whole.table()["start"].shape == (2, 0)
-
-
-# Further dims on the batch's axis may go from any size to any other; the batch's own may not.
-def test_only_the_batch_must_divide():
-    mapping = RankMapping(
-        RankLayout.parse("tp=2,dp=2"), RankLayout.parse("tp=3,dp=2"), shards={"tp": 0}
-    )
-    assert mapping.received_shape([3]) == (2,)
-    assert mapping.kind == "equal"
-    weight = RankMapping(
-        RankLayout.parse("tp=2"), RankLayout.parse("tp=3"), along=None, shards={"tp": 0}
-    )
-    assert weight.kind == "equal"
-    assert [weight.sources_of(rank) for rank in range(3)] == [(0,), (0, 1), (1,)]
+    assert RankMapping("cp=1", "cp=1", None, shards={"cp": "zigzag"}).cuts == ()
 
 
 # A weight of one stage: of tp=2, pp=2 ranks 2 and 3 have the halves of stage 1, and each of four
-# wants a quarter.
+# wants a quarter. Any size may become any other.
 def test_weights():
     mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
     assert mapping.source_ranks == (2, 3)
     assert [mapping.sources_of(rank) for rank in range(4)] == [(2,), (2,), (3,), (3,)]
-    assert [mapping.receives(rank)[0].global_slices([8])[0].start for rank in range(4)] == [
-        *range(0, 8, 2)
-    ]
+    starts = [mapping.receives(rank)[0].global_slices([8])[0].start for rank in range(4)]
+    assert starts == [0, 2, 4, 6]
     whole = RankMapping.weights("dp=2", "tp=2,pp=2")
     assert (whole.along, whole.pipeline, whole.target_ranks) == (None, None, (0, 1, 2, 3))
-    assert str(whole) == "dp=2 at 0 -> tp=2,pp=2 at 0: whole; dp, tp, pp replicate"
+    thirds = RankMapping.weights("tp=2", "tp=3", {"tp": 0})
+    assert [thirds.sources_of(rank) for rank in range(3)] == [(0,), (0, 1), (1,)]
+
+
+# Causal order: of the four chunks rank 0 of cp has the first and the last.
+def test_zigzag():
+    there = RankLayout([2], ["sp"], 2)
+    mapping = RankMapping("cp=2", there, None, shards={"cp": "zigzag", "sp": 1})
+    assert mapping.shards == (("cp", ("zigzag", 1)), ("sp", 1))
+    assert [(one.target, one.source_slices([3, 4])[1]) for one in mapping.sends(0)] == [
+        (2, slice(0, 2)),
+        (3, slice(2, 4)),
+    ]
+    assert [(one.source, one.target_slices([3, 4])[1]) for one in mapping.receives(3)] == [
+        (0, slice(2, 4)),
+        (1, slice(0, 2)),
+    ]
+    assert RankMapping("cp=2", "cp=1", shards={"cp": "zigzag"}, batch_axis=1).cuts[0].axis == 0
 
 
 # The text says the sizes, where they begin, what becomes of each axis, and which dims replicate.
 def test_text():
-    mapping = RankMapping(
-        RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2", rank_offset=8)
+    mapping = RankMapping("tp=2,dp=4", RankLayout.parse("tp=4,dp=2", rank_offset=8))
+    assert f"{mapping!r}" == (
+        "<RankMapping tp=2,dp=4 at 0 -> tp=4,dp=2 at 8: fan-in 4 -> 2 along dp; tp replicates>"
     )
-    assert str(mapping) == (
-        "tp=2,dp=4 at 0 -> tp=4,dp=2 at 8: fan-in 4 -> 2 along dp; tp replicates"
-    )
-    assert repr(mapping) == f"<RankMapping {mapping}>"
     assert str(mapping.inverse()).endswith("fan-out 2 -> 4 along dp, backward; tp replicates")
-    leading = attrs.evolve(mapping, leaders=True)
-    assert str(leading).endswith("fan-in 4 -> 2 along dp, leaders only; tp replicates")
-    cp = RankMapping(RankLayout.parse("dp=2"), RankLayout.parse("cp=2,dp=2", rank_offset=2))
-    assert str(cp).endswith("dp=2 at 2: equal 2 -> 2 along dp, 1 -> 2 on axis 1")
+    assert "leaders only" in str(attrs.evolve(mapping, leaders=True))
+    cp = RankMapping("dp=2", "cp=2,dp=2", shards={"cp": "zigzag"})
+    assert str(cp).endswith("equal 2 -> 2 along dp, 1 -> 2 on axis 1 in zigzag")
     assert [mapping.kind, mapping.inverse().kind, cp.kind] == ["fan-in", "fan-out", "equal"]
-    both = RankMapping(
-        RankLayout([2, 2, 2], ["tp", "dp", "ep"], ranks=[7, 6, 5, 4, 3, 2, 1, 0]),
-        RankLayout.parse("ep=2,tp=1,cp=4", rank_offset=8),
-        shards={"tp": 0},
-    )
-    assert str(both) == (
-        "tp=2,dp=2,ep=2 on ranks 7, 6, 5, 4, 3, 2, 1, 0 -> ep=2,tp=1,cp=4 at 8: fan-in 2 -> 1 "
-        "along dp, 4 -> 1 on axis 0; ep, cp replicate"
-    )
-    weight = RankMapping(RankLayout.parse("tp=2"), RankLayout.parse("tp=3"), None, shards={"tp": 1})
-    assert str(weight) == "tp=2 at 0 -> tp=3 at 0: 2 -> 3 on axis 1"
 
 
 # ---- bad calls ----------------------------------------------------------------------------------
 
-FOUR, SIX = RankLayout.parse("dp=4"), RankLayout.parse("dp=6")
-TP = RankLayout.parse("tp=2,dp=2")
-HALVES = RankMapping(RankLayout.parse("dp=2"), RankLayout([3, 2], ["cp", "dp"], 2))
+TP = "tp=2,dp=2"
+HALVES = RankMapping("dp=2", RankLayout([3, 2], ["cp", "dp"], 2))
 
 BAD_CALLS = [
-    (lambda: RankMapping(4, SIX), LayoutError, "source must be .*got 4"),
-    (lambda: RankMapping(FOUR, 6), LayoutError, "target must be .*got 6"),
-    (lambda: RankMapping(TP, TP, 3), LayoutError, "along .*got 3"),
-    (lambda: RankMapping(TP, TP, leaders=1), LayoutError, "leaders .*got 1"),
-    (lambda: RankMapping(TP, TP, backward=""), LayoutError, "backward .*got ''"),
-    (lambda: RankMapping(TP, TP, batch_axis=True), LayoutError, "batch_axis .*got True"),
-    (lambda: RankMapping(FOUR, SIX), LayoutError, "along dp into 4 .* 6 .* multiple"),
+    (lambda: RankMapping(4, TP), LayoutError, "4"),
+    (lambda: RankMapping(TP, TP, 3), UnknownDimError, "along .*3"),
+    (lambda: RankMapping(TP, TP, batch_axis=True), LayoutError, "batch_axis .*True"),
+    (lambda: RankMapping("dp=4", "dp=6"), LayoutError, "along dp into 4 .* 6 "),
     (lambda: RankMapping(TP, TP, "db"), UnknownDimError, "along .*'db'.*'tp', 'dp'"),
-    (lambda: RankMapping(TP, TP, "pp"), UnknownDimError, "along .*'pp', which neither layout has"),
-    (
-        lambda: RankMapping(RankLayout.parse("tp=2"), RankLayout.parse("tp=2")),
-        UnknownDimError,
-        "along .*'dp'.*along='tp'",
-    ),
+    (lambda: RankMapping("tp=2", "tp=2"), UnknownDimError, "along .*'dp'.*along=None"),
     (lambda: RankMapping(TP, TP, shards={"dp": 1}), LayoutError, "'dp' .*along and by shards"),
     (lambda: RankMapping(TP, TP, pipeline="dp"), LayoutError, "'dp' .*along and by pipeline"),
-    (lambda: RankMapping(TP, TP, shards=["tp"]), LayoutError, "shards .*'cp': 1.*'tp'"),
-    (lambda: RankMapping(TP, TP, shards={"tp": 1.5}), LayoutError, "'tp' in shards .*got 1.5"),
+    (lambda: RankMapping(TP, TP, shards=["tp"]), LayoutError, "shards .*'tp'"),
+    (lambda: RankMapping(TP, TP, shards={"tp": 1.5}), LayoutError, "'tp' in shards .*1.5"),
+    (lambda: RankMapping(TP, TP, shards={"tp": "zagzig"}), LayoutError, "'tp' .*'zagzig'"),
+    (lambda: RankMapping(TP, TP, shards={"tp": ("zigzag", "x")}), LayoutError, "'tp' .*'x'"),
+    (lambda: RankMapping(TP, TP, shards={"tp": ("zigzag", 0)}), LayoutError, "'tp' .*axis 0 "),
     (lambda: HALVES.sends(0)[0].global_slices([5, 3]), LayoutError, "axis 0 .*5.*4 and 6"),
     (lambda: HALVES.sends(0)[0].source_slices([4, 4]), LayoutError, "axis 1 .*4.*3 and 6"),
     (lambda: HALVES.sends(0)[0].global_slices([4]), LayoutError, "axis 1, .*1 axes"),
+    (lambda: HALVES.received_shape([-1, 3]), LayoutError, "shape .*-1"),
     (
         lambda: RankMapping(TP, TP, shards={"tp": -2}).received_shape([4, 4]),
         LayoutError,
         "axes 0 and -2.*one axis",
     ),
-    (lambda: HALVES.received_shape([-1, 3]), LayoutError, "non-negative, got .-1, 3."),
-    (
-        lambda: RankMapping(RankLayout.parse("dp=8192"), RankLayout.parse("tp=8192")).table(),
-        LayoutError,
-        "67108864 messages.*leaders=True",
-    ),
+    (lambda: RankMapping("dp=8192", "tp=8192").table(), LayoutError, "67108864 .*leaders=True"),
 ]
 
 
@@ -401,33 +350,16 @@ def test_bad_calls(call, kind, words):
         call()
 
 
-# The batch may be cut between sizes of which one is a multiple of the other.
-@some
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_sizes_along_the_batch(source, target):
-    layouts = RankLayout([source], ["dp"]), RankLayout([target], ["dp"])
-    if source % target == 0 or target % source == 0:
-        assert RankMapping(*layouts).kind in {"equal", "fan-in", "fan-out"}
-    else:
-        with pytest.raises(LayoutError, match="multiple of the other"):
-            RankMapping(*layouts)
-
-
 # ---- speed --------------------------------------------------------------------------------------
-
-LARGE = [
-    ("dp=16384", "dp=16384"),
-    ("tp=8,dp=2048", "tp=4,cp=2,dp=2048"),
-    ("tp=8,dp=2048", "tp=4,cp=2,dp=1024,pp=2"),
-    ("tp=16,dp=1024", "tp=8,dp=2048"),
-    ("tp=2,dp=8192", "tp=4,dp=4096"),
-]
 
 
 # The table of 16,384 by 16,384 ranks takes under two seconds, and one rank under a millisecond,
 # on a quiet machine: three times that here, at best of some runs. Others may run meanwhile: what
 # they take of the clock is not counted.
-@pytest.mark.parametrize(("source", "target"), LARGE)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("tp=8,dp=2048", "tp=4,cp=2,dp=1024,pp=2"), ("tp=16,dp=1024", "tp=8,dp=2048")],
+)
 def test_large_worlds(source, target):
     before, after = RankLayout.parse(source), RankLayout.parse(target, rank_offset=16_384)
 
@@ -467,8 +399,8 @@ def bridge(source, target):
 
 # Leaders send to and receive from whom Megatron's bridge tells them to, for every pair of dp sizes;
 # and the stages are its boundary stages.
-@pytest.mark.parametrize("before", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
 def test_leaders_as_in_megatron(before, after):
     source = RankLayout([2, 1, before, 2], DIMS)
     target = RankLayout([3, 1, after, 3], DIMS, source.size)
@@ -484,27 +416,12 @@ def test_leaders_as_in_megatron(before, after):
     made.build_comm_map(senders, receivers)
     mapping = RankMapping(source, target, leaders=True)
     for rank in source.ranks:
-        theirs = made.comm_map[rank].send_to_ranks
-        assert list(mapping.targets_of(rank)) == list(theirs or [])
+        assert list(mapping.targets_of(rank)) == list(made.comm_map[rank].send_to_ranks or [])
     for rank in target.ranks:
-        theirs = made.comm_map[rank].recv_from_ranks
-        assert list(mapping.sources_of(rank)) == list(theirs or [])
+        assert list(mapping.sources_of(rank)) == list(made.comm_map[rank].recv_from_ranks or [])
     for grid, is_source, ours in (
         (made.src_grid, True, mapping.source_ranks),
         (made.dest_grid, False, mapping.target_ranks),
     ):
         theirs = made.get_boundary_pp_stage_ranks(grid, is_src=is_source)
         assert sorted(ours) == sorted(rank for ranks in theirs for rank in ranks)
-
-
-# ---- messages -----------------------------------------------------------------------------------
-
-
-# A message names its ranks and parts, and is a value as well.
-def test_messages_are_values():
-    (message,) = HALVES.receives(3)
-    assert isinstance(message, Message)
-    assert (message.source, message.target) == (0, 3)
-    assert [(part.start, part.stop) for part in message.parts] == [(0, 1), (1, 2)]
-    assert pickle.loads(pickle.dumps(message)) == message
-    assert {message: 1}[message] == 1

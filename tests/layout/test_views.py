@@ -1,37 +1,39 @@
 """Views without communication: which ranks, which groups, which errors; numpy is the oracle."""
 
+import inspect
 import math
 from collections import Counter
 
+import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered import groups_of
 
-from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import (
+    CreationError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
     LayoutError,
     UnknownDimError,
-    UnknownViewError,
 )
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.strategies import alternatives, choose
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of, registered_groups
 
 NEW_NAMES = ("e1", "e2", "e3", "e4")
 
 
 def enumerated(ranks, shape, names, dims):
-    """Megatron's way: an array, slowest dim first; the dims of the groups moved to its end."""
-    array = np.array(ranks).reshape(shape[::-1])
-    slowest_first = names[::-1]
-    moved = [axis for axis, name in enumerate(slowest_first) if name in dims]
-    array = np.moveaxis(array, moved, range(-len(moved), 0))
-    return array.reshape(-1, math.prod(array.shape[-len(moved) :])).tolist()
+    """The groups over some dims, by numpy."""
+    axes = [names.index(dim) for dim in ([dims] if isinstance(dims, str) else dims)]
+    return list(map(list, groups_of(np.reshape(list(ranks), shape, order="F"), axes)))
 
 
 @st.composite
@@ -121,46 +123,26 @@ def test_shared_dims_make_the_same_groups():
         assert min(seen[fits, True] for fits in (True, False)) > 30, seen
 
 
-# What cannot be a view is refused with the numbers or the names, and nothing has changed.
+# What cannot be a view is refused with the value, and nothing has changed.
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "error", "value"),
     [
-        (
-            ("e", [4, 3], ["ep", "x"]),
-            LayoutError,
-            r"ep=4,x=3 needs 12 ranks; the grid size is 16",
-        ),
-        (("e", [4], ["ep", "x"]), LayoutError, "give one size for each name"),
-        (("e", [], []), LayoutError, "the grid size is 16|at least one dim"),
-        (("e", [16, 1], ["ep", "ep"]), LayoutError, "'ep' comes twice"),
-        (("e", [16], ["e p"]), LayoutError, "must be printable"),
-        (("e", [-16], ["ep"]), LayoutError, "at least 1"),
-        (("base", [16], ["ep"]), LayoutError, "'base' is that of the grid's own dims"),
+        (("e", [4, 3], ["ep", "x"]), LayoutError, "ep=4,x=3 needs 12 ranks"),
+        (("base", [16], ["ep"]), LayoutError, "'base'"),
         (("old", [16], ["ep"]), LayoutError, "'old' is already registered"),
-        (("", [16], ["ep"]), LayoutError, "non-empty string"),
-        ((3, [16], ["ep"]), LayoutError, "non-empty string"),
-        (("e", [8, 2], ["ep", "pp"], ["ep"]), UnknownDimError, "'ep' .* is not in the base view"),
-        (
-            ("e", [8, 2], ["ep", "x"], ["pp"]),
-            UnknownDimError,
-            "'pp' of view 'e' is not in the view's dim_names",
-        ),
+        (("", [16], ["ep"]), LayoutError, "''"),
+        (("e", [8, 2], ["ep", "pp"], ["ep"]), UnknownDimError, "'ep'"),
+        (("e", [8, 2], ["ep", "x"], ["pp"]), UnknownDimError, "'pp'"),
         (("e", [8, 2], ["ep", "pp"], ["pp", "pp"]), LayoutError, "'pp' comes twice"),
-        (
-            ("e", [2, 8], ["pp", "ep"], "pp"),
-            LayoutError,
-            r"'pp' has different membership .*\(0, 8\).*\(0, 1\)",
-        ),
-        (("e", [4, 4], ["ep", "pp"], ["pp"]), LayoutError, "8 groups of 2.*4 groups of 4"),
+        (("e", [2, 8], ["pp", "ep"], "pp"), LayoutError, "'pp' has different membership"),
         (("e", [8, 2], ["ep", "pp"], {"pp"}), LayoutError, "a set has no order"),
-        (("e", [8, 2], ["ep", "pp"], 5), LayoutError, "shared_dims must be a sequence"),
     ],
 )
-def test_refused_views(arguments, error, words):
+def test_refused_views(arguments, error, value):
     grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
     grid.register_view("old", [16], ["all"])
     before = dict(grid.views)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=value):
         grid.register_view(*arguments)
     assert dict(grid.views) == before
 
@@ -178,62 +160,53 @@ def test_shared_and_private_groups():
     with fake_world(16, rank=5), expert_grid() as grid:
         view, before = grid.view("expert"), registered_groups()
         pp = grid.create_pg("pp", view="expert")
-        assert grid.get_pg("pp") is pp
-        assert view.get_pg(["pp"]) is pp
+        assert grid.get_pg("pp") is view.get_pg(["pp"]) is pp
         for again in (grid, view):
-            with pytest.raises(KeyError, match="already been created"):
+            with pytest.raises(GroupExistsError, match="already been created"):
                 again.create_pg("pp")
-        with pytest.raises(GroupExistsError):
-            grid.create_pg("pp", view="expert")
-        dp, edp = grid.create_pg("dp"), view.create_pg("edp")
-        joint, dense = view.create_pg(["pp", "edp"]), grid.create_pg(["pp", "dp"])
-        assert len(registered_groups() - before) == 5
-        assert list(grid.pgs) == [
-            GroupKey(("pp",)),
-            GroupKey(("dp",)),
-            GroupKey(("edp",), None, "expert"),
-            GroupKey(("edp", "pp"), None, "expert"),
-            GroupKey(("dp", "pp")),
+        members = {
+            grid.create_pg("dp"): [1, 3, 5, 7],
+            view.create_pg("edp"): [1, 5],
+            view.create_pg(["pp", "edp"]): [1, 5, 9, 13],
+            grid.create_pg(["pp", "dp"]): [1, 3, 5, 7, 9, 11, 13, 15],
+        }
+        for group, ranks in members.items():
+            assert dist.get_process_group_ranks(group) == ranks
+        assert registered_groups() - before == {pp, *members}
+        assert list(map(str, grid.pgs)) == [
+            "pp",
+            "dp",
+            "edp of expert",
+            "edp+pp of expert",
+            "dp+pp",
         ]
         assert list(map(str, view.pgs)) == ["pp", "edp of expert", "edp+pp of expert"]
-        assert dist.get_process_group_ranks(dp) == [1, 3, 5, 7]
-        assert dist.get_process_group_ranks(edp) == [1, 5]
-        assert dist.get_process_group_ranks(joint) == [1, 5, 9, 13]
-        assert dist.get_process_group_ranks(dense) == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
 # Dims asked of the wrong side say where they are; dims of both sides together are of neither.
 @pytest.mark.parametrize(
     ("dims", "view", "error", "words"),
     [
-        ("ep", None, UnknownDimError, "ask with view='expert'"),
-        (["pp", "ep"], None, UnknownDimError, "ask with view='expert'"),
-        ("ep", "base", UnknownDimError, "is not in view 'base'"),
-        ("tp", "expert", UnknownDimError, "ask with view='base'"),
-        (["tp", "ep"], None, UnknownDimError, "no view has all"),
+        (["pp", "ep"], None, UnknownDimError, "view='expert'"),
+        ("ep", "base", UnknownDimError, "view='expert'"),
+        ("tp", "expert", UnknownDimError, "view='base'"),
         (["tp", "ep"], "expert", UnknownDimError, "no view has all"),
-        ("xx", "expert", UnknownDimError, "unknown dim 'xx'"),
-        ("tp", "other", UnknownViewError, "View 'other' is not registered .* there are ..expert"),
-        ("tp", 3, UnknownViewError, "View 3 is not registered"),
-        ("tp", np.array(["base", "x"]), UnknownViewError, "View array"),
+        ("xx", "expert", UnknownDimError, "'xx'"),
+        ("tp", "other", UnknownDimError, "'other' is not registered .*'expert'"),
         ([], "expert", LayoutError, "dims is empty"),
         (["ep", "ep"], "expert", LayoutError, "comes twice"),
     ],
 )
 def test_dims_of_the_wrong_view(dims, view, error, words):
     with fake_world(16), expert_grid() as grid:
-        expert = grid.view("expert")
         for call in (
             grid.create_pg,
             grid.get_pg,
             grid.ensure_pg,
-            grid.plan_pg,
             grid.explain,
             grid.destroy_pg,
             grid.get_rank_enum,
-            lambda dims, view: grid.group_ranks(dims, 0, view=view),
             lambda dims, view: grid.create_pgs([{"dims": dims, "view": view}]),
-            lambda dims, view: expert.create_pg(dims, view="base" if view is None else view),
         ):
             with pytest.raises(error, match=words):
                 call(dims, view=view)
@@ -245,49 +218,34 @@ def test_no_such_view():
     with fake_world(16):
         grid = expert_grid()
         for name in ("dense", "base", None, ["expert"]):
-            with pytest.raises(UnknownViewError):
+            with pytest.raises(UnknownDimError):
                 grid.view(name)
         view = grid.view("expert")
         group = view.create_pg("ep")
         grid.destroy()
         assert group not in registered_groups()
-        assert view.is_destroyed
         assert view.get_rank_enum("edp")[0] == [0, 4]
-        for call in (
-            lambda: grid.register_view("late", [16], ["all"]),
-            lambda: view.create_pg("ep"),
-            lambda: view.get_pg("ep"),
-            lambda: view.destroy_pg("ep"),
-            lambda: grid.create_pg("ep", view="expert"),
-            lambda: view.device_mesh("ep"),
-        ):
+        for call in (view.create_pg, view.get_pg, view.destroy_pg, view.device_mesh):
             with pytest.raises(GridDestroyedError):
-                call()
+                call("ep")
+        with pytest.raises(GridDestroyedError):
+            grid.register_view("late", [16], ["all"])
 
 
-# create_pgs, plan_pg, ensure_pg, explain and device_mesh take a view, or are asked of one.
+# create_pgs, ensure_pg, explain and device_mesh take a view, or are asked of one.
 def test_every_call_takes_a_view():
     with fake_world(16, rank=5), expert_grid() as grid:
         view = grid.view("expert")
-        ep, pp, dp, edp = grid.create_pgs(
-            [
-                {"dims": "ep", "view": "expert"},
-                {"dims": "pp", "view": "expert"},
-                "dp",
-                {"dims": ["edp"], "view": "expert", "name": "twin"},
-            ]
-        )
+        asked = [{"dims": dims, "view": "expert"} for dims in ("ep", "pp")]
+        ep, pp, dp = grid.create_pgs([*asked, "dp"])
         assert [view.get_pg("ep"), grid.get_pg("pp"), grid.get_pg("dp")] == [ep, pp, dp]
-        assert view.get_pg("edp", name="twin") is edp
         with pytest.raises(GroupExistsError, match="twice in one call"):
-            grid.create_pgs(["pp", {"dims": "pp", "view": "expert", "name": None}, "tp", "tp"])
-        planned = grid.plan_pg(["ep", "edp"], view="expert")
-        assert (planned.size(), planned.rank()) == (8, 5)
-        assert view.ensure_pg(["edp", "ep"]) is planned.create()
-        with pytest.raises(GroupOptionsError, match="was created with"):
-            view.ensure_pg("ep", group_desc="mine")
+            grid.create_pgs(["tp", {"dims": "tp", "view": "base"}])
+        both = grid.ensure_pg(["ep", "edp"], view="expert")
+        assert (both.size(), both.rank()) == (8, 5)
+        assert view.ensure_pg(["edp", "ep"]) is both
         assert str(grid.explain("ep", view="expert")).startswith("ep of expert: 4 of 4 ranks")
-        assert str(view.explain("pp")).startswith("pp: 8 of 2 ranks")
+        view.create_pg("edp")
         mesh = view.device_mesh("pp", "edp", "ep")
         assert mesh.mesh.tolist() == np.arange(16).reshape(2, 2, 4).tolist()
         assert mesh.get_group("ep") is ep
@@ -307,28 +265,17 @@ def test_names_of_groups():
     assert len(names) == 8 + 4 + 8 + 8
 
 
-# Views of grids at an offset, with gaps, and over listed ranks number the same ranks in the same
-# order; what torch registers is what numpy says.
-@pytest.mark.parametrize(
-    "layout",
-    [
-        RankLayout([2, 4], ["tp", "dp"], 3),
-        RankLayout([2, 2, 4], ["tp", "pp", "dp"]).select(pp=1),
-        RankLayout([2, 4], ["tp", "dp"], ranks=[9, 8, 1, 0, 5, 4, 3, 2]),
-    ],
-    ids=["offset", "gaps", "listed"],
-)
-def test_views_of_other_ranks(layout):
-    ranks = list(layout.ranks)
-    for rank in ranks:
+# Over listed ranks, too, torch registers what numpy says, in the same order.
+def test_views_of_listed_ranks():
+    layout = RankLayout([2, 4], ["tp", "dp"], ranks=[9, 8, 1, 0, 5, 4, 3, 2])
+    for rank in layout.ranks:
         with fake_world(16, rank), HyperCommGrid.from_layout(layout) as grid:
             grid.register_view("expert", [4, 2], ["ep", "edp"])
             for dims in ("ep", "edp", ["edp", "ep"]):
-                groups = enumerated(ranks, [4, 2], ["ep", "edp"], dims)
+                groups = enumerated(layout.ranks, [4, 2], ["ep", "edp"], dims)
                 group = grid.create_pg(dims, view="expert")
                 (own,) = [members for members in groups if rank in members]
                 assert dist.get_process_group_ranks(group) == own
-                assert grid.get_rank_enum(dims, view="expert") == groups
     with fake_world(17, 16), HyperCommGrid.from_layout(layout) as grid:
         grid.register_view("expert", [4, 2], ["ep", "edp"])
         assert grid.create_pg("ep", view="expert") is None
@@ -340,38 +287,19 @@ def test_sharing_across_views():
     with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], share="identical") as grid:
         grid.register_view("expert", [2, 2, 2], ["etp", "ep", "edp"])
         before = registered_groups()
-        tp = grid.create_pg("tp")
-        etp, whole = grid.create_pgs(
-            [{"dims": "etp", "view": "expert"}, {"dims": ["ep", "edp"], "view": "expert"}]
-        )
-        assert etp is tp
+        tp, whole = grid.create_pg("tp"), grid.create_pg("ep+edp", view="expert")
+        assert grid.create_pg("etp", view="expert") is tp
         assert grid.explain("etp", view="expert").served_by == "tp"
         assert grid.create_pg("dp") is whole
         assert grid.create_pg("etp", view="expert", name="own", share="never") is not tp
         assert len(registered_groups() - before) == 3
         grid.destroy_pg("tp")
         assert tp in registered_groups()
-        assert grid.explain("etp", view="expert").served_by is None
         assert grid.create_pg("tp") is tp
         assert grid.explain("tp").served_by == "etp of expert"
         grid.destroy_pg("etp", view="expert")
         grid.destroy_pg("tp")
         assert tp not in registered_groups()
-        assert grid.create_pg("tp") is not tp
-
-
-# A group that is planned to be served by one that is destroyed meanwhile is created itself, and
-# serves the other that was.
-def test_destroying_what_serves_a_plan():
-    with fake_world(8), HyperCommGrid([2, 1, 1, 4], list("abcd"), share="identical") as grid:
-        first = grid.create_pg("a")
-        plans = [grid.plan_pg(["a", "b"]), grid.plan_pg(["a", "c"])]
-        grid.destroy_pg("a")
-        assert first not in registered_groups()
-        groups = [planned.create() for planned in plans]
-        assert groups[0] is groups[1]
-        assert groups[0] is not first
-        assert list(map(str, grid.pgs)) == ["a+b", "a+c"]
 
 
 # derive= makes other groups of a view's, under a name.
@@ -390,46 +318,59 @@ def test_derived_groups_of_a_view():
 
 
 # Destroying a key: unknown ones are KeyErrors that change nothing; the others stay; the key may be
-# created again, under another name in torch; meshes of the group are forgotten.
+# created again, under another name in torch.
 def test_destroying_one_group():
     with fake_world(16, rank=5), expert_grid() as grid:
         tp, pp, ep = grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
         before = registered_groups()
-        for call in (
-            lambda: grid.destroy_pg("dp"),
-            lambda: grid.destroy_pg("tp", name="twin"),
-            lambda: grid.destroy_pg("edp", view="expert"),
+        for options in (
+            {"dims": "dp"},
+            {"dims": "tp", "name": "b"},
+            {"dims": "edp", "view": "expert"},
         ):
-            with pytest.raises(KeyError, match="hasn't been created"):
-                call()
-        for call in (
-            lambda: grid.destroy_pg("xx"),
-            lambda: grid.destroy_pg([]),
-            lambda: grid.destroy_pg("ep"),
-            lambda: grid.destroy_pg("ep", view="none"),
-        ):
+            with pytest.raises(GroupMissingError):
+                grid.destroy_pg(**options)
+        for options in ({"dims": "xx"}, {"dims": []}, {"dims": "ep", "view": "none"}):
             with pytest.raises(LayoutError):
-                call()
+                grid.destroy_pg(**options)
         assert registered_groups() == before
         grid.device_mesh("tp")
         grid.destroy_pg("tp")
         grid.destroy_pg("pp", view="expert")  # the grid's own group
         assert registered_groups() == before - {tp, pp}
         assert list(map(str, grid.pgs)) == ["ep of expert"]
-        with pytest.raises(GroupMissingError):
-            grid.destroy_pg("tp")
-        names = {tp.group_name}
-        for _ in range(3):
-            names.add(grid.create_pg("tp").group_name)
-            grid.destroy_pg("tp")
-        assert len(names) == 4
+        assert grid.create_pg("tp").group_name != tp.group_name
         assert ep in registered_groups()
 
 
-# Planned and not created is nothing to destroy.
-def test_a_plan_is_not_destroyed():
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        planned = grid.plan_pg("tp")
-        with pytest.raises(GroupMissingError):
-            grid.destroy_pg("tp")
-        assert grid.ensure_pg("tp") is planned.create()
+# ---- process groups over listed ranks, in a fake world ------------------------------------------
+
+LISTED = RankLayout([2, 2, 2], ["tp", "cp", "dp"], ranks=[7, 6, 2, 3, 0, 9, 5, 8])
+
+
+def old_new_group(**_ranks_and_options):
+    """A `new_group` without `sort_ranks`, as in torch 2.10."""
+
+
+# What cannot keep the order of members is refused, with what can; "auto" takes that. Where WORLD is
+# bound to a device, groups that ascend are split off, and others are not.
+def test_choices(monkeypatch):
+    unsorted, ascending = LISTED.groups("cp"), RankLayout.parse("tp=2,dp=4").groups("tp")
+    with fake_world(10):
+        assert choose("auto", None, unsorted).strategy == "local"
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+            assert choose("enumerate", None, unsorted).strategy == "enumerate"
+        monkeypatch.setattr(dist, "new_group", old_new_group)
+        assert choose("enumerate", None, ascending).strategy == "enumerate"
+        with pytest.raises(CreationError, match=r"creation='enumerate'.*\['auto', 'local'\]"):
+            choose("enumerate", None, unsorted)
+    bound_world.bind(monkeypatch)
+    monkeypatch.setattr(c10d, "keeps_order", lambda: False)
+    monkeypatch.setattr(c10d, "why_not_alone", lambda _: "all ranks must come")
+    with fake_world(10):
+        assert choose("auto", "fake", RankLayout.parse("tp=2").groups("tp")).strategy == "split"
+        with pytest.raises(CreationError, match="split_group"):
+            choose("split", "fake", unsorted)
+        assert "split_group" in alternatives("local", "fake", unsorted)["split"]
+        with pytest.raises(CreationError, match="ranks ascend"):
+            choose("auto", "fake", unsorted)

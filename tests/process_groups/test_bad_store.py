@@ -1,149 +1,64 @@
-"""A store that holds what somebody else wrote, or answers late: a named error, and in time."""
+"""A store that holds what somebody else wrote: a named error."""
 
 import ast
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from simulated_job import StoreIsSlow, attempt, simulate_job
-from simulated_job.invariants import GRACE_S, late_calls
-from simulated_job.store import Client
 
 import hypercomm
-from hypercomm import HyperCommGrid, errors
-
-T = 10.0
-ANSWER_S = 60.0
-"""How long an answer of the store may take where nothing else says so."""
-LONGEST_MESSAGE = 2_000
-
-
-def program():
-    """Keys of every kind are written and read; rank 3 comes to the last verify() by no means."""
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], verify=True)
-    grid.register_view("e", [1, 4], ["ep", "rest"])
-    attempt(grid.create_pgs, [{"dims": ["ep", "rest"], "view": "e"}, "tp"])
-    attempt(grid.create_pg, "dp")
-    if dist.get_rank() != 3:
-        attempt(grid.verify, timedelta(seconds=T))
-    return grid
-
-
-KEYS = {
-    "slot": "/grids from 0/0",
-    "view": "/view e",
-    "turn": "/step 0/0",
-    "step": "/step 0",
-    "next step": "/step 1",
-    "here": "/here/2",
-    "whereabouts": "/rank 3",
-    "address": "/tp/0//cpu//0/1",
-    "connected": "/connected/1",
-}
-READ = {"slot", "view", "turn", "step", "next step"}
-"""Keys whose values are read by all ranks; of marks it counts only whether they are there."""
+from hypercomm.errors import CreationError
+from hypercomm.process_groups.agreement.protocol import Exchange, Proposal, Read, propose
+from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
 
 BAD = {
     "cut off": lambda text: text[: len(text) // 2],
-    "no JSON": lambda _: b"{",
-    "no text": lambda _: b"\xff\xfe\x00",
-    "a list": lambda _: b"[[1], 2]",
-    "null": lambda _: b"null",
-    "a long number": lambda _: b"9" * 5_000,
-    "deep": lambda _: b"[" * 100_000,
-    "10 MB": lambda _: b"x" * 10_000_000,
-    "10 MB of JSON": lambda _: json.dumps({"first": "x" * 10_000_000, "end": None}).encode(),
-    "wrong types": lambda _: b'{"first": {"rank": "0", "host": 1, "entries": [2]}, "end": null}',
-    "no end": lambda _: b'{"first": null, "end": {"kind": "over", "ranks": ["a"]}}',
-    "endless words": lambda _: json.dumps(
-        {"first": None, "end": {"kind": "failed", "words": "x" * 10_000_000}}
-    ).encode(),
-    "more fields": lambda _: b'{"first": null, "end": {"kind": "agreed", "since": "9.9"}}',
+    "no JSON": lambda _: "{",
+    "a list": lambda _: "[[1], 2]",
+    "null": lambda _: "null",
+    "a long number": lambda _: "9" * 5_000,
+    "deep": lambda _: "[" * 100_000,
+    "10 MB": lambda _: "x" * 10_000_000,
+    "wrong types": lambda _: '{"round": 0, "first": {"rank": "0", "entries": 2}, "outcome": null}',
+    "an unknown end": lambda text: json.dumps({**json.loads(text), "outcome": {"kind": "over"}}),
 }
 
-LARGE = {"10 MB", "10 MB of JSON", "endless words"}
-"""What takes long: by default one key holds it, and another one whose value counts for nothing."""
-CASES = [
-    pytest.param(
-        kind,
-        value,
-        marks=[pytest.mark.slow] if value in LARGE and kind not in {"step", "here"} else [],
-    )
-    for kind in KEYS
-    for value in BAD
-]
+
+def drive(steps, keys):
+    """Run steps of the protocol on a dict."""
+    reply = None
+    while True:
+        try:
+            operation = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        reply = keys.get(operation.key)
+        if isinstance(operation, Exchange) and (reply or "") == operation.expected:
+            reply = keys[operation.key] = operation.text
+        assert isinstance(operation, Exchange | Read)
 
 
-def with_bad(monkeypatch, part, bad):
-    """Let one key hold something else, as soon as it is written."""
-    put, written = Client._put, []
-
-    def spoil(self, values):
-        for key, value in values.items():
-            if key.endswith(part):
-                written.append(key)
-                values = {**values, key: bad(value)}
-        put(self, values)
-
-    monkeypatch.setattr(Client, "_put", spoil)
-    return written
+# A record that holds something else is an error that names its key, and stays short.
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_records(bad):
+    keys = {}
+    drive(propose("job/calls", Proposal(0, "host", ("create tp",))), keys)
+    keys["job/calls"] = BAD[bad](keys["job/calls"])
+    with pytest.raises(
+        CreationError, match=r"'job/calls' holds .*hypercomm did not write"
+    ) as error:
+        drive(propose("job/calls", Proposal(1, "host", ("create tp",))), keys)
+    assert len(str(error.value)) < 2_000
 
 
-def check_named(run):
-    """What was raised has a name of ours, is no longer than one can read, and came in time."""
-    assert run.is_stuck is None, run
-    for outcome in run.ranks:
-        assert outcome.error is None, run
-        for call in outcome.calls:
-            assert isinstance(call.error, (errors.HyperCommError, type(None))), call
-            assert len(str(call.error)) < LONGEST_MESSAGE
-    assert late_calls(run, T) == [], run
-
-
-# Whatever a key comes to hold, each call ends in time with an error of ours or rightly; a key that
-# all read is named, and each rank fails.
-@pytest.mark.any_torch
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "value"), CASES)
-def test_bad_values(monkeypatch, kind, value):
-    written = with_bad(monkeypatch, KEYS[kind], BAD[value])
-    run = simulate_job(program, 4, timeout=timedelta(seconds=T))
-    assert written
-    check_named(run)
-    if kind in READ:
-        failed = [[call for call in outcome.calls if not call.is_ok] for outcome in run.ranks]
-        assert all(failed[:3]), run
-        told = " ".join(str(call.error) for calls in failed for call in calls)
-        assert f"the store's key {written[0]!r} holds " in told, run
-
-
-# Another version of the library on the rank that came first is named on all ranks, with both.
-def test_another_version(monkeypatch):
-    version = hypercomm.__version__.encode()
-    with_bad(monkeypatch, KEYS["slot"], lambda text: text.replace(version, b"0.0.1"))
-    run = simulate_job(program, 4, timeout=timedelta(seconds=T))
-    check_named(run)
-    for call in run.calls(0):
-        assert call.kind == "GridMismatchError", run
-        assert str(call.error).startswith("hypercomm: ")
-        assert " 0.0.1 " in str(call.error)
-
-
-# A store that answers after its timeout is given up by all ranks, each time, with an error that
-# says so.
-@pytest.mark.parametrize("from_s", [0.0, 0.003, 0.006])
-def test_a_store_that_answers_too_late(from_s):
-    fault = StoreIsSlow(from_s, ANSWER_S + 1)
-    run = simulate_job(program, 4, timeout=timedelta(seconds=T), faults=[fault])
-    assert run.is_stuck is None, run
-    calls = [call for outcome in run.ranks for call in outcome.calls if not call.is_ok]
-    assert {outcome.calls[-1].is_ok for outcome in run.ranks} == {False}, run
-    for call in calls:
-        known = (errors.HyperCommError, dist.DistNetworkError)
-        assert isinstance(call.error, known), call
-        assert call.took_s <= ANSWER_S + T + GRACE_S, call
+# So is the report of a rank.
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_reports(bad):
+    own = Status(0, "host", "create_pg('tp')", "", "job/calls", 0, waits_for=(1,))
+    other = Status(1, "host", "create_pg('tp')", "", "job/other", 0, waits_for=(0,))
+    keys = {status_key("job", 1): BAD[bad](other.text())}
+    with pytest.raises(CreationError, match=r"'job/rank 1' holds .*hypercomm did not write"):
+        drive(find_deadlock("job", own, {}), keys)
 
 
 # A clock that jumps moves nothing: what waits looks at one that cannot. A dump alone says to people

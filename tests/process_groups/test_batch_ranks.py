@@ -40,19 +40,12 @@ def test_a_rank_that_differs():
     for rank, (said, waited, is_clean, sums) in enumerate(got):
         assert is_clean
         assert sums == [tp[rank], dp[rank], 1111]
-        if rank == 3:
-            assert waited < late_s(2)
-            assert said.startswith(
-                "PlanMismatchError: ranks differ in what they create at position 0: rank 3 (host "
-                f"{HOST}) creates tp+dp over <1 groups of 4"
-            )
-            assert "which came first, creates tp over <2 groups of 2" in said
-        else:
-            assert said.startswith(
-                f"PlanMismatchError: ranks differ in what they create at position 0: rank 3 (host "
-                f"{HOST}) creates tp+dp"
-            )
-            assert waited < late_s(2)  # not the 30 s of the timeout
+        assert said.startswith(
+            "PlanMismatchError: create_pgs(): ranks differ at position 0: rank 3 "
+        )
+        assert "tp+dp over <1 groups of 4" in said
+        assert "tp over <2 groups of 2" in said
+        assert waited < late_s(2)  # not the 30 s of the timeout
 
 
 # A mistake on one rank alone fails that batch on all ranks, and the next ones are in step again.
@@ -69,7 +62,7 @@ def test_members_that_differ_far_inside():
     assert told in ([4], [*range(8)])  # the others need rank 4 only if it came first
     for rank in told:
         assert got[rank].startswith("PlanMismatchError: ")
-        assert "ranks differ in what they create at position 0" in got[rank]
+        assert "ranks differ at position 0" in got[rank]
 
 
 # What is no plan of ours, where plans are compared, is an error that names the key.
@@ -77,7 +70,7 @@ def test_a_foreign_value():
     for said, total in run_ranks(batch_ranks.foreign_value, 2):
         assert len(said) == 4
         for words in said:
-            assert "/step 0/0' holds" in words
+            assert "/calls' holds" in words
             assert "hypercomm did not write" in words
         assert total == 11
 
@@ -90,24 +83,10 @@ def test_a_rank_that_dies(tmp_path, timeout_s):
     assert codes == [0, 0, -signal.SIGKILL, 0]
     for rank in (0, 1, 3):
         said, waited, is_clean, left = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert said.startswith("GroupCreationTimeout: the process group over "), said
-        assert f"rank 2 (tp=0, dp=1; host {HOST}) did not come" in said
+        assert said.startswith("GroupCreationTimeout: create_pgs(): timed out: rank 2 (tp=0, dp=1)")
         assert waited < timeout_s + late_s(2)
         assert is_clean
         assert left == 0
-
-
-# Groups share what they listen at and its thread, one by one, in a batch, and on an interface that
-# the user names; all of it is gone with them, and torch's own class is in its place.
-def test_groups_share_devices():
-    for added, sums, is_restored in run_ranks(batch_ranks.shared_devices, 4):
-        torchs = added[0]
-        for ours in added[2::2]:
-            assert ours[0] <= torchs[0] - 2  # two threads that listen, of three, are spared
-            assert ours[1] <= torchs[1] - 2  # and their sockets
-        assert added[1::2] == [[0, 0]] * 4
-        assert sums[0] == sums[1] == sums[2] == sums[3]
-        assert is_restored
 
 
 # Threads that create groups at the same time do not get in each other's way.
@@ -126,15 +105,6 @@ def test_lazy_groups_connect_when_used():
         assert used > lazy
         assert sums == [1111] * 3
         assert left == "0"
-
-
-# A lazy group is created without waiting for the other members, in every way of creating.
-@pytest.mark.long
-@pytest.mark.parametrize("creation", ["local", "enumerate"])
-def test_lazy_groups_wait_for_nobody(creation):
-    (took, total), other = run_ranks(batch_ranks.late_and_lazy, 2, args=(creation,))
-    assert took < 2.5  # the other one comes after 3 s
-    assert total == other[1] == 11
 
 
 # Created, used and destroyed at once, again and again: nothing breaks, and nothing is left.

@@ -161,27 +161,6 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
 
 
-# A plan that served a failed batch is only planned again, in this grid or in the one shared with.
-def test_a_plan_that_served_a_failed_batch(monkeypatch):
-    names = []
-    with fake_world(8, rank=5), grid_of(share="identical") as other:
-        grid = grid_of(name="second", share="identical", share_with=other)
-        plans = [other.plan_pg("dp"), grid.plan_pg("tp")]
-        monkeypatch.setattr(c10d, "new_group", third_fails(names))
-        before = registered()
-        batch = [["dp", "cp"], ["tp", "cp"], ["tp", "dp"]]
-        with pytest.raises(RuntimeError, match="out of sockets"):
-            grid.create_pgs(batch)
-        assert registered() == before
-        assert (dict(other.pgs), dict(grid.pgs)) == ({}, {})
-        assert [plan.group for plan in plans] == [None, None]
-        groups = grid.create_pgs(batch)
-        assert [plan.create() for plan in plans] == groups[:2]
-        assert len(registered() - before) == 3
-        assert len(set(names)) == len(names)
-        grid.destroy()
-
-
 # A creation that fails leaves alone what another thread has created meanwhile.
 def test_a_failure_beside_another_thread(monkeypatch):
     honest, others = c10d.new_group, []
@@ -207,16 +186,6 @@ def test_names_of_batches_and_tries():
             grid.create_pgs(["tp", "try"])
             for dim in ("tp@1", "tp#1"):
                 assert grid.create_pg(dim).size() == 2
-
-
-# A key that is only planned is not said to be created.
-def test_a_planned_key_is_said_to_be_planned():
-    with fake_world(8), grid_of() as grid:
-        grid.plan_pg("tp")
-        words = "'tp' has already been planned; call create() of the plan, or ensure_pg('tp')"
-        for again in (grid.create_pg, lambda dims: grid.create_pgs([dims])):
-            with pytest.raises(GroupExistsError, match=re.escape(words)):
-                again("tp")
 
 
 # A grid says how it would create a group, and how it has created one.

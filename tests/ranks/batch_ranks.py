@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from ranks.common import all_reduce_of, registered, sum_over, threads_and_files
+from ranks.common import all_reduce_of, registered, sum_over
 
 EVERY = ["tp", "cp", "dp", ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
 
@@ -81,22 +81,12 @@ def other_members():
     return None
 
 
-def late_and_lazy(creation):
-    """How long rank 0 needs to create a lazy group for which rank 1 comes late."""
-    if dist.get_rank() == 1:
-        time.sleep(3)
-    begin = time.monotonic()
-    with HyperCommGrid([2], ["dp"], lazy_init=True, creation=creation) as grid:
-        group = grid.create_pg("dp")
-        return time.monotonic() - begin, sum_over(group)
-
-
 def foreign_value():
     """Something else has written where a batch is compared."""
     store = dist.distributed_c10d._get_default_store()
     grid = HyperCommGrid([2], ["dp"])
     name = grid.create_pg("dp").group_name.rpartition("/dp/")[0]
-    said, place = [], f"{name}/step 0/0"
+    said, place = [], f"{name}/calls"
     for value in ["{", "[]", '{"rank": "x", "plan": []}', '{"rank": 0}']:
         store.set(place, value)
         dist.barrier()
@@ -145,51 +135,6 @@ def lazy_cycles(count):
             dist.broadcast(value, src=3, group=both)
             right += int(value) == 3
     return right, len(registered())
-
-
-def shared_devices():
-    """Threads and sockets that groups of torch add, and ours one by one and in a batch."""
-    gloo, added = dist.distributed_c10d.ProcessGroupGloo, []
-
-    def count():
-        threads, _ = threads_and_files()
-        return threads, sum(file.is_socket() for file in Path("/proc/self/fd").iterdir())
-
-    def more_than(before):
-        return [now - then for now, then in zip(count(), before, strict=True)]
-
-    def measured(create):
-        before = count()
-        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-            sums = [sum_over(group) for group in create(grid)]
-            added.append(more_than(before))
-            dist.barrier()  # a peer that destroys its groups closes our sockets, too
-            while own:
-                dist.destroy_process_group(own.pop())
-        deadline = time.monotonic() + 5  # a thread that has ended is listed a moment longer
-        while any(more_than(before)) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        added.append(more_than(before))
-        dist.barrier()
-        return sums
-
-    batch, own = ["tp", "dp", ["tp", "dp"]], []
-
-    def torchs(grid):
-        row, column = dist.get_rank() // 2 * 2, dist.get_rank() % 2
-        wanted = [row, row + 1], [column, column + 2], list(grid.layout.ranks)
-        own.extend(dist.new_group(ranks, use_local_synchronization=True) for ranks in wanted)
-        return own
-
-    with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pgs(batch)  # starts what stays
-        dist.barrier()
-    sums = [measured(torchs)]
-    sums.append(measured(lambda grid: [grid.create_pg(dims) for dims in batch]))
-    sums.append(measured(lambda grid: grid.create_pgs(batch)))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sums.append(measured(lambda grid: grid.create_pgs(batch)))
-    return added, sums, dist.distributed_c10d.ProcessGroupGloo is gloo
 
 
 def another_thread_meanwhile():

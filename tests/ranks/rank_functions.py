@@ -1,22 +1,14 @@
 """What real ranks run in the tests: functions of a module, so that processes can import them."""
 
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError, GroupCreationTimeout
-from hypercomm.launch import report
-from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import GlooStore
+from hypercomm.errors import CreationError
 from ranks.common import all_reduce_of, given_back, threads_and_files
 from ranks.common import tables as registered
 
@@ -148,8 +140,7 @@ def gloo_readers():
     with HyperCommGrid([4], ["dp"]) as grid:
         for value in ("0", "1" if rank % 2 else "0", "1"):
             os.environ[name] = value
-            own = timedelta(minutes=1) if rank else None
-            group = grid.create_pg("dp", name=f"{len(sums)}", timeout=own)
+            group = grid.create_pg("dp", name=f"{len(sums)}")
             sums.append((all_reduce_of(10**rank, group), os.environ[name]))
     return sums
 
@@ -184,33 +175,6 @@ def late_for_the_first_try(late):
         return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
 
 
-def absent_while_the_store_is_slow():
-    """Rank 2 never comes; to ask who is missing takes longer than the wait that is over."""
-    grid, rank = HyperCommGrid([3], ["dp"]), dist.get_rank()
-    said, missing, read = None, GlooStore._missing, c10d.read_bytes
-
-    def slowly(self, keys, first=0):
-        time.sleep(1)
-        yield from missing(self, keys, first)
-
-    def read_slowly(key):
-        time.sleep(0.1)
-        return read(key)
-
-    if rank != 2:
-        with (
-            mock.patch.object(GlooStore, "_missing", slowly),
-            mock.patch.object(c10d, "read_bytes", read_slowly),
-        ):
-            try:
-                grid.create_pg("dp", timeout=timedelta(seconds=1))
-            except GroupCreationTimeout as error:
-                said = str(error), error.missing
-    dist.barrier()
-    with grid:
-        return said, all_reduce_of(10**rank, grid.create_pg("dp"))
-
-
 def survivor_and_replacement(folder):
     """Ranks 0 and 1 are a job; then 0, which has a past, and 2, which has none, are another."""
     rank = dist.get_rank()
@@ -234,123 +198,3 @@ def split_is_refused():
     except CreationError as error:
         return str(error)
     return "created"
-
-
-def report_twice(first, second):
-    report((first, dist.get_rank()))
-    report((second, dist.get_rank()))
-    return os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get("FROM_THE_CALLER")
-
-
-def leave_at_once():
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return rank
-
-
-def pid():
-    return os.getpid()
-
-
-def raise_on(rank):
-    if dist.get_rank() == rank:
-        raise ValueError(f"rank {rank} has a reason")
-    dist.barrier()
-
-
-def die_on(rank, number):
-    report(os.getpid())
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), number)
-    dist.barrier()
-
-
-def exit_on(rank, code):
-    if dist.get_rank() == rank:
-        os._exit(code)
-    dist.barrier()
-
-
-def hang_on(rank):
-    report(os.getpid())
-    if dist.get_rank() == rank:
-        time.sleep(600)
-    dist.barrier()
-
-
-def stop_on(rank):
-    report(os.getpid())
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-class OddError(Exception):
-    """Neither pickled nor printed."""
-
-    def __reduce__(self):
-        raise TypeError("no")
-
-    def __str__(self):
-        raise TypeError("no")
-
-
-def raise_odd_error():
-    if dist.get_rank() == 1:
-        raise OddError
-
-
-def return_and_print(returned, printed):
-    if dist.get_rank() == 1:
-        sys.stdout.write("x" * printed)
-        return b""
-    return bytes(returned)
-
-
-def print_something():
-    sys.stdout.write(f"said by rank {dist.get_rank()}\n")
-    sys.stderr.write("also on stderr\n")
-
-
-def start_something_and_fail():
-    """Leave a process behind, if nobody ends it."""
-    report(subprocess.Popen(["sleep", "600"]).pid)
-    dist.barrier()
-    raise ValueError("on purpose")
-
-
-def die_after_returning():
-    threading.Timer(0.2, os._exit, (3,)).start()
-    return dist.get_rank()
-
-
-def return_and_stay():
-    dist.destroy_process_group = lambda: time.sleep(90)
-    return dist.get_rank()
-
-
-class CannotBeUnpickled:
-    def __reduce__(self):
-        return int, ("not a number",)
-
-
-def return_what_cannot_be_unpickled():
-    return CannotBeUnpickled()
-
-
-def check_with_a_broken_rank(layout, wanted, broken):
-    """The probe of `hypercomm check`, where one rank adds something to what it reduces."""
-    from hypercomm.cli.groups import Key
-    from hypercomm.cli.probe import Request, probe
-
-    honest = dist.all_reduce
-
-    def dishonest(tensor, *arguments, **options):
-        if dist.get_rank() == broken and tensor.dtype == torch.int64:
-            tensor += 1
-        return honest(tensor, *arguments, **options)
-
-    dist.all_reduce = dishonest
-    findings = []
-    probe(Request(layout, [Key(None, dims) for dims in wanted]), findings.append)
-    return [(rank, key.dims, found) for rank, key, found in findings if not isinstance(found, str)]

@@ -1,7 +1,6 @@
 """What the real ranks of test_torch_versions.py do."""
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -22,114 +21,9 @@ seen = []
 """Novelty and timeout of each gloo group of this rank."""
 
 
-class Call(type(Gloo)):
-    """torch's own call of its gloo class, as a later torch may make it."""
-
-    def __call__(cls, *given, **named):
-        if "timeout" in named:  # else it is ours, with options
-            timeout = named.pop("timeout")
-            given, named = cls.call(given, {"timeout": timeout, "novelty": 7})
-        return super().__call__(*given, **named)
-
-
-class Later(Gloo, metaclass=Call):
-    """A gloo class that takes a `novelty`, and says which it was given."""
-
-    @staticmethod
-    def call(given, named):
-        return given, named
-
-    def __init__(self, store, rank, size, options=None, novelty=None, timeout=None):
-        if options is None:
-            super().__init__(store, rank, size, timeout=timeout)
-        else:
-            super().__init__(store, rank, size, options)
-            novelty, timeout = getattr(options, "novelty", None), options._timeout
-        if size > 1:
-            seen.append((novelty, timeout.total_seconds()))
-
-
-class WithOption(Later):
-    """The novelty is one of its options, too."""
-
-    class _Options(Gloo._Options):
-        novelty = None
-
-
-class WithoutOptions(Later):
-    """There are no options."""
-
-    _Options = None
-
-
-class Renamed(Later):
-    """What was called timeout has another name."""
-
-    @staticmethod
-    def call(given, named):
-        return given, {"limit": named["timeout"], "novelty": named["novelty"]}
-
-    def __init__(self, store, rank, size, limit, novelty):
-        super().__init__(store, rank, size, None, novelty, limit)
-
-
-class Reordered(Later):
-    """The store comes last."""
-
-    @staticmethod
-    def call(given, named):
-        return (*given[1:], given[0]), named
-
-    def __init__(self, rank, size, store, **named):
-        super().__init__(store, rank, size, **named)
-
-
-KINDS = {kind.__name__: kind for kind in (Later, WithOption, WithoutOptions, Renamed, Reordered)}
-
-
-class Heard(logging.Handler):
-    """Keeps what hypercomm logs."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-        logging.getLogger("hypercomm").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def gloo_of_a_later_torch(kind):
-    """All-reduce over groups that are created one by one and in a batch."""
-    heard = Heard()
-    dist.distributed_c10d.ProcessGroupGloo = KINDS[kind]
-    with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        long = timedelta(seconds=50)
-        sums = [sum_over(grid.create_pg(dims, timeout=long)) for dims in ("tp", "dp")]
-        batch = [{"dims": dims, "name": "twin"} for dims in ("tp", "dp", ("tp", "dp"))]
-        sums += [sum_over(group) for group in grid.create_pgs(batch, timeout=long)]
-    is_restored = dist.distributed_c10d.ProcessGroupGloo is KINDS[kind]
-    return sums, seen, heard.lines, is_restored
-
-
-def a_rank_is_missing(kind):
-    """Rank 2 does not come to a creation, and the others say so; then all come."""
-    dist.distributed_c10d.ProcessGroupGloo = KINDS[kind]
-    grid, said, begin = HyperCommGrid([3], ["dp"]), None, time.monotonic()
-    if dist.get_rank() != 2:
-        try:
-            grid.create_pg("dp", timeout=timedelta(seconds=1))
-        except RuntimeError as error:
-            said = f"{type(error).__name__}: {error}"
-    waited = time.monotonic() - begin
-    dist.barrier()
-    with grid:
-        return said, waited, sum_over(grid.create_pg("dp"))
-
-
 def a_trial_that_fails():
     """The first creation of rank 1 fails for a reason of its own; the second does not."""
-    heard, grid, said = Heard(), HyperCommGrid([2], ["dp"]), None
+    grid, said = HyperCommGrid([2], ["dp"]), None
     if dist.get_rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     begin = time.monotonic()
@@ -141,7 +35,7 @@ def a_trial_that_fails():
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     dist.barrier()
     with grid:
-        return said, waited, sum_over(grid.create_pg("dp")), heard.lines
+        return said, waited, sum_over(grid.create_pg("dp"))
 
 
 def another_timeout():

@@ -192,7 +192,8 @@ def _unlike_groups(job: Job) -> list[str]:
 
 def broken_by_fault(job: Job, case: str) -> list[str]:
     """Return which promises a run of `program` with one fault has broken."""
-    words = broken(job, extra_s=sum(fault.seconds for fault in job.happened))
+    limit_s = T if CASES[case].retries else 2 * T  # to agree, and to send
+    words = broken(job, limit_s, sum(fault.seconds for fault in job.happened))
     ends = [rank.value for rank in job.living() if rank.value is not None]
     for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
         ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hypercomm.grid import connect
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals import gloo
 from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.other_world import OtherWorld, other_worlds
@@ -358,10 +359,12 @@ class Rank:
 
     def groups(self) -> list[Group]:
         """Return the process groups that torch has registered for it; while it runs."""
-        found = []
-        for group, name, backend in self.world.groups():
-            ranks = tuple(dist.get_process_group_ranks(group))
-            found.append(Group(name, ranks, backend, group.options._timeout, group.group_desc))
+        found, tables = [], dist.distributed_c10d._world
+        for group, (backend, _) in tables.pg_map.items():
+            if group is not tables.default_pg:
+                ranks, text = tuple(tables.pg_group_ranks[group]), group.group_desc
+                timeout = group.options._timeout
+                found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found
 
 
@@ -480,6 +483,7 @@ def simulate_job(
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     clock, threads = Clock(scheduler), Threads(scheduler)
     was_collecting = gc.isenabled()
+    gloo.stale.clear()  # of a run before
     gc.disable()  # collected grids warn, and their order would differ
     _job.append(job)
     functions = {

@@ -457,10 +457,10 @@ def test_survivors(step):
         grid.create_pgs(["tp", "dp"])
         gate("created")
         mark()
-        found = attempt(grid.survivors, seconds(T))
+        found = attempt(grid.survivors, seconds(T + 1))
         if found.error is not None:
             gate("once more")
-            found = attempt(grid.survivors, seconds(T))
+            found = attempt(grid.survivors, seconds(T + 1))
         ranks = found.value
         attempt(grid.reshape, f"tp={len(ranks)},dp=1", ranks=ranks)
         return ranks, str(grid.layout), grid

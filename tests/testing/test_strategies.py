@@ -1,4 +1,8 @@
-"""The published strategies: they keep their bounds, reach them, refuse impossible ones, shrink."""
+"""The published strategies: they keep their bounds, reach them, reject impossible ones, shrink."""
+
+import re
+import subprocess
+import sys
 
 import hypothesis
 import pytest
@@ -7,10 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument, NoSuchExample
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError
-from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
-
-pytestmark = pytest.mark.torch_free
+from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.testing import (
+    dim_subsets,
+    grids,
+    layouts,
+    mappings,
+    orders,
+    ranks_of,
+    shardings,
+    views_of,
+)
+from hypercomm.testing.strategies import EXPERT_NAMES
 
 LAYOUT = RankLayout.parse("tp=2,cp=3,dp=4", rank_offset=5)
 GAPS = LAYOUT.select(cp=1)
@@ -18,8 +30,7 @@ GAPS = LAYOUT.select(cp=1)
 
 def find(strategy, condition=lambda _: True):
     """Shrink without the database, which files examples under the text of the condition."""
-    unfiled = settings(max_examples=2000, database=None)
-    return hypothesis.find(strategy, condition, settings=unfiled)
+    return hypothesis.find(strategy, condition, settings=settings(max_examples=2000, database=None))
 
 
 @st.composite
@@ -27,6 +38,7 @@ def bounds(draw):
     """Draw bounds that some layout satisfies."""
     min_dims, min_size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     max_dims = draw(st.integers(min_dims, 5))
+    names = draw(st.permutations("abcdefg"))[: draw(st.integers(max_dims, 7))]
     return {
         "min_dims": min_dims,
         "max_dims": max_dims,
@@ -34,170 +46,199 @@ def bounds(draw):
         "max_size": draw(st.integers(min_size, 5)),
         "max_ranks": draw(st.integers(min_size**min_dims, 200)),
         "max_offset": draw(st.integers(0, 5)),
-        "dim_names": draw(st.permutations("abcdefg"))[: draw(st.integers(max_dims, 7))],
+        "dim_names": names,
+        "dims_required": draw(st.lists(st.sampled_from(names), max_size=min_dims, unique=True)),
     }
 
 
 # A drawn layout keeps all the bounds that were asked for.
+@pytest.mark.torch_free
 @given(bounds(), st.data())
 def test_layouts_keep_their_bounds(asked, data):
     layout = data.draw(layouts(**asked))
     assert asked["min_dims"] <= len(layout.dim_names) <= asked["max_dims"]
-    assert set(layout.dim_names) <= set(asked["dim_names"])
+    assert set(asked["dims_required"]) <= set(layout.dim_names) <= set(asked["dim_names"])
     assert asked["min_size"] <= min(layout.shape)
     assert max(layout.shape) <= asked["max_size"]
     assert layout.size <= asked["max_ranks"]
     assert 0 <= layout.rank_offset <= asked["max_offset"]
 
 
-# Without bounds, layouts have one to five of Megatron's dims, of 1 to 4 ranks, at most 512 in all.
-@given(layouts())
-def test_layouts_keep_the_default_bounds(layout):
-    assert set(layout.dim_names) <= {"tp", "cp", "ep", "dp", "pp"}
-    assert max(layout.shape) <= 4
-    assert layout.size <= 512
-    assert layout.rank_offset <= 16
-
-
-# Each bound can be reached, so none is tighter than it says.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("asked", "reached"),
-    [
-        ({}, lambda layout: len(layout.dim_names) == 5),
-        ({}, lambda layout: layout.dim_names == ("pp", "tp")),
-        ({}, lambda layout: layout.rank_offset == 16),
-        ({"max_dims": 2}, lambda layout: layout.shape == (4, 4)),
-        ({"min_dims": 2}, lambda layout: layout.shape == (1, 1)),
-        ({"min_size": 2, "max_ranks": 16}, lambda layout: layout.shape == (2, 2, 2, 2)),
-        ({"max_dims": 1, "max_size": 9, "max_ranks": 7}, lambda layout: layout.size == 7),
-        ({"max_dims": 2, "max_size": 6, "max_ranks": 12}, lambda layout: layout.shape == (2, 6)),
-    ],
-)
-def test_layouts_reach_their_bounds(asked, reached):
-    assert reached(find(layouts(**asked), reached))
-
-
-# Layouts shrink towards few dims, small sizes, the first names and offset 0.
+# Each bound can be reached, so none is tighter than it says; layouts shrink towards few dims,
+# small sizes, the first names and offset 0.
 @pytest.mark.parametrize(
     ("asked", "condition", "smallest"),
     [
+        ({}, lambda layout: layout.dim_names == ("pp", "tp"), RankLayout([1, 1], ["pp", "tp"])),
+        ({}, lambda layout: layout.rank_offset == 16, RankLayout([1], ["tp"], 16)),
+        ({"max_dims": 2}, lambda one: one.shape == (4, 4), RankLayout([4, 4], ["tp", "cp"])),
+        (
+            {"min_size": 2, "max_ranks": 16},
+            lambda layout: layout.shape == (2, 2, 2, 2),
+            RankLayout([2, 2, 2, 2], ["tp", "cp", "ep", "dp"]),
+        ),
+        (
+            {"max_dims": 1, "max_size": 9, "max_ranks": 7},
+            lambda layout: layout.size > 6,
+            RankLayout([7], ["tp"]),
+        ),
         ({}, lambda _: True, RankLayout([1], ["tp"])),
-        ({}, lambda layout: layout.size > 2, RankLayout([3], ["tp"])),
         ({}, lambda layout: layout.size > 4, RankLayout([2, 3], ["tp", "cp"])),
-        ({}, lambda layout: layout.rank_offset > 2, RankLayout([1], ["tp"], 3)),
         ({"min_dims": 2, "min_size": 2}, lambda _: True, RankLayout([2, 2], ["tp", "cp"])),
         ({"dim_names": ["x", "y"]}, lambda _: True, RankLayout([1], ["x"])),
+        ({"dims_required": ["dp", "tp"]}, lambda _: True, RankLayout([1, 1], ["tp", "dp"])),
     ],
 )
-def test_layouts_shrink_to_the_smallest(asked, condition, smallest):
+def test_layouts_reach_their_bounds_and_shrink(asked, condition, smallest):
     assert find(layouts(**asked), condition) == smallest
 
 
-# Bounds that no layout satisfies are refused, in hypothesis's own way.
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"min_dims": 0},
-        {"min_dims": 3, "max_dims": 2},
-        {"min_dims": 6},
-        {"max_dims": 0},
-        {"max_dims": 6},
-        {"min_dims": 2, "dim_names": ["tp"]},
-        {"dim_names": []},
-        {"min_dims": 2, "dim_names": ["tp", "tp"]},
-        {"min_size": 0},
-        {"min_size": 3, "max_size": 2},
-        {"max_size": 0},
-        {"max_ranks": 0},
-        {"min_dims": 2, "min_size": 3, "max_ranks": 8},
-        {"max_offset": -1},
-        {"dims_required": ["tp", "tp"]},
-    ],
-    ids=str,
-)
-def test_layouts_refuse_impossible_bounds(asked):
-    with pytest.raises(InvalidArgument):
-        find(layouts(**asked))
-
-
-# A word is not a flag.
-def test_layouts_refuse_words():
-    with pytest.raises(LayoutError, match="listed must be True or False, got 'no'"):
-        find(layouts(listed="no"))
-
-
-# Subsets of dims keep their bounds, and name each dim once.
-@given(layouts(), st.data())
-def test_dim_subsets_keep_their_bounds(layout, data):
+# Subsets of dims, ranks and orders are those of the layout, in any order.
+@pytest.mark.torch_free
+@given(layouts(listed=True, max_ranks=64) | layouts(), st.data())
+def test_parts_of_layouts(layout, data):
     least = data.draw(st.integers(0, len(layout.dim_names)))
     most = data.draw(st.integers(least, len(layout.dim_names)))
     dims = data.draw(dim_subsets(layout, min_dims=least, max_dims=most))
-    assert isinstance(dims, tuple)
-    assert least <= len(dims) <= most
-    assert len(set(dims)) == len(dims)
+    assert least <= len(dims) == len(set(dims)) <= most
     assert set(dims) <= set(layout.dim_names)
+    assert data.draw(ranks_of(layout)) in layout.ranks
+    order = data.draw(orders(layout.dim_names))
+    assert sorted(RankLayout.from_order(order).dim_names) == sorted(layout.dim_names)
+    assert eval(hypothesis.vendor.pretty.pretty(layout)) == layout  # what is printed can be pasted
 
 
-# By default a subset has one dim at least and all at most, in any order.
-@pytest.mark.parametrize("dims", [("tp",), ("dp", "tp"), ("cp", "dp", "tp"), ("tp", "cp", "dp")])
-def test_dim_subsets_come_in_any_order(dims):
-    assert find(dim_subsets(LAYOUT), lambda drawn: drawn == dims) == dims
-
-
-# Subsets shrink towards the first dim alone.
-def test_dim_subsets_shrink_to_the_first_dim():
+def test_parts_of_layouts_shrink():
     assert find(dim_subsets(LAYOUT)) == ("tp",)
     assert find(dim_subsets(LAYOUT, min_dims=2)) == ("tp", "cp")
-    assert find(dim_subsets(LAYOUT.select(cp=0)), lambda dims: "dp" in dims) == ("dp",)
-
-
-# More dims than there are, or bounds the wrong way round, are refused.
-@pytest.mark.parametrize(
-    "asked",
-    [{"min_dims": 4}, {"min_dims": 2, "max_dims": 1}, {"min_dims": -1}, {"max_dims": 0}],
-    ids=str,
-)
-def test_dim_subsets_refuse_impossible_bounds(asked):
-    with pytest.raises(InvalidArgument):
-        find(dim_subsets(LAYOUT, **asked))
-
-
-# Every rank of a layout can be drawn, also where it has gaps, and no other.
-@pytest.mark.parametrize("layout", [LAYOUT, GAPS], ids=["dense", "gaps"])
-def test_ranks_of_draws_the_ranks(layout):
-    for rank in layout.ranks:
-        assert find(ranks_of(layout), lambda drawn, rank=rank: drawn == rank) == rank
+    assert find(dim_subsets(LAYOUT), lambda dims: dims == ("cp", "dp", "tp"))
+    for layout, smallest, above_9 in [(LAYOUT, 5, 10), (GAPS, 7, 13)]:
+        assert find(ranks_of(layout)) == smallest
+        assert find(ranks_of(layout), lambda rank: rank > 9) == above_9
     with pytest.raises(NoSuchExample):
-        find(ranks_of(layout), lambda drawn: drawn not in layout.ranks)
-
-
-# Ranks shrink towards the smallest.
-@pytest.mark.parametrize(("layout", "smallest", "above_9"), [(LAYOUT, 5, 10), (GAPS, 7, 13)])
-def test_ranks_of_shrinks_to_the_smallest(layout, smallest, above_9):
-    assert find(ranks_of(layout)) == smallest
-    assert find(ranks_of(layout), lambda rank: rank > 9) == above_9
-
-
-# An order names every dim once, and a layout can be made of it.
-@given(
-    st.lists(st.sampled_from(["tp", "cp", "ep", "dp", "pp"]), min_size=1, unique=True), st.data()
-)
-def test_orders_name_every_dim_once(names, data):
-    order = data.draw(orders(names))
-    assert sorted(order.split("-")) == sorted(names)
-    assert RankLayout.from_order(order).dim_names == tuple(order.split("-"))
-
-
-# Orders shrink towards the order given; by default that is Megatron's.
-def test_orders_shrink_to_the_order_given():
+        find(ranks_of(GAPS), lambda drawn: drawn not in GAPS.ranks)
     assert find(orders()) == "tp-cp-ep-dp-pp"
     assert find(orders(["pp", "tp"])) == "pp-tp"
 
 
-# What hypothesis prints of a layout can be pasted back.
-@given(layouts(listed=True, max_ranks=64) | layouts())
-def test_layouts_print_as_python(layout):
-    text = hypothesis.vendor.pretty.pretty(layout)
-    assert "_listing" not in text
-    assert eval(text) == layout
+# A view has the ranks of its layout, and the groups of the dims that are shared.
+@pytest.mark.torch_free
+@given(layouts(max_dims=4, max_offset=3, listed=True, max_ranks=64), st.data())
+def test_views_of(layout, data):
+    shared = data.draw(st.lists(st.sampled_from(layout.dim_names), unique=True))
+    view = data.draw(views_of(layout, dim_names=list("abcde"), shared_dims=shared))
+    assert view.ranks == layout.ranks
+    for dim in shared:
+        assert list(view.groups(dim)) == list(layout.groups(dim))
+
+
+def test_views_shrink():
+    layout = RankLayout.parse("tp=2,cp=2,dp=3,pp=2")
+    assert find(views_of(layout)) == RankLayout([24], ["ep"])
+    assert find(views_of(layout, shared_dims=["pp"])) == RankLayout([12, 2], ["ep", "pp"])
+    four = find(views_of(layout, shared_dims=["cp"]), lambda view: len(view.dim_names) == 4)
+    assert four == RankLayout([2, 2, 2, 3], ["ep", "cp", "expt_tp", "expt_dp"])
+
+
+# A grid fills its world; its view, if it has one, has its ranks.
+@given(grids(views=True, dims_required=["tp"]))
+def test_grids(grid):
+    assert grid.layout.ranks == range(grid.layout.size)
+    assert grid.layout.size <= 16
+    assert "tp" in grid.dim_names
+    for name in grid.views:
+        assert grid.view(name).layout.ranks == grid.layout.ranks
+
+
+def test_grids_of_all_names_of_views():
+    drawn = grids(views=True, dim_names=EXPERT_NAMES, min_dims=4, max_ranks=4)
+    assert not find(drawn).views
+
+
+# Mappings are of every kind, along a batch and of weights.
+@given(mappings(), mappings(along=None, beside=False))
+def test_mappings(mapping, weight):
+    received = sum(len(mapping.receives(rank)) for rank in set(mapping.target_ranks))
+    assert received >= len(set(mapping.target_ranks))
+    assert weight.along is None
+    assert weight.source.ranks[0] == weight.target.ranks[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("equal", (1, 1)), ("fan-in", (2, 1)), ("fan-out", (1, 2))]
+)
+def test_mappings_reach(kind, sizes):
+    found = find(mappings(beside=True), lambda mapping: mapping.kind == kind)
+    assert (found.source.size, found.target.size) == sizes
+    assert found.target.ranks[0] == found.source.size
+
+
+# Shardings cut axes that are there, each dim once.
+@pytest.mark.torch_free
+@given(st.lists(st.integers(0, 3), max_size=4), st.data())
+def test_shardings(shape, data):
+    cut = data.draw(shardings(shape))
+    assert set(cut) <= {"tp", "cp", "dp"}
+    assert all(shape[axis] > 0 for axis in cut.values())
+
+
+# Bounds that nothing satisfies are rejected, in hypothesis's own way.
+@pytest.mark.torch_free
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"min_dims": 0},
+        {"min_dims": 3, "max_dims": 2},
+        {"max_dims": 6},
+        {"min_dims": 2, "dim_names": ["tp", "tp"]},
+        {"min_size": 0},
+        {"min_size": 3, "max_size": 2},
+        {"min_dims": 2, "min_size": 3, "max_ranks": 8},
+        {"max_offset": -1},
+        {"dims_required": ["tp", "dp"], "max_dims": 1},
+    ],
+    ids=str,
+)
+def test_impossible_bounds(bounds):
+    with pytest.raises(InvalidArgument):
+        find(layouts(**bounds))
+
+
+# Other arguments that cannot work: the error names the argument and the value.
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: layouts(dims_required=["tpp"]), UnknownDimError, "did you mean 'tp'?"),
+        (lambda: layouts(max_ranks=1.5), LayoutError, "max_ranks"),
+        (lambda: views_of(LAYOUT, shared_dims=["ep"]), UnknownDimError, "'ep'"),
+        (lambda: views_of(LAYOUT, dim_names="a", shared_dims=["cp"]), LayoutError, "dim_names"),
+        (lambda: views_of(LAYOUT, dim_names=["a"], shared_dims=["cp"]), InvalidArgument, "needs 2"),
+        (lambda: mappings(along="batch"), UnknownDimError, "along names 'batch'"),
+        (lambda: shardings([-1]), LayoutError, "got [-1]"),
+    ],
+)
+def test_bad_arguments(call, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        find(call())
+
+
+# hypothesis's entry point registers what is loaded, and loads nothing; pytest's plugin is light.
+def test_entry_points_are_light():
+    program = """
+import sys, pytest, hypothesis
+before = set(sys.modules)
+import hypercomm.testing, hypercomm.testing.pytest_plugin
+hypercomm.testing._register_strategies()
+loaded = {name for name in set(sys.modules) - before}
+print(sorted({name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)))
+print(sorted(name for name in sys.modules if name.startswith("hypercomm.")))
+from hypercomm import RankLayout
+hypercomm.testing._register_strategies()
+print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: one.size > 1))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    packages, modules, drawn = done.stdout.splitlines()
+    assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
+    own = ["hypercomm.errors", "hypercomm.testing", "hypercomm.testing.pytest_plugin"]
+    assert (modules, drawn) == (str(own), "tp=2")

@@ -219,16 +219,15 @@ def test_mismatches():
         (mapping, "along='dp', batch_axis=0, ", "along='dp', batch_axis=1, "),
         (broadcast, f"(2, 2) of torch.float32{led}", f"(2, 3) of torch.float32{led}"),
     ):
-        assert len(set(found)) == 1, found
-        assert found[0].startswith(
-            "TransferMismatchError: ranks mean different transfers, and nothing was "
-        )
-        assert [f"means {words}" in found[0] for words in meant] == [True, True], found
+        for heard in found:
+            assert heard.startswith("TransferMismatchError: nothing was sent: ")
+            assert all(words in heard.partition("ranks differ")[2] for words in meant), heard
     refusal = "tensor must be a torch.Tensor, got None"
     assert tensor[2] == f"LayoutError: {refusal}"
     for heard in tensor[:2]:
-        assert heard.startswith("TransferMismatchError: rank 2 (host ")
-        assert heard.endswith(f") refused its arguments, and nothing was sent: {refusal}")
+        assert heard.startswith("TransferMismatchError: nothing was sent: ")
+        assert "rank 2 (host " in heard
+        assert heard.endswith(f"LayoutError: {refusal}")
     assert right == (None, [[0, 1]], [[2, 3]])
 
 
@@ -238,16 +237,12 @@ def test_ends_that_differ():
     ranks = run_ranks(mapping_ranks.ends_that_differ, 3, timeout=120)
     for rank, calls in enumerate(ranks):
         (words, took_s), replicas, (circle, circle_s), *pairs = calls
-        assert words.startswith(
-            "TransferMismatchError: ranks mean different transfers, and nothing was sent"
-        )
+        assert words.startswith("TransferMismatchError: nothing was sent: ")
         assert "tp=2 at 0 -> dp=1 at 2" in words
         assert "tp=2 on ranks 1, 0 -> dp=1 at 2" in words
-        assert circle.startswith(
-            "TransferMismatchError: ranks wait for each other in different transfers, "
-        )
+        assert circle.startswith("TransferMismatchError: nothing was sent: ")
+        assert "ranks wait for each other in different calls" in circle
         for source, target in ((0, 2), (1, 0), (2, 1)):
-            assert f"rank {source} is in " in circle
             assert f"dp=1 at {source} -> dp=1 at {target}: " in circle
         assert max(took_s, circle_s) < 10
         assert replicas[0] == ([5.0, 5.0] if rank == 2 else None)
@@ -267,8 +262,9 @@ def test_a_rank_that_does_not_come():
     waits_s = []
     for rank, ((words, took_s), again) in enumerate(ranks):
         if rank < 2:
-            assert words.startswith(f"TransferMismatchError: nothing was sent: rank {rank} waited ")
-            assert " s for rank 2 (last in (1,) of torch.int64 by dp=1 at 1 -> dp=1 at 2" in words
+            assert words.startswith("TransferMismatchError: nothing was sent: ")
+            assert "rank 2 did not join" in words
+            assert f"rank {rank} waited " in words
             waits_s.append(took_s)
         assert again == [rank - 1.0] * 2 if rank else again is None
     # Who waited first gives up for both, also for one that came a little later.

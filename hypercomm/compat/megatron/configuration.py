@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import attrs
 
@@ -13,7 +12,7 @@ from hypercomm.compat.megatron import version
 from hypercomm.compat.megatron.layouts import GTP, Layouts, model_layouts, pipeline_problem
 from hypercomm.errors import ConfigurationError, GroupOptionsError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, Share
-from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.checks import as_sizes, as_world_size, check_choice, positive
 from hypercomm.layout.parsing import misfit, nearest_divisors
 from hypercomm.layout.text import shown
 
@@ -27,6 +26,7 @@ _DENSE = {
     "cp": "context_parallel_size",
     GTP: "gtp_remat_size",
 }
+_OPTIONAL_SIZES = ("gtp_remat_size", "expert_gtp_remat_size")
 _EXPERT = {
     "tp": "expert_tensor_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -34,40 +34,6 @@ _EXPERT = {
     GTP: "expert_gtp_remat_size",
 }
 """The argument with the size of each dim, except dp, which gets the remaining ranks."""
-
-
-def _as_levels(value: object) -> tuple[int, ...]:
-    name = "hierarchical_context_parallel_sizes"
-    return tuple(positive(size, name) for size in as_ordered(() if value is None else value, name))
-
-
-def _check_size(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    positive(value, attribute.name)
-
-
-def _check_function(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value is not None and not callable(value):
-        raise GroupOptionsError(
-            f"{attribute.name} must be a function of the ranks of a pipeline, got {shown(value)}"
-        )
-
-
-def _check_minutes(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not value > 0:
-        raise GroupOptionsError(f"{attribute.name} must be a number above 0, got {shown(value)}")
-    if value >= _LONGEST_MINUTES:
-        raise GroupOptionsError(
-            f"{attribute.name} must be below {_LONGEST_MINUTES:.3g}, got {shown(value)}"
-        )
-
-
-def _check_share(_: object, __: attrs.Attribute[Any], value: object) -> None:
-    check_choice("share", value, SHARES)
-
-
-def _as_keys(value: object) -> tuple[str, ...]:
-    return as_ordered(() if value is None else value, "high_priority_stream_groups")
 
 
 @attrs.frozen(kw_only=True)
@@ -88,31 +54,45 @@ class Configuration:
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: tuple[int, ...] = attrs.field(
-        default=None, converter=_as_levels
-    )
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
     expert_model_parallel_size: int = 1
-    gtp_remat_size: int = attrs.field(default=1, validator=_check_size)
-    expert_gtp_remat_size: int = attrs.field(default=1, validator=_check_size)
-    num_distributed_optimizer_instances: int = attrs.field(default=1, validator=_check_size)
+    gtp_remat_size: int = 1
+    expert_gtp_remat_size: int = 1
+    num_distributed_optimizer_instances: int = 1
     expert_tensor_parallel_size: int | None = None
     nccl_communicator_config_path: str | None = None
-    distributed_timeout_minutes: float = attrs.field(default=30, validator=_check_minutes)
+    distributed_timeout_minutes: float = 30
     order: str = "tp-cp-ep-dp-pp"
-    get_embedding_ranks: RanksFunction | None = attrs.field(default=None, validator=_check_function)
-    get_position_embedding_ranks: RanksFunction | None = attrs.field(
-        default=None, validator=_check_function
-    )
+    get_embedding_ranks: RanksFunction | None = None
+    get_position_embedding_ranks: RanksFunction | None = None
     create_gloo_process_groups: bool = True
-    high_priority_stream_groups: tuple[str, ...] = attrs.field(default=None, converter=_as_keys)
+    high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
     hybrid_context_parallel: bool = False
     create_all_gather_group: bool = False
     rank_offset: int = 0
     local_world_size: int | None = None
-    share: Share = attrs.field(default="never", validator=_check_share)
+    share: Share = "never"
     strict: bool = False
     version: version.Version = attrs.field(factory=version.current, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        for name in (*_OPTIONAL_SIZES, "num_distributed_optimizer_instances"):
+            positive(getattr(self, name), name)
+        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise GroupOptionsError(
+                    f"{name} must be a function of the ranks of a pipeline, got {shown(function)}"
+                )
+        minutes = self.distributed_timeout_minutes
+        is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
+        if not is_number or not 0 < minutes < _LONGEST_MINUTES:
+            raise GroupOptionsError(
+                f"distributed_timeout_minutes must be a number above 0 and below "
+                f"{_LONGEST_MINUTES:.3g}, got {shown(minutes)}"
+            )
+        check_choice("share", self.share, SHARES)
 
     @property
     def has_gtp(self) -> bool:
@@ -146,7 +126,7 @@ class Configuration:
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
             WorldSizeError: The sizes do not divide the world; names sizes that would.
-            OrderError, UnknownDimError: The order omits a dim, or names an unknown one.
+            ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one.
             ConfigurationError: Two choices contradict each other.
         """
         self._check_sharp()
@@ -228,10 +208,11 @@ class Configuration:
                     f"num_distributed_optimizer_instances={instances} does not divide the {what} "
                     f"size {size}; use {nearest_divisors(size, instances)}"
                 )
-        levels = self.hierarchical_context_parallel_sizes
+        name = "hierarchical_context_parallel_sizes"
+        levels = as_sizes(self.hierarchical_context_parallel_sizes or (), name)
         if levels and math.prod(levels) != self.context_parallel_size:
             raise ConfigurationError(
-                f"hierarchical_context_parallel_sizes {list(levels)} multiply to "
+                f"{name} {list(levels)} multiply to "
                 f"{math.prod(levels)}, but context_parallel_size is {self.context_parallel_size}"
             )
         self.check_hybrid(replicas)

@@ -37,7 +37,7 @@ def install() -> None:
         'hypercomm.compat.megatron.parallel_state'
     """
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
-        version.refresh()
+        version.installed.cache_clear()
         _warn_of_newer()
 
 
@@ -69,13 +69,10 @@ def _warn_of_newer() -> None:
         for missing in _names_in(folder / f"{name}.py")
         if not hasattr(importlib.import_module(f"{_OURS}.{name}"), missing)
     ]
-    known = ".".join(map(str, version.NEWEST[:2]))
-    more = (
-        f"it has {', '.join(lacking)}, which hypercomm lacks" if lacking else "no name is missing"
-    )
+    known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
     warnings.warn(
-        f"megatron-core {'.'.join(map(str, theirs))} is newer than the newest that hypercomm "
-        f"knows, {known}; {more}",
+        f"megatron-core {newer} is newer than the newest that hypercomm knows, {known}; names that "
+        f"hypercomm lacks: {', '.join(lacking) or 'none'}",
         stacklevel=3,
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hypercomm.compat.megatron import version
-from hypercomm.errors import ConfigurationError, LayoutError, NotationError, UnknownDimError
+from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_int, as_ordered, positive
 from hypercomm.layout.parsing import parse_order
@@ -46,7 +46,7 @@ def model_layouts(
         release: The megatron-core whose order is used; default: the one that is followed.
 
     Raises:
-        UnknownDimError, OrderError: As for `order_layout`.
+        UnknownDimError, LayoutError: As for `order_layout`.
 
     Example:
         >>> dense, expert = dict(tp=2, cp=1, dp=4, pp=1), dict(tp=2, ep=4, dp=1, pp=1)
@@ -81,15 +81,16 @@ def pipeline_problem(layouts: Layouts, order: str, names: Mapping[str, str]) -> 
     dense, expert = layouts
     is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
     have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
-    if dense.groups("pp") == expert.groups("pp") and have_same_dp:
+    pipelines, experts = dense.groups("pp"), expert.groups("pp")
+    if pipelines == experts and have_same_dp:
         return None
     factors = " * ".join(names[dim] for dim in names if dim not in {"pp", "dp"})
-    inner = dense.size_of("tp") * dense.size_of("cp") * dense.size_of(GTP, default=1)
+    inner = dense.size_of("tp", "cp", GTP, default=1)
     return (
         f"with order {order!r} the dense layers ({dense}) and the expert layers ({expert})"
         f" must have the same pipelines and data parallel size, but their pipelines are "
-        f"{dense.groups('pp')!r} and {expert.groups('pp')!r}; put pp last in the order, or "
-        f"choose expert sizes with {factors} = {inner}"
+        f"{pipelines!r} and {experts!r}; put pp last in the order, or choose expert sizes with "
+        f"{factors} = {inner}"
     )
 
 
@@ -107,7 +108,7 @@ def order_layout(
 
     Raises:
         UnknownDimError: The order names another dim.
-        OrderError: It omits a dim larger than 1.
+        ConfigurationError: It omits a dim larger than 1.
 
     Example:
         >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
@@ -124,6 +125,10 @@ def order_layout(
     elif GTP in sizes and anchor is not None:
         order = inject_gtp(given, anchor).lower()
     ordered = {name: sizes[name] for name in DIMS if name in sizes}
+    for name, size in ordered.items():
+        if size > 1 and name not in parse_order(order):
+            where = f"order {shown(given)} does not name it; add it to the order"
+            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
     return RankLayout.from_order(order, rank_offset=rank_offset, **ordered)
 
 
@@ -197,8 +202,8 @@ class RankGenerator:
             is larger than 1.
 
     Raises:
-        ConfigurationError: Both `ep` and `cp` are larger than 1.
-        OrderError, UnknownDimError: The order leaves out a size, or names an unknown dim.
+        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
+        UnknownDimError: The order names an unknown dim.
 
     Example:
         >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
@@ -239,7 +244,7 @@ class RankGenerator:
         """Return for each dim of `order` whether `token` names it.
 
         Raises:
-            NotationError: `order` or `token` is no text.
+            LayoutError: `order` or `token` is no text.
             UnknownDimError: `token` names a dim that `order` does not.
         """
         dims, wanted = _split(order, "order"), _split(token, "token")
@@ -273,5 +278,5 @@ class RankGenerator:
 
 def _split(text: str, what: str) -> list[str]:
     if not isinstance(text, str):
-        raise NotationError(f"{what} must be a text like 'tp-dp', got {shown(text)}")
+        raise LayoutError(f"{what} must be a text like 'tp-dp', got {shown(text)}")
     return text.split("-")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.table import NCCL_KEYS
 from hypercomm.errors import ConfigurationError, NcclConfigError
 from hypercomm.layout.checks import as_ordered
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 NcclConfig = dict[str, dict[str, Any]]
 
-_HIGH_PRIORITY = "high_priority_stream_groups"
 _COLLNET = "NCCL_COLLNET_ENABLE"
-
+_PRIORITY = "is_high_priority_stream"
+_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", _PRIORITY)
 _UCC_ENVIRONMENT = {
     "NSYS_UCP_COMM_PARAMS": "1",
     "UCC_CL_BASIC_TLS": "^sharp,nccl",
@@ -36,29 +37,29 @@ _UCC_DEFAULTS = {
     "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
     "UCX_TLS": "ib,cuda_copy",
 }
-_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", "is_high_priority_stream")
 
 
-def load(path: str | os.PathLike[str] | None, high_priority: Sequence[str] | None) -> NcclConfig:
-    """Read an NCCL configuration file, and add the groups whose stream has a high priority.
-
-    Args:
-        path: A yaml file that maps group keys to options; None for no file.
-        high_priority: Keys of groups.
+def load(config: Configuration) -> NcclConfig:
+    """Return the NCCL options of a configuration: its file, and the groups of high priority.
 
     Raises:
         OSError: The file cannot be read.
         NcclConfigError: It has other content than group keys and NCCL options; or pyyaml, which
             the extra `nccl-config` installs, is missing.
     """
-    config = {} if path is None else _read(path)
-    for key in as_ordered(() if high_priority is None else high_priority, _HIGH_PRIORITY):
-        if not isinstance(key, str) or key not in NCCL_KEYS:
+    path = config.nccl_communicator_config_path
+    options: NcclConfig = {} if path is None else _read(path)
+    for key in as_ordered(config.high_priority_stream_groups or (), "high_priority_stream_groups"):
+        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+    for key, own in options.items():
+        if key not in NCCL_KEYS:
             raise NcclConfigError(
-                f"high_priority_stream_groups names no group {shown(key)}; use some of {NCCL_KEYS}"
+                f"NCCL options are given for {shown(key)}; there are the groups {NCCL_KEYS}"
             )
-        overwrite_nccl_comm_cfgs(config, key, ("is_high_priority_stream", True))
-    return config
+        unknown = sorted(map(str, _mapping(own, f"group {key!r}").keys() - _OPTIONS))
+        if unknown:
+            raise NcclConfigError(f"group {key!r} has no option {unknown[0]!r}; use {_OPTIONS}")
+    return options
 
 
 def _read(path: str | os.PathLike[str]) -> NcclConfig:
@@ -73,15 +74,7 @@ def _read(path: str | os.PathLike[str]) -> NcclConfig:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise NcclConfigError(f"{path} is not yaml: {error}") from error
-    for key, options in _mapping(content, f"{path}").items():
-        if key not in NCCL_KEYS:
-            raise NcclConfigError(f"{path} names no group {key!r}; use some of {NCCL_KEYS}")
-        for name in _mapping(options, f"{path}: group {key!r}"):
-            if name not in _OPTIONS:
-                raise NcclConfigError(
-                    f"{path}: group {key!r} has no option {name!r}; use some of {_OPTIONS}"
-                )
-    return content  # type: ignore[no-any-return]
+    return dict(_mapping(content, str(path)))
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -99,16 +92,14 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
     if own is None:
         return None
-    config = {name: value for name, value in own.items() if name in _OPTIONS}
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise NcclConfigError(
-            f"NCCL options {config} for group {pg_name!r} need a torch that is built with NCCL"
+            f"NCCL options {dict(own)} for group {pg_name!r} need a torch that is built with NCCL"
         )
-    priority = config.pop("is_high_priority_stream", False)
     try:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
-        for name, value in config.items():
-            setattr(options.config, name, value)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.get(_PRIORITY, False))
+        for name in own.keys() & {*_OPTIONS} - {_PRIORITY}:
+            setattr(options.config, name, own[name])
     except (TypeError, ValueError) as error:
         raise NcclConfigError(
             f"NCCL does not take the options {dict(own)} of group {pg_name!r}: {error}"
@@ -116,29 +107,25 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     return options
 
 
-def options_by_key(nccl_config: NcclConfig) -> Callable[[str], Any]:
+def options_by_key(config: Configuration) -> Callable[[str], Any]:
     """Return a function that returns the options of a group by its key, or None.
 
     Equal options are one object, so that groups with them can be shared. Options that the backend
     of WORLD does not take are left out with a warning in the log.
 
-    Args:
-        nccl_config: As `load` returns it.
+    Raises:
+        OSError, NcclConfigError: As for `load`.
+        NotInitializedError: There are options, and no job tells whether they have an effect.
     """
-    made: dict[str, Any] = {}
-
-    def of(key: str) -> Any:
-        wanted = repr(nccl_config.get(key))
-        if wanted not in made:
-            options = get_nccl_options(key, nccl_config)
-            backend = None if options is None else c10d.default_backend()
-            takes = backend and any(map(c10d.takes_options, c10d.single_backends(backend)))
-            if options is not None and not takes:
-                logger.warning("NCCL options of group %r have no effect on %r", key, backend)
-            made[wanted] = options if takes else None
-        return made[wanted]
-
-    return of
+    options = load(config)
+    if not options:
+        return lambda _: None
+    backend = c10d.default_backend()
+    takes = any(map(c10d.takes_options, c10d.single_backends(backend)))
+    if not takes:
+        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
+    return lambda key: made.get(repr(options.get(key))) if takes else None
 
 
 def overwrite_nccl_comm_cfgs(
@@ -197,7 +184,6 @@ def sharp() -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
         if cuda:
             torch.cuda.synchronize()
 
-    logger.info("SHARP is for one group; without SHARP switches NCCL falls back by itself")
     os.environ[_COLLNET] = "1"
     try:
         yield connect

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Megatron's `parallel_state` on grid instances: its functions, and its globals.
 
 The functions act on the current `ParallelState`: the default one, which `initialize_model_parallel`
@@ -11,6 +12,7 @@ names that of Megatron-DeepSpeed, at 4efb479.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,18 +32,19 @@ from hypercomm.compat.megatron.configuration import (
     hybrid_sizes,
 )
 from hypercomm.compat.megatron.getters import (
+    data_fact_getter,
     data_group_getter,
+    expert_fact_getter,
     first_getter,
     group_getter,
-    key_of,
     rank_getter,
     rank_setter,
     size_getter,
     size_setter,
 )
 from hypercomm.compat.megatron.install import warn_of_their_own
-from hypercomm.compat.megatron.state import FACTS, GLOBALS, RANK, SIZE, Fact, ParallelState, current
-from hypercomm.compat.megatron.table import GLOO
+from hypercomm.compat.megatron.state import GLOBALS, NEEDS_CP, RANK, SIZE, ParallelState, current
+from hypercomm.compat.megatron.table import GLOO, WITH_GTP
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
 from hypercomm.grid.arguments import Share
@@ -61,8 +64,6 @@ default_position_embedding_ranks = _table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = memory.GlobalMemoryBuffer
-GlobalSymmetricMemoryBuffer = memory.GlobalSymmetricMemoryBuffer
-SymmetricMemoryManager = memory.SymmetricMemoryManager
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -249,24 +250,23 @@ get_inter_distributed_optimizer_instance_group = group_getter(
 # is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
 get_sequence_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
 get_sequence_data_parallel_group = data_group_getter("_DATA_PARALLEL_GROUP_WITH_CP")
-_dp_cp_ag = group_getter("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-_tp_dp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP")
-_tp_dp_cp_group = group_getter("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-_expt_mp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
-_expt_mp_with_egtp = group_getter("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP")
-
 _DP, _DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
 _INTRA_DP_CP = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
 _EDP, _INTRA_EDP = "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 
-_dp, _dp_only = data_group_getter(_DP), group_getter(_DP)
-_dp_cp, _dp_cp_only = data_group_getter(_DP_CP), group_getter(_DP_CP)
-_part, _part_only = data_group_getter(_INTRA_DP_CP), group_getter(_INTRA_DP_CP)
-_edp, _edp_only = data_group_getter(_EDP), group_getter(_EDP)
-_epart, _epart_only = data_group_getter(_INTRA_EDP), group_getter(_INTRA_EDP)
-_dp_gloo, _dp_cp_gloo, _part_gloo, _edp_gloo, _epart_gloo = (
-    group_getter(name + GLOO) for name in (_DP, _DP_CP, _INTRA_DP_CP, _EDP, _INTRA_EDP)
-)
+_TP_DP, _TP_DP_CP = "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
+_EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+
+
+def _held(name: str, check_initialized: bool = True, with_gtp: bool = False) -> Any:
+    """Return the value of a global, or of the one with GTP peers if the state has it so."""
+    state = current.alone or _state()
+    if with_gtp and state.answers_gtp:
+        name += WITH_GTP
+    held = state.values[name]
+    if held is None and check_initialized:
+        raise state.missing(name)
+    return held
 
 
 def get_data_parallel_group(
@@ -285,15 +285,12 @@ def get_data_parallel_group(
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
-    if not with_context_parallel:
-        if partial_data_parallel:
-            raise _partial_without_cp()
-        return _dp() if with_gtp_remat else _dp_only()
-    if partial_data_parallel:
-        return _part() if with_gtp_remat else _part_only()
-    if independent_all_gather:
-        return _dp_cp_ag()
-    return _dp_cp() if with_gtp_remat else _dp_cp_only()
+    if partial_data_parallel and not with_context_parallel:
+        raise StateError(NEEDS_CP)
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
+        return _held("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _held(name, with_gtp=with_gtp_remat)
 
 
 def get_data_parallel_group_gloo(
@@ -301,14 +298,9 @@ def get_data_parallel_group_gloo(
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
     if partial_data_parallel and not with_context_parallel:
-        raise _partial_without_cp()
-    return (
-        _part_gloo if partial_data_parallel else _dp_cp_gloo if with_context_parallel else _dp_gloo
-    )()
-
-
-def _partial_without_cp() -> StateError:
-    return StateError("partial_data_parallel=True needs with_context_parallel=True")
+        raise StateError(NEEDS_CP)
+    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    return _held(name + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
@@ -325,14 +317,14 @@ def get_hybrid_data_context_parallel_groups(
         GroupMissingError: There is no group of that size (a KeyError).
     """
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
-        return _dp_cp_only(check_initialized)
+        return _held(_DP_CP, check_initialized)
     groups = _state().values["_HYBRID_DP_CP_GROUPS"]
     if group_size not in groups:
         raise GroupMissingError(
             f"there is no hybrid group of group_size={shown(group_size)}; there are those of "
             f"{list(groups) or 'none: initialise with hybrid_context_parallel=True'}"
         )
-    return groups[group_size]  # type: ignore[no-any-return]
+    return groups[group_size]
 
 
 def get_amax_reduction_group(
@@ -343,21 +335,21 @@ def get_amax_reduction_group(
         if with_context_parallel:
             return get_tensor_and_context_parallel_group()
         return get_tensor_model_parallel_group()
-    return _tp_dp_cp_group() if with_context_parallel else _tp_dp_group()
+    return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Return the group over tensor and data parallel, and context parallel if asked."""
-    return (_tp_dp_cp_group if with_context_parallel else _tp_dp_group)(check_initialized)
+    return _held(_TP_DP_CP if with_context_parallel else _TP_DP, check_initialized)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over the tensors, experts and stages, and GTP peers if asked."""
-    return (_expt_mp_with_egtp if with_egtp_remat else _expt_mp)(check_initialized)
+    return _held(_EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -373,14 +365,13 @@ def get_expert_data_parallel_group(
         with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
-    if partial_expert_data_parallel:
-        return (_epart if with_gtp_remat else _epart_only)(check_initialized)
-    return (_edp if with_gtp_remat else _edp_only)(check_initialized)
+    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
+    return _held(name, check_initialized, with_gtp_remat)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return the gloo group of expert data parallel ranks."""
-    return (_epart_gloo if partial_expert_data_parallel else _edp_gloo)()
+    return _held((_INTRA_EDP if partial_expert_data_parallel else _EDP) + GLOO)
 
 
 def get_data_modulo_expert_parallel_group(
@@ -445,83 +436,10 @@ get_expert_tensor_parallel_world_size = size_getter(_ETP, _MPU_ETP, absent=_MPU_
 get_expert_tensor_parallel_rank = rank_getter(_ETP, _MPU_ETP, absent=_MPU_TP + RANK)
 
 
-def _data_keys(kind: Any, *names: str, override: str | None = None) -> dict[bool, list[str]]:
-    """Return the keys of sizes or ranks in data parallel groups, with and without GTP peers."""
-    return {
-        gtp: [key_of(Fact(kind, name, override, with_gtp=gtp, offline=True)) for name in names]
-        for gtp in (True, False)
-    }
-
-
-_SIZES = _data_keys(SIZE, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
-_RANKS = _data_keys(RANK, _DP, _DP_CP, _INTRA_DP_CP, override=_MPU_DP)
-_DP_SIZE, _DP_CP_SIZE, _ = _SIZES[True]
-_DP_RANK, _DP_CP_RANK, _ = _RANKS[True]
-_EXPERT_SIZES = _data_keys(SIZE, _EDP, _INTRA_EDP)
-_EXPERT_RANKS = _data_keys(RANK, _EDP, _INTRA_EDP)
-
-
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the size of the data parallel group; arguments as for `get_data_parallel_group`."""
-    if partial_data_parallel and not with_context_parallel:
-        return _of_no_group(SIZE)
-    if with_gtp_remat and not partial_data_parallel:
-        key = _DP_CP_SIZE if with_context_parallel else _DP_SIZE
-    else:
-        key = _SIZES[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the position of the calling rank in the data parallel group; arguments the same."""
-    if partial_data_parallel and not with_context_parallel:
-        return _of_no_group(RANK)
-    if with_gtp_remat and not partial_data_parallel:
-        key = _DP_CP_RANK if with_context_parallel else _DP_RANK
-    else:
-        key = _RANKS[with_gtp_remat][2 if partial_data_parallel else int(with_context_parallel)]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def _of_no_group(fact: str) -> int:
-    given = _state().values[_MPU_DP + fact]
-    if given is None and dist.is_initialized():
-        raise _partial_without_cp()
-    return given or 0
-
-
-def get_expert_data_parallel_world_size(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the size of the expert data parallel group."""
-    key = _EXPERT_SIZES[with_gtp_remat][1 if partial_expert_data_parallel else 0]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
-
-
-def get_expert_data_parallel_rank(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the position of the calling rank in the expert data parallel group."""
-    key = _EXPERT_RANKS[with_gtp_remat][1 if partial_expert_data_parallel else 0]
-    state = current.alone or _state()
-    known = state.facts[key]
-    return FACTS[key].ask(state) if known is None else known
+get_data_parallel_world_size = data_fact_getter(SIZE, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
+get_data_parallel_rank = data_fact_getter(RANK, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
+get_expert_data_parallel_world_size = expert_fact_getter(SIZE, _EDP, _INTRA_EDP)
+get_expert_data_parallel_rank = expert_fact_getter(RANK, _EDP, _INTRA_EDP)
 
 
 def get_all_ranks() -> str:
@@ -555,17 +473,17 @@ def _pipeline_ranks() -> Any:
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _pipeline_ranks()[_stages() - 1]  # type: ignore[no-any-return]
+    return _pipeline_ranks()[_stages() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the rank of the next stage; after the last one comes the first."""
-    return _pipeline_ranks()[(_stage() + 1) % _stages()]  # type: ignore[no-any-return]
+    return _pipeline_ranks()[(_stage() + 1) % _stages()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the rank of the previous stage; before the first one comes the last."""
-    return _pipeline_ranks()[(_stage() - 1) % _stages()]  # type: ignore[no-any-return]
+    return _pipeline_ranks()[(_stage() - 1) % _stages()]
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -620,13 +538,13 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that was set, if any."""
-    return _state().values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]  # type: ignore[no-any-return]
+    return _state().values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages of each rank, if the pipeline is virtual."""
     state = current.alone or _state()
-    return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]  # type: ignore[no-any-return]
+    return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -644,29 +562,31 @@ _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
 
-def get_global_memory_buffer() -> memory.GlobalMemoryBuffer:
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the memory buffer."""
-    return _state().require(_MEMORY)  # type: ignore[no-any-return]
+    return _state().require(_MEMORY)
 
 
-def get_global_symmetric_memory_buffer() -> memory.GlobalSymmetricMemoryBuffer:
+def get_global_symmetric_memory_buffer() -> Any:
     """Return the symmetric memory buffer."""
-    return _state().require(_SYMMETRIC)  # type: ignore[no-any-return]
-
-
-def _set_buffer(name: str, buffer: Any) -> None:
-    if _state().values[name] is not None:
-        raise StateError(f"{name} is already initialized; destroy it first")
-    _state().write(name, buffer)
+    return _state().require(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
-    _set_buffer(_MEMORY, GlobalMemoryBuffer())
+    _check_absent(_MEMORY)
+    _state().write(_MEMORY, GlobalMemoryBuffer())
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    group = get_tensor_model_parallel_group()
-    _set_buffer(_SYMMETRIC, GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
+    """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
+    _check_absent(_SYMMETRIC)
+    kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
+    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, get_tensor_model_parallel_group()))
+
+
+def _check_absent(name: str) -> None:
+    if _state().values[name] is not None:
+        raise StateError(f"{name} is already initialized; destroy it first")
 
 
 def destroy_global_memory_buffer() -> None:
@@ -723,20 +643,20 @@ def create_hierarchical_groups(
         rank: Whose groups to return.
         ranks: The ranks, in the order in which the hierarchy cuts them.
         hierarchical_group_sizes: Group size of each level, innermost first.
-        create_gloo_process_groups: Create a gloo twin of each.
+        create_gloo_process_groups: Create a gloo group for each.
         pg_options: Options of every level, or a list with those of each.
         timeout: Their timeout.
         group_desc: Part of their descriptions.
 
     Returns:
-        One group for each level, and its gloo twin or None; empty where `rank` is not in `ranks`.
+        One group for each level, and its gloo group or None; empty where `rank` is not in `ranks`.
 
     Raises:
         LayoutError: The sizes do not multiply to the ranks, or a rank is not of the world.
-        GroupOptionsError: An option is none, or `pg_options` are not as many as the levels.
+        GroupOptionsError: An option is wrong, or `pg_options` are not as many as the levels.
     """
-    ranks = _ranks_of_world(rank, ranks)
-    levels = RankLayout([len(ranks)], ["rank"]).groups("rank").levels(hierarchical_group_sizes)
+    layout = _layout_of(rank, ranks)
+    levels = layout.groups("rank").levels(hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
     if len(options) != len(levels):
         raise GroupOptionsError(
@@ -744,15 +664,13 @@ def create_hierarchical_groups(
         )
     options = [live_pg_options(each) for each in options]
     groups, twins = [], []
-    for level, places in enumerate(levels):
-        for members in ([ranks[place] for place in group] for group in places):
-            name = f"HIERARCHICAL_{group_desc}"
-            group = create_group(
-                members, timeout, None, options[level], group_desc=f"{name}_L{level}"
-            )
+    for level, every in enumerate(levels):
+        name = f"HIERARCHICAL_{group_desc}"
+        for members in every:
+            group = create_group(members, timeout, None, options[level], False, f"{name}_L{level}")
             twin = None
             if create_gloo_process_groups:
-                twin = create_group(members, timeout, "gloo", group_desc=f"{name}_GLOO_L{level}")
+                twin = create_group(members, timeout, "gloo", None, False, f"{name}_GLOO_L{level}")
             if rank in members:
                 groups.append(group)
                 twins.append(twin)
@@ -766,25 +684,26 @@ def create_hybrid_dp_cp_groups(
 
     Raises:
         LayoutError: A rank is not of the world, or comes twice.
-        GroupOptionsError: `pg_options` are none.
+        GroupOptionsError: `pg_options` are wrong.
     """
-    ranks = _ranks_of_world(rank, ranks)
+    ranks = _layout_of(rank, ranks).ranks
     pg_options = live_pg_options(pg_options)
     groups = {}
     for size in hybrid_sizes(len(ranks)):
-        for members in (ranks[start : start + size] for start in range(0, len(ranks), size)):
-            name = f"HYBRID_DP_CP_GROUP_{size}"
+        for start in range(0, len(ranks), size):
+            members, name = ranks[start : start + size], f"HYBRID_DP_CP_GROUP_{size}"
             group = create_group(members, pg_options=pg_options, group_desc=name)
             if rank in members:
                 groups[size] = group
     return groups
 
 
-def _ranks_of_world(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Check ranks before the first group of them is created."""
+def _layout_of(rank: int, ranks: Sequence[int]) -> RankLayout:
+    """Return a layout of ranks in their order; they are checked before a group is created."""
     world_size = c10d.world_group().size()
     as_ranks([rank], "rank", world_size)
-    return as_ranks(ranks, "ranks", world_size)
+    ranks = as_ranks(ranks, "ranks", world_size)
+    return RankLayout([len(ranks)], ["rank"], ranks=ranks)
 
 
 def create_all_gather_groups(

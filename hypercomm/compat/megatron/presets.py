@@ -25,13 +25,13 @@ from hypercomm.compat.megatron.table import (
     EXPERT,
     EXPERT_ALL_GATHER,
     TABLE,
+    Side,
     gtp_size,
     own_dims,
     rows,
 )
 from hypercomm.errors import (
     GridDestroyedError,
-    GroupOptionsError,
     HyperCommError,
     LayoutError,
     RankOutsideError,
@@ -54,19 +54,6 @@ if TYPE_CHECKING:
 _DENSE = {dim: dim for dim in ("tp", GTP, "cp", "dp", "pp")}
 _EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", "pp": "pp"}
 """What Megatron's dims are called in the grid, and in its view of the experts."""
-
-
-_OF_MEGATRON = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "expt_tp",
-    "data_parallel_size": "dp",
-    "gtp_remat_size": "gtp_remat",
-    "expert_gtp_remat_size": "expt_gtp_remat",
-}
-"""What `initialize_model_parallel` calls the sizes, or a configuration of Megatron's."""
 
 
 def megatron_grids(
@@ -117,7 +104,7 @@ def megatron_grids(
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
-        OrderError: The order leaves out a dim that is larger than 1.
+        ConfigurationError: The order leaves out a dim that is larger than 1.
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes do not divide the world, or leave ranks of it over; the experts'
             sizes do not divide the grid; or the dense and the expert layers have different
@@ -131,12 +118,6 @@ def megatron_grids(
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
     given = {name: value for name, value in locals().items() if name in _SIZES}
-    theirs = next(filter(_OF_MEGATRON.__contains__, arguments), None)
-    if theirs is not None:
-        raise TypeError(
-            f"megatron_grids() got an unexpected keyword argument {theirs!r}; here it is called "
-            f"{_OF_MEGATRON[theirs]}="
-        )
     check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
     total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
     if offset >= total:
@@ -180,7 +161,22 @@ _SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_DENSE.values(), 
 
 
 class MegatronChoices(TypedDict, total=False):
-    """The keyword arguments of `megatron_requests`, which says what they mean."""
+    """The keyword arguments of `megatron_requests`, all optional.
+
+    Attributes:
+        num_distributed_optimizer_instances: The number of parts that dp is cut into; default: 1.
+        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
+        create_all_gather_group: Whether dp and cp have a second group, for all-gathers, and so has
+            the dp of experts that are parallel.
+        hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
+        create_gloo_process_groups: Whether the data parallel groups have gloo groups too, named
+            "gloo", or with the suffix _gloo; with GTP there are none. Default: no.
+        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
+            its first and last.
+        get_position_embedding_ranks: The same for position embeddings; default: its first.
+        nccl_communicator_config_path: A yaml file with NCCL options for each group.
+        high_priority_stream_groups: Keys of groups whose streams have a high priority.
+    """
 
     num_distributed_optimizer_instances: int
     hierarchical_context_parallel_sizes: Sequence[int] | None
@@ -194,17 +190,7 @@ class MegatronChoices(TypedDict, total=False):
 
 
 def megatron_requests(
-    grid: HyperCommGrid,
-    *,
-    num_distributed_optimizer_instances: int = 1,
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    create_all_gather_group: bool = False,
-    hybrid_context_parallel: bool = False,
-    create_gloo_process_groups: bool = False,
-    get_embedding_ranks: RanksFunction | None = None,
-    get_position_embedding_ranks: RanksFunction | None = None,
-    nccl_communicator_config_path: str | None = None,
-    high_priority_stream_groups: Sequence[str] | None = None,
+    grid: HyperCommGrid, **choices: Unpack[MegatronChoices]
 ) -> list[GroupArguments]:
     """List the process groups that Megatron's code asks for, as `create_pgs` takes them.
 
@@ -217,18 +203,7 @@ def megatron_requests(
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it
             has one, has some of tp, ep, gtp_remat, dp and pp, perhaps as expt_tp, expt_gtp_remat
             and expt_dp. Without that view the experts are laid out as the dense layers.
-        num_distributed_optimizer_instances: Into how many parts dp is cut.
-        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
-        create_all_gather_group: Whether dp and cp have a second group, for all-gathers, and so has
-            the dp of experts that are parallel.
-        hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
-        create_gloo_process_groups: Whether the data parallel groups have gloo twins, under the
-            name "gloo", or with _gloo behind it; with GTP there are none.
-        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
-            its first and last.
-        get_position_embedding_ranks: The same for position embeddings; default: its first.
-        nccl_communicator_config_path: A yaml file with NCCL options for each group.
-        high_priority_stream_groups: Keys of groups whose streams have a high priority.
+        choices: Arguments of `initialize_model_parallel`, by name; see `MegatronChoices`.
 
     Returns:
         A request for each row of Megatron's groups, in Megatron's order.
@@ -247,15 +222,10 @@ def megatron_requests(
         >>> [request.get("name") or "-".join(request["dims"]) for request in wanted]
         ['dp', 'cp', 'tp-pp', 'tp', 'pp', 'embd', 'pos_embd', 'tp-dp', 'ep', 'intra_dist_opt']
     """
-    choices = {name: value for name, value in locals().items() if name != "grid"}
     if not isinstance(grid, HyperCommGrid):
         raise LayoutError(f"grid must be a HyperCommGrid, got {shown(grid)}")
-    for name in (
-        "create_all_gather_group",
-        "hybrid_context_parallel",
-        "create_gloo_process_groups",
-    ):
-        as_flag(choices[name], name, GroupOptionsError)
+    check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
+    choices = {"create_gloo_process_groups": False, **choices}
     configuration = Configuration(
         **choices,
         gtp_remat_size=gtp_size(grid.layout, "dense"),
@@ -264,12 +234,16 @@ def megatron_requests(
     configuration.check_gtp()
     replicas = own_dims(grid.layout, "dp-cp", "dense")
     configuration.check_hybrid(math.prod(grid.layout.size_of(dim) for dim in replicas))
-    options = nccl.options_by_key(
-        nccl.load(nccl_communicator_config_path, high_priority_stream_groups)
-    )
+    options = nccl.options_by_key(configuration)
     view = EXPERT if EXPERT in grid.views else None
     layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
-    _check_dims(layouts, view)
+    sides: tuple[Side, Side] = ("dense", "expert" if view else "dense")
+    for layout, side in zip(layouts, sides, strict=True):
+        if not own_dims(layout, "-".join(DIMS), side):
+            raise LayoutError(
+                f"the {side} layout {layout} has none of Megatron's dims tp, cp, ep, dp and pp; "
+                f"rename() its dims"
+            )
     has_experts = layouts.expert.size_of("ep", default=1) > 1
     table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
     requests: dict[object, GroupArguments] = {}
@@ -278,19 +252,6 @@ def megatron_requests(
         key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
         requests.setdefault(key, given)
     return list(requests.values())
-
-
-def _check_dims(layouts: Layouts, view: str | None) -> None:
-    for layout, side in zip(layouts, ("dense", "expert" if view else "dense"), strict=True):
-        if not own_dims(layout, "-".join(DIMS), side):  # type: ignore[arg-type]
-            what = (
-                f"view {view!r} ({layout}) of the grid"
-                if side == EXPERT
-                else f"the grid ({layout})"
-            )
-            raise LayoutError(
-                f"{what} has none of Megatron's dims tp, cp, ep, dp and pp; rename() its dims"
-            )
 
 
 def create_megatron_pgs(
@@ -335,7 +296,7 @@ def create_megatron_pgs(
     known = ["backend", "timeout", "share", *MegatronChoices.__annotations__]
     check_keywords("create_megatron_pgs", choices, known)
     requests: dict[str, list[GroupArguments]] = {}
-    for name, grid in as_grid_set(grids).items():
+    for name, grid in _check_set(grids).items():
         try:
             requests[name] = megatron_requests(grid, **choices)
         except HyperCommError as error:
@@ -373,7 +334,7 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
         ['encoder'] 2
     """
     collections = {}
-    for name in as_grid_set(grids).grids_of():
+    for name in _check_set(grids).grids_of():
         grid = grids[name]
         if grid.is_destroyed:
             raise GridDestroyedError(
@@ -409,7 +370,7 @@ def multi_module_of(
         ['encoder'] False
     """
     if language_model is not None:
-        as_grid_set(grids)[language_model]  # refuses one that there is not
+        _check_set(grids)[language_model]  # raises for an unknown one
     collections = collections_of(grids)
     if not collections:
         raise RankOutsideError(f"rank {world.rank()} is in none of the grids {list(grids)}")
@@ -417,15 +378,10 @@ def multi_module_of(
     return MultiModuleProcessGroupCollection(collections, own)
 
 
-def as_grid_set(value: object) -> GridSet:
-    """Refuse what is no set of grids.
-
-    Raises:
-        LayoutError: It is none.
-    """
-    if not isinstance(value, GridSet):
-        raise LayoutError(f"grids must be a GridSet, got {shown(value)}")
-    return value
+def _check_set(grids: object) -> GridSet:
+    if not isinstance(grids, GridSet):
+        raise LayoutError(f"grids must be a GridSet, got {shown(grids)}")
+    return grids
 
 
 # ---- layouts of models --------------------------------------------------------------------------

@@ -347,6 +347,9 @@ def _groups_of(grid: GridView, row: Row) -> dict[str, object]:
 _PARTS = ("intra_dp_cp", "intra_expt_dp")
 _GTP = ("gtp_remat", "expt_gtp_remat")
 
+Take = Callable[[str], Any]
+"""A function that returns the group of a field, which must have been set."""
+
 
 def _for_optimizer(
     collection: Any, model_chunks: Sequence[Any], use_gloo_process_groups: bool
@@ -356,19 +359,15 @@ def _for_optimizer(
         raise ConfigurationError("model_chunks is empty; give the parts of a model")
     ddp_config = getattr(chunks[0], "ddp_config", None)
     instances = 1 if ddp_config is None else _instances_of(ddp_config)
-    take = _of_state if collection is None else partial(_take, collection)
+    take = _source(collection)
+    groups = _data_groups(collection, lambda: _config_of(chunks[0]), take, instances)
     if collection is None:
-        groups = _named(take, "dp", "dp_cp", "expt_dp", *_PARTS, "intra_dist_opt")
-        groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
+        groups["intra_dist_opt_group"] = take("intra_dist_opt")
     else:
-        groups = _data_parallel(collection, lambda: _config_of(chunks[0]))
-        groups |= _named(take, "expt_dp")
-        groups |= _instance_groups(collection, groups, instances)
         is_sharded = ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer")
         whole = take("intra_dist_opt") if is_sharded or instances > 1 else None
         groups["intra_dist_opt_group"] = whole if is_sharded else None
     groups |= {**_named(take, "mp"), "expt_tp_pp_group": take("tp_ep_pp")}
-    groups |= _gtp_groups(collection)
     merged = "tp_ep_pp_with_egtp_remat"
     is_there = collection is None or _is_set(collection, merged)
     groups["expt_tp_pp_with_egtp_remat_group"] = take(merged if is_there else "tp_ep_pp")
@@ -376,18 +375,13 @@ def _for_optimizer(
 
 
 def _for_ddp(collection: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
-    instances = _instances_of(ddp_config)
-    take = _of_state if collection is None else partial(_take, collection)
+    instances, take = _instances_of(ddp_config), _source(collection)
+    optional = take if collection is None else lambda name: getattr(collection, name, None)
+    groups = _data_groups(collection, lambda: config, optional, instances)
     if collection is None:
-        groups = _named(take, "dp", "dp_cp", "expt_dp", *_PARTS)
         is_sharded = _setting(ddp_config, "use_distributed_optimizer")
-        groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
         groups["intra_dist_opt_group"] = take("intra_dist_opt") if is_sharded else None
-    else:
-        groups = _data_parallel(collection, lambda: config)
-        groups["expt_dp_group"] = getattr(collection, "expt_dp", None)
-        groups |= _instance_groups(collection, groups, instances)
-    groups |= {**_named(take, "tp", "pp", "ep"), **_gtp_groups(collection)}
+    groups |= _named(take, "tp", "pp", "ep")
     if groups["expt_dp_group"] is None:
         logger.warning("no expt_dp group was given; creating one with this rank alone")
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -396,17 +390,70 @@ def _for_ddp(collection: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
     return groups
 
 
+def _data_groups(
+    collection: Any, config: Callable[[], Any], take_expert: Take, instances: int
+) -> dict[str, Group]:
+    """Return the data parallel groups, those of optimizer instances, and those of GTP peers.
+
+    Args:
+        collection: The source of the groups; None: the current state.
+        config: Returns the configuration of the model.
+        take_expert: Returns the expert data parallel group.
+        instances: The number of optimizer instances.
+    """
+    take = _source(collection)
+    groups = _named(take, "dp")
+    if (
+        collection is None
+        or _is_set(collection, "dp_cp")
+        or getattr(config(), "context_parallel_size", 1) != 1
+    ):
+        groups |= _named(take, "dp_cp")
+    else:
+        groups["dp_cp_group"] = groups["dp_group"]
+    groups |= _named(take_expert, "expt_dp")
+    if collection is None or instances > 1:
+        groups |= _named(take, *_PARTS)
+    else:
+        groups["intra_dp_cp_group"] = groups["dp_cp_group"]
+        groups["intra_expt_dp_group"] = groups["expt_dp_group"]
+    groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
+    if collection is None:
+        state = current.get()
+        return groups | _named(lambda name: state.read(FIELDS[name]), *_GTP)
+    return groups | _named(lambda name: getattr(collection, name, None), *_GTP)
+
+
+def _gloo_groups(collection: Any, wanted: bool, groups: Mapping[str, Group]) -> dict[str, Group]:
+    """Return the gloo groups of an optimizer; None unless they are wanted."""
+    if not wanted or (collection is None and _has_peers(groups)):
+        return {f"{name}_group_gloo": None for name in _PARTS}
+    if collection is None:
+        require = current.get().require
+        return {f"{name}_group_gloo": require(FIELDS[name] + GLOO) for name in _PARTS}
+    missing = [name + TWIN for name in _PARTS if name + TWIN not in vars(collection)]
+    if missing:
+        raise ConfigurationError(
+            f"Gloo process groups are not supported when pg_collection is provided without them: "
+            f"it has no {' and no '.join(missing)}; give use_gloo_process_groups=False, or create "
+            f"them by create_megatron_pgs(create_gloo_process_groups=True), which GTP excludes"
+        )
+    return {f"{name}_group_gloo": vars(collection)[name + TWIN] for name in _PARTS}
+
+
 def _has_peers(groups: Mapping[str, Group]) -> bool:
     found = [groups.get(f"{name}_group") for name in _GTP]
     return any(group is not None and group.size() > 1 for group in found)
 
 
-def _named(take: Callable[[str], Group], *names: str) -> dict[str, Group]:
+def _named(take: Take, *names: str) -> dict[str, Group]:
     return {f"{name}_group": take(name) for name in names}
 
 
-def _of_state(name: str) -> Any:
-    return current.get().require(FIELDS[name])
+def _source(collection: Any) -> Take:
+    if collection is None:
+        return lambda name: current.get().require(FIELDS[name])
+    return partial(_take, collection)
 
 
 def _take(collection: Any, name: str) -> Any:
@@ -421,54 +468,8 @@ def _take(collection: Any, name: str) -> Any:
 
 def _is_set(collection: Any, name: str) -> bool:
     """Return whether a collection, or a stand-in for one, has a group that was set."""
-    return (
-        name in getattr(collection, "__dict__", {}) or getattr(collection, name, None) is not None
-    )
-
-
-def _data_parallel(collection: Any, config: Callable[[], Any]) -> dict[str, Group]:
-    """Return dp and dp_cp, which are the same without context parallelism."""
-    dp = _take(collection, "dp")
-    needs_cp = _is_set(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
-    return {"dp_group": dp, "dp_cp_group": _take(collection, "dp_cp") if needs_cp else dp}
-
-
-def _instance_groups(
-    collection: Any, groups: Mapping[str, Group], instances: int
-) -> dict[str, Group]:
-    """Return the groups within and across optimizer instances."""
-    if instances > 1:
-        return _named(partial(_take, collection), *_PARTS, "inter_dist_opt")
-    return {
-        "intra_dp_cp_group": groups["dp_cp_group"],
-        "intra_expt_dp_group": groups["expt_dp_group"],
-        "inter_dist_opt_group": None,
-    }
-
-
-def _gtp_groups(collection: Any) -> dict[str, Group]:
-    if collection is None:
-        state = current.get()
-        return _named(lambda name: state.read(FIELDS[name]), *_GTP)
-    return _named(lambda name: getattr(collection, name, None), *_GTP)
-
-
-def _gloo_groups(collection: Any, wanted: bool, groups: Mapping[str, Group]) -> dict[str, Group]:
-    """Return the gloo groups of an optimizer; None unless they are wanted."""
-    if collection is None and not _has_peers(groups):
-        require = current.get().require
-        held = {name: require(FIELDS[name] + GLOO) if wanted else None for name in _PARTS}
-        return {f"{name}_group_gloo": group for name, group in held.items()}
-    if not wanted or collection is None:
-        return {f"{name}_group_gloo": None for name in _PARTS}
-    missing = [name + TWIN for name in _PARTS if name + TWIN not in vars(collection)]
-    if missing:
-        raise ConfigurationError(
-            f"Gloo process groups are not supported when pg_collection is provided without them: "
-            f"it has no {' and no '.join(missing)}; give use_gloo_process_groups=False, or create "
-            f"them by create_megatron_pgs(create_gloo_process_groups=True), which GTP excludes"
-        )
-    return {f"{name}_group_gloo": vars(collection)[name + TWIN] for name in _PARTS}
+    held = getattr(collection, "__dict__", {})
+    return name in held or getattr(collection, name, None) is not None
 
 
 def _instances_of(ddp_config: Any) -> int:

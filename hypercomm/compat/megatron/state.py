@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as torch_c10d
 
 from hypercomm.compat.megatron import nccl, version
 from hypercomm.compat.megatron.configuration import Configuration
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hypercomm.grid.connect import Connections
     from hypercomm.grid.grid import GridView
 
+Kind = Literal["WORLD_SIZE", "RANK"]
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
 """The two facts about a group, as the suffix of the global that overrides them."""
@@ -63,50 +65,54 @@ _SHARP: dict[str | None, str] = {
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
 
+NEEDS_CP = "partial_data_parallel=True needs with_context_parallel=True"
+
+
+_KNOWS_JOB = hasattr(getattr(torch_c10d, "_world", None), "_default_pg")
+"""Whether torch has the private name by which a getter finds, without a call, that no job is on."""
+
+
 @attrs.frozen(eq=False)
 class Fact:
     """The size of a group, or the calling rank's position in it, as a getter returns it.
 
     Attributes:
         kind: `SIZE` or `RANK`.
-        group: The global that holds the group.
-        override: Prefix of the global whose value wins.
+        group: The global that holds the group; "" for a group that does not exist.
+        override: Prefix of the global whose value wins; "" for none.
         with_gtp: Whether the group with GTP peers is used, if the state has GTP.
         offline: Whether the value is 0 without torch.distributed, as Megatron has it.
         absent: The value without a group, or the global that has it; default: an error.
     """
 
-    kind: Literal["WORLD_SIZE", "RANK"]
+    kind: Kind
     group: str
-    override: str | None = None
+    override: str = ""
     with_gtp: bool = False
     offline: bool = False
     absent: int | str | None = None
 
-    def known(self, state: ParallelState) -> int | None:
-        """Return the value if only a write to the state can change it, else None."""
-        if self.override is not None:
-            given: int | None = state.values[self.override + self.kind]
-            if given is not None:
-                return given
-        group = state.values[state.chosen(self.group) if self.with_gtp else self.group]
-        is_real = issubclass(type(group), ProcessGroup)  # a mock passes isinstance()
-        return self._of(group) if is_real else None
+    @property
+    def words(self) -> str:
+        """The start of a sentence about the group."""
+        return "size of the" if self.kind == SIZE else "position of the calling rank in the"
 
     def ask(self, state: ParallelState) -> Any:
-        """Return a value that is not known: of a mock, or without a group."""
-        name = state.chosen(self.group) if self.with_gtp else self.group
+        """Return the value, also that of a mock, of no group, and without torch.distributed."""
+        given = state.values.get(self.override + self.kind)
+        if given is not None:
+            return given
         if self.offline and not dist.is_initialized():
             return 0
+        if not self.group:
+            raise StateError(NEEDS_CP)
+        name = state.chosen(self.group) if self.with_gtp else self.group
         group = state.values[name]
         if group is not None:
-            return self._of(group)
+            return group.size() if self.kind == SIZE else group.rank()
         if self.absent is None:
             raise state.missing(name)
         return state.values[self.absent] if isinstance(self.absent, str) else self.absent
-
-    def _of(self, group: Any) -> Any:
-        return group.size() if self.kind == SIZE else group.rank()
 
 
 FACTS: dict[str, Fact] = {}
@@ -123,7 +129,7 @@ class ParallelState(ModuleState):
         configuration: The arguments that it was created from; None while it is empty.
         grids: The "dense" grid, and its view "expert" of the expert layers; empty while it is.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
-        facts: The sizes and ranks that getters return, by key; None for one that is not known.
+        facts: The sizes and ranks of the real groups that it holds, by key, for the getters.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -147,8 +153,17 @@ class ParallelState(ModuleState):
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals, and update the facts."""
         super().fill(values)
-        if not _OTHERS_ONLY.issuperset(values):
-            self.facts.update((key, fact.known(self)) for key, fact in FACTS.items())
+        if _OTHERS_ONLY.issuperset(values):
+            return
+        held, suffix = self.values, WITH_GTP if self.answers_gtp else ""
+        for key, fact in FACTS.items():
+            known = held.get(fact.override + fact.kind)
+            group: Any = held.get(fact.group + suffix if fact.with_gtp else fact.group)
+            if known is None and issubclass(type(group), ProcessGroup):  # no mock, which may change
+                known = group.size() if fact.kind == SIZE else group.rank()
+            elif known is None and group is None and fact.absent == 0:
+                known = 0
+            self.facts[key] = None if fact.offline and not _KNOWS_JOB else known
 
     @classmethod
     def create(cls, **arguments: Any) -> Self:
@@ -175,12 +190,7 @@ class ParallelState(ModuleState):
                 "torch.distributed is not initialised; call torch.distributed.init_process_group()"
             )
         layouts = configuration.layouts(dist.get_world_size())
-        options = nccl.options_by_key(
-            nccl.load(
-                configuration.nccl_communicator_config_path,
-                configuration.high_priority_stream_groups,
-            )
-        )
+        options = nccl.options_by_key(configuration)
         self._check_empty()
         has_gtp = version.has("gtp_remat", configuration.version)
         wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
@@ -257,11 +267,11 @@ class ParallelState(ModuleState):
                 "create_all_gather_groups() needs data parallel groups; call "
                 "initialize_model_parallel() first"
             )
-        table = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP_AG"], EXPERT_ALL_GATHER]
+        grid, layouts = self.grids["dense"], Layouts(*(each.layout for each in self.grids.values()))
+        table = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP_AG"]]
+        if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
+            table.append(EXPERT_ALL_GATHER)
         options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
-        layouts = Layouts(*(grid.layout for grid in self.grids.values()))
-        if not for_expert_parallelism or layouts.expert.size_of("ep") == 1:
-            table = table[:1]
         config = attrs.evolve(config, create_all_gather_group=True)
         groups: list[ProcessGroup | None] = []
         for wanted in rows(config, layouts, options.get, table=table):
@@ -270,7 +280,7 @@ class ParallelState(ModuleState):
                 "timeout": config.timeout if timeout is None else timeout,
                 "group_desc": wanted.row.description(None, twin=False),
             }
-            groups.append(self.grids["dense"].ensure_pg(**arguments))
+            groups.append(grid.ensure_pg(**arguments))
         self.list_groups(group for group in groups if group is not None)
         return groups[0], groups[1] if len(groups) > 1 else None
 
@@ -368,18 +378,22 @@ def _values_of(
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
     held: dict[str, dict[int | None, ProcessGroup]] = {}
     values: dict[str, Any] = {}
+    rank, members = dist.get_rank(), {}
     for each, group in zip(wanted, groups, strict=True):
         parts = held.setdefault(each.name, {})
         if group is not None:
             parts[each.part] = group
             if each.row.ranks and each.name == each.row.name:
-                values[each.row.ranks] = list(each.groups.of(dist.get_rank()))
+                if each.groups not in members:
+                    members[each.groups] = each.groups.of(rank)
+                values[each.row.ranks] = list(members[each.groups])
     for row in TABLE:
-        for name in row.names(config):
-            if name in held:
-                values[name] = row.gather(held[name])
-            elif (other := row.replacement(config)) is not None:
-                values[name] = values.get(other + name.removeprefix(row.name))
+        other = row.otherwise(config) if callable(row.otherwise) else row.otherwise
+        for twin in ("", GLOO) if row.gloo else ("",):
+            if row.name + twin in held:
+                values[row.name + twin] = row.gather(held[row.name + twin])
+            elif other is not None:
+                values[row.name + twin] = values.get(other + twin)
     return values
 
 

@@ -33,6 +33,7 @@ WITH_GTP = "_WITH_GTP_REMAT"
 """Suffix of the global that holds a data parallel group including all GTP peers."""
 
 Side = Literal["dense", "expert"]
+_SIDES: tuple[Side, Side] = ("dense", "expert")
 Derived = RankGroups | list[RankGroups] | dict[int, RankGroups] | None
 Value = TypeVar("Value")
 
@@ -189,10 +190,6 @@ class Row:
     overlaps: bool = False
     part: str | None = None
 
-    def names(self, config: Configuration) -> list[str]:
-        """The globals of the group, and of its gloo group if there is one."""
-        return [self.name] + [self.name + GLOO] * (self.gloo and config.creates_gloo(self.grid))
-
     def filed_as(
         self, dims: tuple[str, ...], part: int | None = None, *, twin: bool = False
     ) -> str | None:
@@ -213,10 +210,6 @@ class Row:
         if self.part is None:
             return parts.get(None)
         return dict(parts) if self.field is None else list(parts.values()) or None
-
-    def replacement(self, config: Configuration) -> str | None:
-        """Return the global whose group is used if a configuration has no such groups."""
-        return self.otherwise(config) if callable(self.otherwise) else self.otherwise
 
 
 def _part_with_gtp(config: Configuration) -> str:
@@ -334,13 +327,15 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
         >>> own_dims(RankLayout.parse("tp=2,cp=2,dp=2"), "dp", "expert")
         ('cp', 'dp')
     """
-    wanted, own = dims.split("-"), set()
+    wanted, names = dims.split("-"), layout.dim_names
+    own = set()
     for dim in wanted:
-        names = _NAMES.get(dim, (dim,)) if grid == "expert" else (dim,)
-        own |= set([name for name in names if name in layout.dim_names][:1])
-    if "dp" in wanted and layout.size_of(_REPLICAS[grid], default=1) > 1:
-        own.add(_REPLICAS[grid])
-    return layout.order_dims(own) if own else ()
+        called = _NAMES.get(dim, (dim,)) if grid == "expert" else (dim,)
+        own.update([name for name in called if name in names][:1])
+    replicas = _REPLICAS[grid]
+    if "dp" in wanted and replicas in names and layout.shape[names.index(replicas)] > 1:
+        own.add(replicas)
+    return tuple([name for name in names if name in own])
 
 
 def gtp_size(layout: RankLayout, grid: Side) -> int:
@@ -400,47 +395,50 @@ def rows(
         >>> print(*next(wanted).groups)
         (0, 2, 4, 6) (1, 3, 5, 7)
     """
+    has_peers = {grid: bool(own_dims(getattr(layouts, grid), GTP, grid)) for grid in _SIDES}
+    has_gloo = {grid: config.creates_gloo(grid) for grid in _SIDES}
+    known: dict[tuple[Side, tuple[str, ...]], RankGroups] = {}
     for row in table:
-        layout: RankLayout = getattr(layouts, row.grid)
+        grid, layout = row.grid, getattr(layouts, row.grid)
         cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
-        dims = own_dims(layout, "dp" if cuts_dp else row.dims, row.grid)
-        if row.gtp and not own_dims(layout, GTP, row.grid) and not (lone_peers and row.dims == GTP):
+        dims = own_dims(layout, "dp" if cuts_dp else row.dims, grid)
+        if row.gtp and not has_peers[grid] and not (lone_peers and row.dims == GTP):
             continue
         if not dims and row.field is None and row.part is None:
             continue  # no caller needs a group of one rank here
         spanned = dims or layout.dim_names[:1]
+        if (grid, spanned) not in known:
+            known[grid, spanned] = layout.groups(*spanned)
         shared = config.share == "identical" and not row.overlaps
         backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
-        for part, derive, groups in _derivations(row, config, layout.groups(*spanned), not dims):
-            for name in row.names(config):
-                twin = name != row.name
+        for part, derive, groups in _derivations(row, config, known[grid, spanned], not dims):
+            for twin in (False, True) if row.gloo and has_gloo[grid] else (False,):
                 arguments = {
                     "dims": spanned,
                     "name": row.filed_as(dims, part, twin=twin),
-                    "view": view if row.grid == "expert" else None,
+                    "view": view if grid == "expert" else None,
                     "derive": derive,
                     "share": "identical" if shared or not dims else None,
                     "backend": "gloo" if twin else backend,
                     "pg_options": None if twin or backend == "ucc" else options(row.key),
                 }
                 given = {name: value for name, value in arguments.items() if value is not None}
+                name = row.name + GLOO * twin
                 yield WantedGroup(row, part, name, groups, cast("GroupArguments", given))
 
 
 def _derivations(
     row: Row, config: Configuration, groups: RankGroups, is_alone: bool
-) -> Iterator[tuple[int | None, _Derive | None, RankGroups]]:
-    """Yield what derives each group of a row, with its part and its ranks."""
+) -> list[tuple[int | None, _Derive | None, RankGroups]]:
+    """Return the function that derives each group of a row, with its part and its ranks."""
     if row.derive is None and not is_alone:
-        yield None, None, groups
-        return
+        return [(None, None, groups)]
     derive = _Derive(row, config, is_alone)
     made = derive.every(groups)
-    if isinstance(made, RankGroups):
-        yield None, derive, made
-    elif made is not None:
-        parts = made.items() if isinstance(made, dict) else enumerate(made)
-        yield from ((part, attrs.evolve(derive, part=part), each) for part, each in parts)
+    if made is None or isinstance(made, RankGroups):
+        return [] if made is None else [(None, derive, made)]
+    parts = made.items() if isinstance(made, dict) else enumerate(made)
+    return [(part, attrs.evolve(derive, part=part), each) for part, each in parts]
 
 
 @attrs.frozen

@@ -7,6 +7,7 @@ Every name and argument of all releases exists in any case. `CHANGES` lists what
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -36,7 +37,6 @@ _FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", 
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 _chosen: Version | None = None
-_found: Version | None = None
 
 
 def get() -> str:
@@ -62,7 +62,7 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
     _chosen = None if version is None else _parse(version)
-    refresh()
+    installed.cache_clear()
 
 
 @contextlib.contextmanager
@@ -86,18 +86,7 @@ def use(version: str) -> Iterator[None]:
 
 def current() -> Version:
     """Return the release that is followed, as numbers."""
-    global _found  # noqa: PLW0603 - looked for once
-    if _chosen is not None:
-        return _chosen
-    if _found is None:
-        _found = installed() or NEWEST
-    return _found
-
-
-def refresh() -> None:
-    """Look for the installed megatron-core again, when it is next needed."""
-    global _found  # noqa: PLW0603 - looked for once
-    _found = None
+    return _chosen or installed() or NEWEST
 
 
 def has(change: str, version: Version | None = None) -> bool:
@@ -105,19 +94,17 @@ def has(change: str, version: Version | None = None) -> bool:
     return (version or current()) >= CHANGES[change]
 
 
+@functools.cache
 def installed() -> Version | None:
     """Return the version of the megatron-core that can be imported, without importing it."""
     folder = source_folder()
     if folder is None:
         return None
     try:
-        text = (folder / "package_info.py").read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        numbers = dict(_NUMBER.findall((folder / "package_info.py").read_text(encoding="utf-8")))
+        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
+    except (OSError, ValueError, KeyError):
         return NEWEST
-    numbers = {name: int(number) for name, number in _NUMBER.findall(text)}
-    if not {"MAJOR", "MINOR"} <= numbers.keys():
-        return NEWEST
-    return numbers["MAJOR"], numbers["MINOR"], numbers.get("PATCH", 0)
 
 
 def source_folder() -> Path | None:

@@ -44,6 +44,7 @@ from hypercomm.process_groups.agreement.status import (
     this_host,
 )
 from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, stale, take_stale
 from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
 
 logger = logging.getLogger(__name__)
@@ -85,22 +86,43 @@ class Scope:
 
     Attributes:
         job: The job.
-        key: The key of the record.
+        path: The key of the record, within the job's part of the store.
         ranks: The ranks.
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
+        is_fenced: Whether ranks that agree go on without all others, whose next calls fail.
     """
 
     job: Job
-    key: str
+    path: str
     ranks: Sequence[int]
     layout: RankLayout | None = None
     grid: str = ""
+    is_fenced: bool = False
+
+    @property
+    def key(self) -> str:
+        """The key of the record; the first one of a job asks the store."""
+        return f"{self.job.namespace}/{self.path}"
 
     @property
     def is_alone(self) -> bool:
         """Whether the calling rank has nobody to agree with."""
-        return not self.job.has_store or len(self.ranks) < 2 or self.job.rank not in self.ranks
+        is_one = len(self.ranks) < 2 and not self.is_fenced
+        return not self.job.has_store or is_one or self.job.rank not in self.ranks
+
+    @property
+    def seen(self) -> int:
+        """The last round that this rank has left; -1 if there is none."""
+        return self.job.seen.get(self.path, -1)
+
+    def leave(self, number: int) -> None:
+        """Note that this rank has left a round."""
+        self.job.seen[self.path] = max(self.seen, number)
+
+    def refuse(self, proposal: Proposal) -> None:
+        """Fail the next round that is open on other ranks, or that they begin."""
+        self.leave(run(protocol.refuse(self.key, proposal, self.seen)))
 
 
 def limit_of(timeout: timedelta | None) -> float:
@@ -171,11 +193,13 @@ class Call(Generic[T]):
         self._ticket: Ticket | None = None
         """The round, once this rank has proposed."""
         self._waits_for: tuple[int, ...] | None = None
+        self._seen: dict[int, Status] = {}
         self._result: T | None = None
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._beat_s = self.began
         self._stopped_s = 0.0
+        self._has_arrived = False
         self._is_finished = False
         self._is_interrupted = False
         self._is_abandoned = False
@@ -215,8 +239,10 @@ class Call(Generic[T]):
             _active.discard(self)
         if not done.is_set():
             self._leave_worker(pending)
+        if self._ticket is not None:
+            self.scope.leave(self._ticket.round)
         if self._outcome is not None and self._outcome.kind == "agreed":
-            self.scope.job.agreed[self.scope.key] = self._round.round
+            self.scope.job.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if pending is not None:
             raise pending
@@ -238,9 +264,11 @@ class Call(Generic[T]):
         """End the round without the worker, which is stuck in the store or in a backend."""
 
         def last_word() -> Outcome:
+            if pending is None and not self._has_arrived and self._was_stopped():
+                return _late(self.scope.job.rank)  # the others do not wait any more
             if self._ticket is None:
                 refusal = self._refusal(pending)
-                _refuse(self.scope, refusal)
+                self.scope.refuse(refusal)
                 return Outcome("failed", refusal.refusal)
             outcome = self._interruption() if pending else run(self._timed_out())
             return run(protocol.decide(self._ticket, outcome))
@@ -262,12 +290,12 @@ class Call(Generic[T]):
         if outcome.token:
             self.scope.job.reported.add(outcome.token)
         waited = timedelta(seconds=time.monotonic() - self.began)
-        if rank in outcome.absent:
+        if outcome.kind == "missing" and rank in outcome.absent:
             return LateRankError(
                 f"{self.title} timed out on the other ranks before rank {rank} arrived; call it "
                 f"again on all ranks"
             )
-        if outcome.kind == "missing":
+        if outcome.kind in ("missing", "unfinished"):
             seconds = f"{waited.total_seconds():.1f} s"
             text = f"{self.title}: {outcome.text}; rank {rank} waited {seconds}"
             return GroupCreationTimeout(
@@ -309,11 +337,12 @@ class Call(Generic[T]):
         if job.is_reporting:
             job.is_reporting = False
             run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
-        self._ticket = ticket = self._enter()
+        steps = protocol.propose(key, self._proposal, self.scope.seen, job.reported)
+        self._ticket = ticket = run(steps)
         self.name = f"{key}/{ticket.round}"
-        first, ended = ticket.record.first, ticket.record.outcome
-        if ended is not None:
-            return ended
+        if ticket.record.outcome is not None:
+            return ticket.record.outcome
+        first = ticket.record.first
         if time.monotonic() > self.deadline:
             return self._arrived_late()
         if first.refusal and first is not self._proposal:
@@ -322,18 +351,16 @@ class Call(Generic[T]):
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
             return run(protocol.decide(ticket, outcome))
+        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
+            raise CreationError(
+                f"other ranks have continued without rank {job.rank}; end this process, or start "
+                f"the job again"
+            )
+        self._has_arrived = True
         run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
+        if stale:
+            run_one(protocol.Delete(take_stale()))
         return None
-
-    def _enter(self) -> Ticket:
-        """Join a round, or hear how one has ended that this rank does not know of."""
-        heard, key = self.scope.job.heard, self.scope.key
-        while True:
-            ticket = run(protocol.propose(key, self._proposal, heard.get(key, -1)))
-            heard[key] = ticket.round
-            ended = ticket.record.outcome
-            if ended is None or ended.token not in self.scope.job.reported:
-                return ticket
 
     def _arrived_late(self) -> Outcome:
         """Return the outcome for this rank alone: its time was over before it arrived."""
@@ -359,7 +386,7 @@ class Call(Generic[T]):
         if self._ticket is None:
             self._error = error
             with contextlib.suppress(HyperCommError, RuntimeError):
-                _refuse(self.scope, self._refusal(error))
+                self.scope.refuse(self._refusal(error))
             if isinstance(error, dist.DistNetworkError):
                 raise error
             return Outcome("failed", str(error))
@@ -398,7 +425,7 @@ class Call(Generic[T]):
             return outcome
         if silent:
             silent = run(self._silent_of(silent)) or silent
-            return run(self._missing(silent, "did not connect"))
+            return run(self._missing(silent, "unfinished", "did not connect"))
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _timed_out(self) -> protocol.Steps[Outcome]:
@@ -406,10 +433,10 @@ class Call(Generic[T]):
         states = yield from protocol.read_arrivals(ticket)
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
-            before = ticket.record.previous
+            before = (ticket.record.failed or (None,))[-1]
             if before is not None and states.keys() <= {*before.absent}:
                 return _late(*states)  # the others have given up on all that are here
-            return (yield from self._missing(absent, "did not join"))
+            return (yield from self._missing(absent, "missing", "did not join"))
         if self._was_stopped():
             return _late(own)
         unfinished = [rank for rank in self.scope.ranks if not states[rank]]
@@ -419,8 +446,8 @@ class Call(Generic[T]):
             return Outcome("failed", "members could not connect; call it again on all ranks")
         silent = yield from self._silent_of(unfinished)
         if not silent and not self._is_finished:  # all of them still wait for each other
-            return Outcome("failed", "timed out before all ranks had finished; call it again")
-        return (yield from self._missing(silent or unfinished, "did not finish"))
+            return Outcome("unfinished", "timed out before all ranks had finished; call it again")
+        return (yield from self._missing(silent or unfinished, "unfinished", "did not finish"))
 
     def _silent_of(self, ranks: Sequence[int]) -> protocol.Steps[list[int]]:
         """Return the ranks that do not report that they wait in this round."""
@@ -431,27 +458,20 @@ class Call(Generic[T]):
                 silent.append(rank)
         return silent
 
-    def _missing(self, ranks: Sequence[int], what: str) -> protocol.Steps[Outcome]:
+    def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
-        named = name_missing(self.scope.job.namespace, ranks, present, self.scope.layout)
+        named = name_missing(
+            self.scope.job.namespace, ranks, present, self.scope.layout, self._seen
+        )
         causes, names = yield from named
         text = f"timed out: {names or 'members'} {what}; every rank must make this call"
-        return Outcome("missing", text, causes, tuple(ranks))
+        return Outcome(kind, text, causes, tuple(ranks))
 
     def _without_store(self, error: BaseException) -> BaseException:
         """Return the error of a rank whose store is gone or silent; others as they are."""
-        if isinstance(error, HyperCommError) or not isinstance(error, (RuntimeError, LateError)):
+        if isinstance(error, HyperCommError) or not isinstance(error, RuntimeError):
             return error
-        reason = (str(error).splitlines() or [""])[0]
-        how = "does not answer" if isinstance(error, LateError) else "is gone"
-        where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
-        if self._is_finished:
-            text = f"the outcome of {self.title} on the other ranks is unknown: {where}"
-            failure: CreationError = OutcomeUnknownError(text)
-        else:
-            failure = CreationError(f"{self.title} failed: {where}")
-        failure.__cause__ = error
-        return failure
+        return _store_failed(self.title, error, is_finished=self._is_finished)
 
     # ---- waiting --------------------------------------------------------------------------------
 
@@ -493,7 +513,9 @@ class Call(Generic[T]):
         if missing != self._waits_for and not self._was_stopped():
             self._waits_for, job.is_reporting = missing, True
             run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))
-        circle = run(find_deadlock(job.namespace, own))
+        known: dict[int, Status | None] = {}
+        circle = run(find_deadlock(job.namespace, own, known))
+        self._seen |= {rank: one for rank, one in known.items() if one and one.outcome is None}
         if circle:
             outcome = explain_deadlock(circle)
             for status in circle[1:]:
@@ -529,7 +551,6 @@ class Call(Generic[T]):
             ticket.round,
             waits_for[:8],
             max(1, sum(call.scope.job is scope.job for call in list(_active))),
-            time.time(),
             outcome,
         )
 
@@ -559,6 +580,33 @@ def _late(*ranks: int) -> Outcome:
     return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
 
 
+def ask(title: str, question: Callable[[], V], limit_s: float) -> V:
+    """Ask the job's store something outside of a call, with a time limit.
+
+    Raises:
+        CreationError: The store is gone, or does not answer.
+    """
+    try:
+        return in_time(question, limit_s)
+    except HyperCommError:
+        raise
+    except RuntimeError as error:
+        raise _store_failed(title, error, is_finished=False) from error
+
+
+def _store_failed(title: str, error: RuntimeError, *, is_finished: bool) -> CreationError:
+    reason = (str(error).splitlines() or [""])[0]
+    how = "does not answer" if isinstance(error, LateError) else "is gone"
+    where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
+    if is_finished:
+        text = f"the outcome of {title} on the other ranks is unknown: {where}"
+        failure: CreationError = OutcomeUnknownError(text)
+    else:
+        failure = CreationError(f"{title} failed: {where}")
+    failure.__cause__ = error
+    return failure
+
+
 def _failed(rank: int, error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
     return f"rank {rank} (host {this_host()}) failed: {type(error).__name__}: {text}"
@@ -566,18 +614,6 @@ def _failed(rank: int, error: BaseException) -> str:
 
 class LateRankError(CreationError):
     """The other ranks timed out before this one arrived."""
-
-
-class ConnectionFailedError(RuntimeError):
-    """A backend could not connect the members of a group.
-
-    Attributes:
-        ranks: The members.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
 
 # ---- all or none -------------------------------------------------------------------------------
@@ -614,13 +650,13 @@ def together(
     """
     if scope.is_alone:
         call = Call[T](scope, title, entries, limit_s)
-        call.name = f"{scope.key}/{scope.job.next_number(scope.key)}"
+        call.name = f"{scope.key}/{scope.job.next_number(scope.path)}"
         try:
             return Result(work(call))
         except BaseException:
             undo()
             raise
-    lock = scope.job.lock_of(scope.key)
+    lock = scope.job.lock_of(scope.path)
     if not lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
         raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
     try:
@@ -650,12 +686,7 @@ def refuse(scope: Scope, error: BaseException) -> None:
         return
     proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
     with contextlib.suppress(LateError, RuntimeError):
-        in_time(lambda: _refuse(scope, proposal), _LAST_WORD_S)
-
-
-def _refuse(scope: Scope, proposal: Proposal) -> None:
-    heard = scope.job.heard
-    heard[scope.key] = run(protocol.refuse(scope.key, proposal, heard.get(scope.key, -1)))
+        in_time(lambda: scope.refuse(proposal), _LAST_WORD_S)
 
 
 _active: set[Call[Any]] = set()

@@ -56,9 +56,16 @@ class GridAgreement:
     def _digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
-    def scope(self, job: Job, record: str, ranks: Sequence[int] | None = None) -> Scope:
+    def scope(
+        self,
+        job: Job,
+        record: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        is_fenced: bool = False,
+    ) -> Scope:
         """Return the scope of calls at one record, by all ranks of the grid or by some."""
         label = f".{self._label}" if self._label else ""
-        key = f"{job.namespace}/{self._digest}{label}/{record}"
+        path = f"{self._digest}{label}/{record}"
         ranks = self.layout.ranks if ranks is None else ranks
-        return Scope(job, key, ranks, self.layout, self.text)
+        return Scope(job, path, ranks, self.layout, self.text, is_fenced)

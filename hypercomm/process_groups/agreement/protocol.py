@@ -13,7 +13,7 @@ The functions are generators. They yield store operations and are sent the repli
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -101,7 +101,7 @@ class Outcome:
     """How a round has ended.
 
     Attributes:
-        kind: "agreed", "differs", "missing" or "failed".
+        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive) or "unfinished".
         text: The reason, for the error that ranks raise.
         missing: The ranks that caused a timeout.
         absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
@@ -119,9 +119,10 @@ class Outcome:
 
 
 AGREED = Outcome("agreed")
-_KINDS = {"agreed", "differs", "missing", "failed"}
-_HEARD_LATER = {"differs", "failed"}
-"""Failures that a rank hears of which arrives afterwards: the others do not wait for it."""
+_MOST_FAILED = 16
+"""How many rounds that failed a record holds, for ranks that have not seen them."""
+
+_KINDS = {"agreed", "differs", "failed", "missing", "unfinished"}
 
 
 @attrs.frozen
@@ -132,15 +133,15 @@ class Record:
         round: The number of the round.
         first: The proposal of the first rank.
         outcome: How the round has ended; None while it is open.
-        previous: How the round before has ended.
-        agreed: The last round that all ranks agreed in; -1 if there is none.
+        failed: How the rounds before have ended, since the last one that ranks agreed in.
+        agreed_before: The last round before this one that all ranks agreed in; -1 for none.
     """
 
     round: int
     first: Proposal
     outcome: Outcome | None = None
-    previous: Outcome | None = None
-    agreed: int = -1
+    failed: tuple[Outcome, ...] = ()
+    agreed_before: int = -1
 
     def text(self) -> str:
         """Return the text that the key holds."""
@@ -160,27 +161,46 @@ class Record:
                 int(found["round"]),
                 first,
                 _outcome(found["outcome"]),
-                _outcome(found["previous"]),
-                int(found["agreed"]),
+                tuple(one for one in map(_outcome, found["failed"]) if one is not None),
+                int(found["agreed_before"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise foreign(key, text) from error
         return record
 
-    def ended_with(self, outcome: Outcome) -> Record:
-        """Return the record once its round has ended."""
-        agreed = self.round if outcome.kind == "agreed" else self.agreed
-        return attrs.evolve(self, outcome=outcome, agreed=agreed)
+    @property
+    def agreed(self) -> int:
+        """The last round that all ranks agreed in; -1 for none."""
+        is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
+        return self.round if is_agreed else self.agreed_before
+
+    def next(self, first: Proposal) -> Record:
+        """Return the record once the next round has begun."""
+        failed: tuple[Outcome, ...] = ()
+        if self.outcome is not None and self.outcome.kind != "agreed":
+            failed = (*self.failed, self.outcome)
+        return Record(
+            self.round + 1, first, failed=failed[-_MOST_FAILED:], agreed_before=self.agreed
+        )
 
     def outcome_of(self, number: int) -> Outcome | None:
         """Return how a round has ended, as far as this record tells; None while it is open."""
         if number == self.round:
             return self.outcome
-        if self.agreed == number:
+        begin = self.round - len(self.failed)
+        if number >= begin:
+            return self.failed[number - begin]
+        if number == begin - 1 and len(self.failed) < _MOST_FAILED:
             return AGREED
-        if self.previous is not None and number == self.round - 1:
-            return self.previous
         return Outcome("failed", "the other ranks have made further calls since")
+
+    def failed_since(self, seen: int) -> Record | None:
+        """Return the first round after `seen` that has failed, but for a timeout."""
+        for number in range(max(seen + 1, self.round - len(self.failed)), self.round + 1):
+            outcome = self.outcome_of(number)
+            if outcome is not None and outcome.kind in ("differs", "failed"):
+                return attrs.evolve(self, round=number, outcome=outcome)
+        return None
 
 
 def _outcome(fields: Any) -> Outcome | None:
@@ -232,42 +252,39 @@ class Ticket:
         return f"{self.key}/{self.round}/done"
 
 
-def propose(key: str, proposal: Proposal, heard: int = -1) -> Steps[Ticket]:
+def propose(
+    key: str, proposal: Proposal, seen: int = -1, reported: Container[str] = ()
+) -> Steps[Ticket]:
     """Join the open round of a record, or begin the next one; the caller compares proposals.
 
-    A round that has failed before this rank arrived is returned once: this rank fails too.
+    A round that failed before this rank arrived fails here too: it is returned with its outcome.
+    After a timeout a late rank goes on to the next round, where the others meet it.
 
     Args:
         key: The key of the record.
         proposal: What this rank proposes.
-        heard: The last round whose outcome this rank has heard of.
+        seen: The last round that this rank has left; -1 if there is none.
+        reported: The tokens of outcomes that it knows from other records.
     """
-    while True:
-        ticket = yield from _enter(key, proposal, heard)
-        found = ticket.record
-        if found.outcome is not None or found.first.rank != proposal.rank:
-            return ticket
-        if found.first == proposal and found.round > heard:
-            return ticket
-        # this rank began it, and left it by an error of the store
-        yield from decide(ticket, Outcome("failed", "the rank began again"))
-        heard = found.round
-
-
-def _enter(key: str, proposal: Proposal, heard: int) -> Steps[Ticket]:
     record = Record(0, proposal)
     text = yield Exchange(key, "", record.text())
     while text != record.text():
         found = Record.parse(key, text)
-        if found.outcome is None:
+        missed = found.failed_since(seen)
+        if missed is not None and missed.outcome and missed.outcome.token not in reported:
+            return Ticket(key, missed)
+        if found.outcome is None and (proposal.refusal or found.first.rank != proposal.rank):
             return Ticket(key, found)
-        is_awaited = proposal.refusal and proposal.rank in found.outcome.absent
-        if found.round > heard and (is_awaited or found.outcome.kind in _HEARD_LATER):
-            return Ticket(key, found)
-        record = Record(found.round + 1, proposal, previous=found.outcome, agreed=found.agreed)
-        seen, text = text, (yield Exchange(key, text, record.text()))
+        if found.outcome and proposal.refusal and proposal.rank in found.outcome.absent:
+            return Ticket(key, found)  # the others have given up on this rank: nobody waits for it
+        if found.outcome is None:  # this rank began it, and left it by an error of the store
+            yield from decide(Ticket(key, found), Outcome("failed", "the rank began again"))
+            text, seen = (yield Read(key)) or "", found.round
+            continue
+        record = found.next(proposal)
+        text = yield Exchange(key, text, record.text())
         if text == record.text():
-            old = Ticket(key, Record.parse(key, seen))
+            old = Ticket(key, found)
             yield Delete([old.arrivals, old.count])
     return Ticket(key, record)
 
@@ -276,7 +293,7 @@ def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
     """End a round, unless another rank has; return the outcome that holds."""
     record = ticket.record
     while True:
-        wanted = record.ended_with(outcome)
+        wanted = attrs.evolve(record, outcome=outcome)
         text = yield Exchange(ticket.key, record.text(), wanted.text())
         if text == wanted.text():
             return outcome
@@ -313,9 +330,9 @@ def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
     return found
 
 
-def refuse(key: str, proposal: Proposal, heard: int = -1) -> Steps[int]:
+def refuse(key: str, proposal: Proposal, seen: int) -> Steps[int]:
     """End the open round of a record, or begin one with a refusal; return it; wait for nobody."""
-    ticket = yield from _enter(key, proposal, heard)
+    ticket = yield from propose(key, proposal, seen)
     if ticket.record.outcome is None and ticket.record.first != proposal:
         yield from decide(ticket, Outcome("failed", proposal.refusal))
     return ticket.round

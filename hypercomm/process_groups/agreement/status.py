@@ -10,8 +10,7 @@ import contextlib
 import functools
 import json
 import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -31,8 +30,6 @@ _MOST_ASKED = 8
 
 _MOST_NAMED = 8
 _DEEPEST = 8
-_RECENT_S = 3.0
-"""How long the report of a call that failed explains why its rank is missing elsewhere."""
 
 
 @functools.cache
@@ -54,7 +51,6 @@ class Status:
         round: The round.
         waits_for: The ranks that it waits for.
         threads: How many threads of the process wait for other ranks.
-        time_s: When it was written, in seconds since the epoch.
         outcome: How the call failed; None while the rank waits.
     """
 
@@ -66,7 +62,6 @@ class Status:
     round: int
     waits_for: tuple[int, ...] = ()
     threads: int = 1
-    time_s: float = 0.0
     outcome: Outcome | None = None
 
     def text(self) -> str:
@@ -101,16 +96,23 @@ def read_status(namespace: str, rank: int) -> Steps[Status | None]:
     return status
 
 
-def find_deadlock(namespace: str, own: Status) -> Steps[list[Status]]:
+def find_deadlock(
+    namespace: str, own: Status, known: dict[int, Status | None]
+) -> Steps[list[Status]]:
     """Return ranks that wait for each other in a circle, beginning with this one; [] if none do.
 
     Only ranks whose one waiting thread is in the circle count: another thread may end the wait.
     What is found is read twice, so that a rank that was about to continue is not in it.
+
+    Args:
+        namespace: Of the job.
+        own: What this rank reports.
+        known: Receives the status of each rank that was read.
     """
-    if own.threads > 1:
-        return []
-    known: dict[int, Status | None] = {own.rank: own}
+    known[own.rank] = own
     circle = yield from _way_back(namespace, [own], known)
+    if any(status.threads > 1 for status in circle):
+        return []
     for status in circle[1:]:
         text = yield Read(status.key)
         if text is None or Record.parse(status.key, text).outcome_of(status.round) is not None:
@@ -129,7 +131,7 @@ def _way_back(
         if rank in known or len(path) == _DEEPEST:
             continue
         known[rank] = status = yield from read_status(namespace, rank)
-        if status is not None and status.outcome is None and status.threads == 1:
+        if status is not None and status.outcome is None:
             found = yield from _way_back(namespace, [*path, status], known)
             if found:
                 return found
@@ -174,19 +176,33 @@ def grid_difference(own: Status, other: Status) -> str:
 
 
 def name_missing(
-    namespace: str, missing: Sequence[int], present: Sequence[int], layout: RankLayout | None
+    namespace: str,
+    missing: Sequence[int],
+    present: Sequence[int],
+    layout: RankLayout | None,
+    seen: Mapping[int, Status],
 ) -> Steps[tuple[tuple[int, ...], str]]:
     """Return the ranks that are the cause of a timeout, and their names; raises nothing.
 
-    A missing rank that itself waits elsewhere, or has failed to just now, is not the cause, but the
-    ranks that it waits for are. The first ones are named with coordinates, host and call.
+    A missing rank that itself waits elsewhere, or that was seen to wait and has timed out just now,
+    is not the cause, but the ranks that it waits for are. The first ones are named with
+    coordinates, host and call.
 
     Args:
         namespace: Of the job.
         missing: The ranks that have not arrived.
         present: Ranks that have, which are never the cause.
         layout: The layout in whose coordinates ranks are named.
+        seen: The last status of each rank that was seen to wait during this call.
     """
+
+    def explains(status: Status) -> bool:
+        if status.outcome is None:
+            return True
+        waited = seen.get(status.rank)
+        is_same = waited is not None and (waited.key, waited.round) == (status.key, status.round)
+        return is_same and status.outcome.kind in ("missing", "unfinished")
+
     known: dict[int, Status | None] = {}
 
     def status_of(rank: int) -> Steps[Status | None]:
@@ -200,7 +216,7 @@ def name_missing(
         at, seen = rank, {rank, *present}
         for _ in range(_DEEPEST):
             status = yield from status_of(at)
-            ahead = [] if status is None or not _explains(status) else status.waits_for
+            ahead = [] if status is None or not explains(status) else status.waits_for
             ahead = [one for one in ahead if one not in seen]
             if not ahead:
                 break
@@ -230,10 +246,3 @@ def _name(rank: int, status: Status | None, layout: RankLayout | None) -> str:
             others = ", ".join(map(str, status.waits_for[:_MOST_NAMED]))
             notes.append(f"it waits in {status.call} for rank {others}")
     return f"rank {rank} ({'; '.join(notes)})" if notes else f"rank {rank}"
-
-
-def _explains(status: Status) -> bool:
-    """Return whether a report explains why its rank is missing elsewhere."""
-    if status.outcome is None:
-        return True
-    return abs(time.time() - status.time_s) < _RECENT_S and status.outcome.kind == "missing"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 
 from hypercomm.errors import CreationError, GroupCreationTimeout
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import LateRankError, Scope, agree, run_one
+from hypercomm.process_groups.agreement.calls import LateRankError, Scope, agree, ask, run_one
 from hypercomm.process_groups.agreement.grid import GridAgreement
+from hypercomm.process_groups.agreement.protocol import Outcome
 from hypercomm.process_groups.job import Job, current_or_none
 
 
@@ -38,14 +40,15 @@ def find_survivors(
         scope = agreement.scope(job, f"survivors {digest}", ranks)
         if scope.is_alone:
             break
-        text = run_one(protocol.Read(scope.key))
-        found = None if text is None else protocol.Record.parse(scope.key, text).outcome
+        found = ask("survivors()", partial(_last_outcome, scope), limit_s)
         if found is not None and job.rank in found.absent:
             raise _too_late(job.rank)
         try:
             agree(scope, "survivors()", lambda: ["survivors()"], limit_s).get()
             break
         except GroupCreationTimeout as error:
+            if job.rank in error.absent:
+                raise _too_late(job.rank) from error
             ranks = tuple(rank for rank in ranks if rank not in error.absent)
         except LateRankError as error:
             raise _too_late(job.rank) from error
@@ -55,6 +58,11 @@ def find_survivors(
             f"min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks"
         )
     return ranks
+
+
+def _last_outcome(scope: Scope) -> Outcome | None:
+    text = run_one(protocol.Read(scope.key))
+    return None if text is None else protocol.Record.parse(scope.key, text).outcome
 
 
 def _too_late(rank: int) -> CreationError:
@@ -67,17 +75,7 @@ def _too_late(rank: int) -> CreationError:
 def continuing_scope(agreement: GridAgreement, job: Job, ranks: Sequence[int]) -> Scope:
     """Return the scope of the ranks that a grid continues with.
 
-    All such calls of a grid use one record, so that ranks with other lists see the difference.
-
-    Raises:
-        CreationError: The grid has continued without this rank before.
+    All such calls of a grid use one record, so that ranks with other lists see the difference, and
+    the first list that ranks agree on excludes all others.
     """
-    scope = agreement.scope(job, "continues", tuple(ranks))
-    text = None if scope.is_alone else run_one(protocol.Read(scope.key))
-    record = None if text is None else protocol.Record.parse(scope.key, text)
-    if record is not None and record.agreed > job.agreed.get(scope.key, -1):
-        raise CreationError(
-            f"the grid has continued on other ranks, without rank {job.rank}; end this process, or "
-            f"start the job again"
-        )
-    return scope
+    return agreement.scope(job, "continues", tuple(ranks), is_fenced=True)

@@ -43,7 +43,6 @@ from hypercomm.process_groups.torch_internals.groups import (
     destroy,
     destroy_world,
     end_world,
-    forget_address,
     forget_non_members,
     is_registered,
     kept,

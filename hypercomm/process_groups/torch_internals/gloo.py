@@ -21,11 +21,23 @@ from hypercomm.process_groups.torch_internals.store import peek
 
 _LONGEST_HOST_NAME = 255
 
-_FEW = 3
-"""Up to how many addresses are read one by one: `check` and `multi_get` take three operations."""
+_FEW = 2
+"""Up to how many addresses are read one by one: `check` and `multi_get` take two operations."""
+
+stale: list[str] = []
+"""Keys of addresses of this process that no member needs any more; the next call deletes them."""
 
 Wait = Callable[[Callable[[], "bool | None"]], Any]
 """Polls a function until it returns True; raises where the wait must end."""
+
+
+def take_stale() -> list[str]:
+    """Return the keys in `stale`, and remove them there."""
+    keys = []
+    with contextlib.suppress(IndexError):  # threads may take them at the same time
+        while True:
+            keys.append(stale.pop())
+    return keys
 
 
 def world_address_key(rank: int) -> str:
@@ -47,6 +59,18 @@ def host_in(address: bytes | None) -> str | None:
     return name if name.isprintable() else None
 
 
+class ConnectionFailedError(RuntimeError):
+    """A backend could not connect the members of a group, although all of them are there.
+
+    Attributes:
+        ranks: The members.
+    """
+
+    def __init__(self, error: Exception, ranks: Sequence[int]) -> None:
+        super().__init__((str(error).splitlines() or [""])[0])
+        self.ranks = ranks
+
+
 class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     """The store that one gloo group is created with, on top of the job's.
 
@@ -62,7 +86,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._size = size
         self._wait: Wait | None = wait
         self._found: dict[str, bytes] = {}
-        self._own: list[str] = []
+        self._published: list[str] = []
         self.error: BaseException | None = None
         """What ended the wait: gloo passes it on in a form of its own."""
 
@@ -71,16 +95,20 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         self._wait = None
         self._found.clear()
 
+    def has_all(self) -> bool:
+        """Return whether gloo has the addresses of all members, and connects to them."""
+        return len(self._found) >= self._size
+
+    def forget(self) -> None:
+        """Have the addresses of this member deleted: the group has ended."""
+        stale.extend(self._published)
+        self._published.clear()
+
     def set(self, key: str, value: bytes) -> None:
         """Publish the address of this member."""
         self._found[key] = bytes(value)
-        self._own.append(key)
+        self._published.append(key)
         self._store.set(key, value)
-
-    def forget(self) -> None:
-        """Delete the address of this member: the group has failed."""
-        for key in self._own:
-            self._store.delete_key(key)
 
     def get(self, key: str) -> bytes:
         """Return the address of a member, once it is there."""

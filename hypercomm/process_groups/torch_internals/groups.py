@@ -22,7 +22,12 @@ from hypercomm.process_groups.torch_internals.backends import (
     parts_of_world,
     single_backends,
 )
-from hypercomm.process_groups.torch_internals.gloo import GlooStore, Wait, lazy_init
+from hypercomm.process_groups.torch_internals.gloo import (
+    ConnectionFailedError,
+    GlooStore,
+    Wait,
+    lazy_init,
+)
 from hypercomm.process_groups.torch_internals.split import bound_device, is_nccl, made_alone, named
 from hypercomm.process_groups.torch_internals.store import store
 
@@ -104,10 +109,13 @@ def new_group(
                 group_desc=group_desc,
             )
         except Exception as error:
-            if isinstance(place, GlooStore):
-                _forget_address(place)
-                if place.error is not None:
-                    raise place.error from error
+            if not isinstance(place, GlooStore):
+                raise
+            place.forget()
+            if place.error is not None:
+                raise place.error from error
+            if place.has_all():
+                raise ConnectionFailedError(error, members) from error
             raise
         finally:
             if isinstance(place, GlooStore):
@@ -115,18 +123,6 @@ def new_group(
     _kept[group] = place
     _table("pg_group_ranks")[group] = Positions(members)
     return group  # type: ignore[no-any-return]
-
-
-def forget_address(group: ProcessGroup) -> None:
-    """Delete what a group of gloo that has failed on other ranks has left in the store."""
-    place = _kept.get(group)
-    if isinstance(place, GlooStore):
-        _forget_address(place)
-
-
-def _forget_address(place: GlooStore) -> None:
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        place.forget()
 
 
 class Positions(Mapping[int, int]):
@@ -247,6 +243,9 @@ def forget_non_members() -> None:
 def destroy(group: ProcessGroup) -> None:
     """Destroy a group, and the empty tag that torch leaves for it."""
     tag, tagged = _table("pg_to_tag").get(group), _table("tags_to_pg")
+    place = _kept.get(group)
+    if isinstance(place, GlooStore):
+        place.forget()
     dist.destroy_process_group(group)
     if not tagged.get(tag, True):
         del tagged[tag]  # torch leaves an empty list for every group that ever was

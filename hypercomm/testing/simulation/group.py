@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
 from hypercomm.testing.simulation.records import Book, Collective, Creation, Step
+from hypercomm.tools.blame.calls import FROM_ANYBODY, Call
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -72,9 +73,9 @@ class SimulatedGroup:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise SimulationError(
-            f"a simulated process group has no {name!r}: no rank is there to communicate with; "
-            f"leave communication out of what is simulated, or start ranks with run_ranks()"
+        raise AttributeError(
+            f"a simulated process group has no {name!r}, because there are no other ranks to "
+            f"communicate with; leave the call out, or start real ranks with run_ranks()"
         )
 
     def __repr__(self) -> str:
@@ -86,12 +87,12 @@ class SimulatedWork(Work):
 
     Args:
         steps: The steps of the rank that made the calls.
-        calls: The indices of the calls.
+        calls: The calls.
         results: The outputs.
     """
 
     def __init__(
-        self, steps: list[Step], calls: Sequence[int], results: Sequence[torch.Tensor] = ()
+        self, steps: list[Step], calls: Sequence[Call], results: Sequence[torch.Tensor] = ()
     ) -> None:
         super().__init__()
         self._steps, self._calls, self._results = steps, calls, list(results)
@@ -99,7 +100,7 @@ class SimulatedWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
         """Record that the rank waits here."""
-        self._steps.extend(self._calls)
+        self._steps.extend((True, call) for call in self._calls)
         return True
 
     synchronize = wait  # type: ignore[assignment]
@@ -107,10 +108,6 @@ class SimulatedWork(Work):
     def is_completed(self) -> bool:
         """Return True."""
         return True
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the outputs."""
-        return self._results
 
     def get_future(self) -> Any:
         """Return a future that has the outputs."""
@@ -150,10 +147,6 @@ class RecordingGroup(SimulatedGroup):
         """Leave the tensors as they are."""
         return self._call("all_reduce", tensors, reduction=_reduction(opts))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        """Leave the tensors as they are."""
-        return self._call("all_reduce_coalesced", tensors, reduction=_reduction(opts))
-
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         """Leave the tensors as they are."""
         return self._call("reduce", tensors, reduction=_reduction(opts), root=opts.rootRank)
@@ -167,20 +160,15 @@ class RecordingGroup(SimulatedGroup):
         self._call("monitored_barrier", ()).wait()
 
     def allgather(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensor into every slot."""
+        """Put this rank's tensors into every slot."""
         return self._all_gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensor into every slot."""
-        return self._all_gather("all_gather_into_tensor", [output], [own])
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensors into every slot."""
-        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs)
+        """Put this rank's tensor, or each of several, into every slot."""
+        return self._all_gather("all_gather_into_tensor", _listed(output), _listed(own))
 
     def _all_gather(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
-        slots = [self._slots(op, *pair) for pair in zip(outputs, inputs, strict=True)]
-        given = [each for pair in zip(slots, inputs, strict=True) for each in _distinct(*pair)]
+        slots, given = self._parts(op, outputs, inputs)
         work = self._call(op, given, results=outputs)
         for listed, own in zip(slots, inputs, strict=True):
             _fill(listed, own)
@@ -191,22 +179,23 @@ class RecordingGroup(SimulatedGroup):
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its part of its tensor."""
-        return self._reduce_scatter("reduce_scatter_tensor", [output], [own], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> SimulatedWork:
-        """Give this rank its part of its tensors."""
-        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        """Give this rank its part of its tensor, or of each of several."""
+        return self._reduce_scatter("reduce_scatter_tensor", _listed(output), _listed(own), opts)
 
     def _reduce_scatter(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        parts = [self._slots(op, *pair) for pair in zip(inputs, outputs, strict=True)]
-        given = [each for listed in parts for each in _distinct(listed, listed[self._rank])]
+        slots, given = self._parts(op, inputs, outputs)
         work = self._call(op, given, results=outputs, reduction=_reduction(opts))
-        for output, listed in zip(outputs, parts, strict=True):
+        for output, listed in zip(outputs, slots, strict=True):
             _fill([output], listed[self._rank])
         return work
+
+    def _parts(self, op: str, wholes: Any, parts: Any) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the slots of each whole, and their tensors: one where all have equal shapes."""
+        slots = [self._slots(op, *pair) for pair in zip(wholes, parts, strict=True)]
+        given: list[torch.Tensor] = []
+        for listed, part in zip(slots, parts, strict=True):
+            given += [part] if {slot.shape for slot in listed} == {part.shape} else listed
+        return slots, given
 
     # ---- from each to each
 
@@ -214,22 +203,19 @@ class RecordingGroup(SimulatedGroup):
         self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
         """Give this rank its own tensor, if the shapes are equal."""
-        sends, receives, op = (
-            self._splits(own, gives),
-            self._splits(output, takes),
-            "all_to_all_single",
-        )
-        work = self._call(op, own, [own.shape[1:]], [output], sends=sends, receives=receives)
+        for tensor, sizes in ((output, takes), (own, gives)):
+            if len(tensor) != (sum(sizes) or len(tensor) // self._size * self._size):
+                raise SimulationError(f"all_to_all_single cannot cut {len(tensor)} into {sizes}")
+        is_even = not takes and not gives
+        work = self._call("all_to_all_single", own, [own.shape[not is_even :]], [output])
         _fill([output], own)
         return work
 
     def alltoall(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
         """Give this rank its own tensors, if the shapes are equal."""
-        sends, receives = (
-            tuple(tuple(part.shape) for part in self._slots("all_to_all", tensors))
-            for tensors in (inputs, outputs)
-        )
-        work = self._call("all_to_all", inputs, (), outputs, sends=sends, receives=receives)
+        for tensors in (inputs, outputs):
+            self._slots("all_to_all", tensors)
+        work = self._call("all_to_all", inputs, (), outputs)
         for output, own in zip(outputs, inputs, strict=True):
             _fill([output], own)
         return work
@@ -239,23 +225,21 @@ class RecordingGroup(SimulatedGroup):
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
         """Give this rank the root's values, if the root ran before."""
         work = self._call("broadcast", tensors, root=opts.rootRank)
-        lane = (self._creation.name, "")
         if self._rank == opts.rootRank:
-            self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+            self._post("", tensors)
         else:
-            self._take(tensors, self._book.take(lane))
+            self._receive(tensors, self._take(""))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
         """Give this rank its part of the root's values, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
-        lane, parts = (self._creation.name, ""), None
         if self._rank == opts.rootRank:
             parts = self._slots("scatter", inputs[0])
-            self._book.post(lane, [part.detach().clone() for part in parts])
+            self._post("", parts)
         else:
-            parts = self._book.take(lane)
-        self._take(outputs, parts and parts[self._rank : self._rank + 1])
+            parts = self._take("")
+        self._receive(outputs, parts and parts[self._rank : self._rank + 1])
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
@@ -269,32 +253,33 @@ class RecordingGroup(SimulatedGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> SimulatedWork:
         """Keep the tensor for a rank that runs later."""
-        work = self._call("send", tensors, root=to, tag=tag)
-        lane = (self._creation.name, f"{self._rank}->{to} tag {tag}")
-        self._book.post(lane, [tensor.detach().clone() for tensor in tensors])
+        route = f"{self._rank}->{to} tag {tag}"
+        work = self._call("send", tensors, root=to, channel=f"send {route}", tag=tag)
+        self._post(route, tensors)
         return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
         """Give this rank the values sent to it, if the sender ran before."""
-        work = self._call("recv", tensors, root=source, tag=tag)
-        lane = (self._creation.name, f"{source}->{self._rank} tag {tag}")
-        self._take(tensors, self._book.take(lane))
+        route = f"{source}->{self._rank} tag {tag}"
+        work = self._call("recv", tensors, root=source, channel=f"recv {route}", tag=tag)
+        self._receive(tensors, self._take(route))
         work.source = source
         return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
         """Leave the tensor as it is."""
-        work = self._call("recv", tensors, tag=tag)
-        self._take(tensors, None)
+        work = self._call("recv", tensors, channel=FROM_ANYBODY, tag=tag)
+        self._receive(tensors, None)
         work.source = (self._rank + 1) % self._size
         return work
 
-    # ---- names of other releases of torch, and coalesced calls
+    # ---- other names of the same calls, and coalesced calls
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allreduce_coalesced = allreduce
+    _allgather_base = allgather_into_tensor_coalesced = all_gather_single
+    all_gather_single_coalesced = all_gather_single
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single
+    reduce_scatter_single_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def get_backend(self, _device: object) -> RecordingGroup:
@@ -306,8 +291,7 @@ class RecordingGroup(SimulatedGroup):
 
     def _end_coalescing(self, _device: object) -> SimulatedWork:
         steps = self._book.steps
-        begun = range(self._first, len(steps))
-        return SimulatedWork(steps, [at for at in begun if isinstance(steps[at], Collective)])
+        return SimulatedWork(steps, [call for waits, call in steps[self._first :] if not waits])
 
     # ---- what they share
 
@@ -318,17 +302,18 @@ class RecordingGroup(SimulatedGroup):
         shapes: Sequence[Sequence[int]] | None = None,
         results: Any = None,
         root: int | None = None,
+        channel: str = "",
         **fields: Any,
     ) -> SimulatedWork:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        given = _listed(tensors)
         if shapes is None:
             shapes = [tensor.shape for tensor in given]
         numbers = tuple(tuple(map(int, shape)) for shape in shapes)
         dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
         peer = None if root is None else self._creation.ranks[root]
-        call = Collective(op, self._creation, numbers, dtype, peer=peer, **fields)
-        index = self._book.call(call)
-        return SimulatedWork(self._book.steps, [index], given if results is None else results)
+        made = Collective(op, self._creation, numbers, dtype, peer=peer, **fields)
+        call = self._book.call(made, channel)
+        return SimulatedWork(self._book.steps, [call], given if results is None else results)
 
     def _slots(self, op: str, whole: Any, part: torch.Tensor | None = None) -> Sequence[Any]:
         """Return a list, or a tensor that holds a part for each member, as a slot for each."""
@@ -337,23 +322,20 @@ class RecordingGroup(SimulatedGroup):
                 return list(whole.detach().reshape(self._size, *part.shape))
             whole = [whole]
         if len(whole) != self._size:
-            needed = "" if part is None else f" of shape {list(part.shape)}"
             got = [list(tensor.shape) for tensor in whole]
-            raise SimulationError(
-                f"{op} needs {self._size} tensors{needed}, or one that holds them, got {got}"
-            )
+            raise SimulationError(f"{op} needs one part for each of {self._size} ranks, got {got}")
         return list(whole)
 
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[int, ...]:
-        length = tensor.shape[0] if tensor.dim() else 0
-        sizes = tuple(splits or [length // self._size] * self._size)
-        if len(sizes) != self._size or sum(sizes) != length:
-            raise SimulationError(
-                f"all_to_all_single needs {self._size} sizes with the sum {length}, got {sizes}"
-            )
-        return sizes
+    def _post(self, route: str, tensors: Sequence[torch.Tensor]) -> None:
+        values = [tensor.detach().clone() for tensor in tensors]
+        self._book.post((self._creation.name, route), values)
 
-    def _take(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None) -> None:
+    def _take(self, route: str) -> Any:
+        return self._book.take((self._creation.name, route))
+
+    def _receive(
+        self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None
+    ) -> None:
         """Fill tensors with received values; without any, objects are None."""
         kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
         if kinds[0] == kinds[1]:
@@ -366,9 +348,8 @@ class RecordingGroup(SimulatedGroup):
                 tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
 
 
-def _distinct(parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return one tensor if all have its shape, else all of them."""
-    return [own] if {part.shape for part in parts} == {own.shape} else parts
+def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:

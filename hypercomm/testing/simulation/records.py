@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from hypercomm.layout.text import some_of
+from hypercomm.tools.blame.calls import FROM_ANYBODY, Call, Group
+
+# The op of a creation.
+CREATE = "create"
 
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[2]}/")
+# Functions of torch that call several collectives, which are recorded as one call.
 _OBJECT_CALLS = frozenset(
     {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     | {"send_object_list", "recv_object_list"}
 )
-"""Functions of torch that call several collectives, which are recorded as one call."""
-
-_SHOWN_RANKS, _SHOWN_SHAPES = 4, 2
 
 
 class Creation(NamedTuple):
@@ -47,15 +49,9 @@ class Creation(NamedTuple):
         """The description; without one, the name."""
         return self.name if self.description == "undefined" else self.description
 
-    @property
-    def options(self) -> str:
-        """The group with its backend and timeout in words."""
-        return f"{self} with {self.backend} and a timeout of {self.timeout}"
-
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:_SHOWN_RANKS]))
-        more = "" if len(self.ranks) <= _SHOWN_RANKS else f", ..., {self.ranks[-1]}"
-        return f"{self.called} of ranks ({shown}{more})"
+        end = f", ..., {self.ranks[-1]}" if len(self.ranks) > 4 else ""
+        return f"{self.called} of ranks ({', '.join(map(str, self.ranks[:4]))}{end})"
 
 
 class Collective(NamedTuple):
@@ -68,8 +64,6 @@ class Collective(NamedTuple):
         dtype: The dtype of the tensors, "objects" for pickled objects, or "" without either.
         reduction: The reduction, such as "sum"; "" without one.
         peer: The root, or the other rank of a send or receive, in the job; None without one.
-        sends: The sizes that an all-to-all sends to each member.
-        receives: The sizes that an all-to-all receives from each member.
         tag: The tag of a send or receive.
         place: The path and line of the call.
     """
@@ -80,8 +74,6 @@ class Collective(NamedTuple):
     dtype: str = ""
     reduction: str = ""
     peer: int | None = None
-    sends: tuple[Any, ...] = ()
-    receives: tuple[Any, ...] = ()
     tag: int = 0
     place: str = ""
 
@@ -95,7 +87,7 @@ class Collective(NamedTuple):
         return f" at {Path(self.place).name}" if self.place else ""
 
     def __str__(self) -> str:
-        shapes = some_of([str(list(shape)) for shape in self.shapes], _SHOWN_SHAPES)
+        shapes = some_of([str(list(shape)) for shape in self.shapes], 2)
         of = f" of {self.dtype}{shapes}" if self.dtype else ""
         how = f" ({self.reduction})" if self.reduction else ""
         toward = "to" if self.op.startswith(("send", "reduce", "gather")) else "from"
@@ -104,12 +96,15 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
-Step = Creation | Collective | int
-"""A creation, which waits; a call; or the index of a call that the rank waits for."""
+# A rank enters a call (False), or waits until it has ended (True).
+Step = tuple[bool, Call]
 
 
 class Book:
     """The steps of each rank, and the values that earlier ranks leave for later ones.
+
+    Args:
+        simulated: The ranks that are simulated.
 
     Attributes:
         programs: The steps of each rank, in its order.
@@ -117,41 +112,60 @@ class Book:
         has_objects: Whether the last call moves pickled objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, simulated: Collection[int]) -> None:
         self.programs: dict[int, list[Step]] = {}
         self.steps: list[Step] = []
         self.has_objects = False
-        self._index = 0
+        self._simulated = simulated
+        self._groups: dict[str, Group] = {}
+        self._counts: Counter[tuple[Group, str]] = Counter()
         self._objects: FrameType | None = None
         self._turns: Counter[tuple[str, str]] = Counter()
         self._values: dict[tuple[tuple[str, str], int], Any] = {}
-        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def begin(self, rank: int) -> None:
         """Record the next steps as those of a rank."""
         self._objects = None
         self.steps = self.programs[rank] = []
+        self._counts.clear()
         self._turns.clear()
 
-    def call(self, call: Collective) -> int:
-        """Record a call and its line; return its index."""
+    def create(self, made: Creation) -> None:
+        """Record a creation, which waits for the other members."""
+        group = self._group(f"{CREATE} {made.name}", made)
+        call = Call(CREATE, group, 1, len(self.steps), "started", terms=made, source=made)
+        self.steps += [(False, call), (True, call)]
+
+    def call(self, made: Collective, channel: str = "") -> Call:
+        """Record a call and its line; messages have a channel, as in dumps."""
         place, objects = _caller()
         self.has_objects = objects is not None
         if objects is not None and objects is self._objects:
-            return self._index  # a further collective of the same call
+            return self.steps[-1][1]  # a further collective of the same call
         self._objects = objects
         if objects is not None:
-            peer = call.peer
+            peer = made.peer
             if objects.f_code.co_name == "gather_object":
-                peer = call.group.ranks[objects.f_locals["group_dst"]]
-            call = call._replace(op=objects.f_code.co_name, dtype="objects", peer=peer)
-        self._index = len(self.steps)
-        self.steps.append(call._replace(place=place))
-        return self._index
+                peer = made.group.ranks[objects.f_locals["group_dst"]]
+            made = made._replace(op=objects.f_code.co_name, dtype="objects", peer=peer)
+        made = made._replace(place=place)
+        group = self._group(made.group.name, made.group)
+        state = "finished" if channel == FROM_ANYBODY else "started"
+        terms: tuple[object, ...] = ("message", made.shapes, made.dtype)
+        if not channel:
+            terms = (made.op, made.shapes, made.dtype, made.peer, made.reduction)
+        self._counts[group, channel] += 1
+        number = self._counts[group, channel]
+        call = Call(made.op, group, number, len(self.steps), state, terms, source=made)
+        call.peer, call.channel = made.peer, channel
+        self.steps.append((False, call))
+        return call
 
-    def shared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tuple that all members use; a large job would not fit into memory else."""
-        return self._members.setdefault(ranks, ranks)
+    def _group(self, name: str, made: Creation) -> Group:
+        if name not in self._groups:
+            members = tuple(rank for rank in made.ranks if rank in self._simulated)
+            self._groups[name] = Group(name, members)
+        return self._groups[name]
 
     def post(self, lane: tuple[str, str], value: Any) -> None:
         """Keep a value for the ranks that call `take` as the same turn in a lane."""

@@ -1,30 +1,89 @@
-"""Runs a program as every rank of a job, one after the other."""
+"""Runs a program as every rank of a job, one after the other, and compares the ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Generic, TypeVar
+from unittest import mock
+
+import attrs
 
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
 from hypercomm.layout.checks import as_int, as_tuple, as_world_size
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import counted, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.other_world import OtherWorld, other_worlds
 from hypercomm.testing.simulation.group import RecordingGroup
-from hypercomm.testing.simulation.judging import judge
+from hypercomm.testing.simulation.judging import Disagreement, judge
 from hypercomm.testing.simulation.records import Book, Collective, Creation
-from hypercomm.testing.simulation.result import Simulation
 
 Result = TypeVar("Result")
+
+_SHOWN = 5  # disagreements in the text of a simulation
+
+
+@attrs.frozen(repr=False)
+class Simulation(Generic[Result]):
+    """The result of a simulated job; str() summarises it.
+
+    Attributes:
+        world_size: The number of ranks of the job.
+        returned: The return values of the function, by simulated rank.
+        creations: The process groups that each rank would create as a member, in its order.
+        collectives: The collectives, sends and receives that each rank called, in its order.
+        disagreements: The creations, collectives, sends and receives that differ or never end,
+            with the ranks that wait and those that are missing.
+    """
+
+    world_size: int
+    returned: Mapping[int, Result]
+    creations: Mapping[int, Sequence[Creation]]
+    collectives: Mapping[int, Sequence[Collective]]
+    disagreements: tuple[Disagreement, ...]
+
+    def check(self) -> None:
+        """Raise unless all simulated ranks agree.
+
+        Raises:
+            SimulationError: They do not agree (an AssertionError); shows the first disagreements.
+        """
+        if self.disagreements:
+            raise SimulationError("\n".join(self._lines()))
+
+    def _lines(self) -> list[str]:
+        found = self.disagreements
+        more = [f"  and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
+        first = [f"  {one}" for one in found[:_SHOWN]]
+        return [f"{counted(len(found), 'disagreement')}:", *first, *more]
+
+    def __repr__(self) -> str:
+        return f"<Simulation: {str(self).splitlines()[0]}>"
+
+    def __str__(self) -> str:
+        groups = {creation.name for made in self.creations.values() for creation in made}
+        headline = (
+            f"{len(self.creations):,} of {self.world_size:,} ranks: {len(groups):,} process "
+            f"groups, {_range(self.creations)} on each rank"
+        )
+        if any(self.collectives.values()):
+            headline += f"; {_range(self.collectives)} collectives on each"
+        return "\n".join(
+            [headline, *(self._lines() if self.disagreements else ["all ranks agree"])]
+        )
+
+
+def _range(every: Mapping[int, Sequence[object]]) -> str:
+    counts = [len(each) for each in every.values()] or [0]
+    few, many = min(counts), max(counts)
+    return f"{few}" if few == many else f"{few} to {many}"
 
 
 def simulate(
@@ -56,11 +115,11 @@ def simulate(
     - Collectives of objects do the same with copies; an object of a later root or sender is None.
 
     Then the ranks are compared. The members of a group must make the same calls in the same order:
-    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL; of an all-to-all,
-    the sizes that each member sends to each other. A rank waits in a collective for all members
-    (with `async_op=True`, where it waits for the work), and in a receive for the send. A send does
-    not wait. Messages match by tag, which NCCL ignores. Only the first difference of each group is
-    reported. Functional collectives (DTensor) and code that passes a group to C++
+    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an
+    all-to-all may differ, as they often depend on received values. A rank waits in a collective
+    for all members (with `async_op=True`, where it waits for the work), and in a receive for the
+    send. A send does not wait. Messages match by tag, which NCCL ignores. Only the first difference
+    of each group is reported. Functional collectives (DTensor) and code that passes a group to C++
     (DistributedDataParallel) cannot be simulated.
 
     Args:
@@ -81,7 +140,7 @@ def simulate(
         RankFailedError: The function raised; names the rank, and holds the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
         GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
-        LaunchError: `function` cannot be called, or `args` is not a sequence.
+        LaunchError: `args` is not a sequence, or the function calls `simulate`.
 
     Example:
         >>> import torch.distributed as dist
@@ -112,11 +171,8 @@ def simulate(
         (2, 'all_reduce', ((5,),), ((4,),))
     """
     as_world_size(world_size)
-    if not callable(function) or not isinstance(args, Sequence) or isinstance(args, str):
-        raise LaunchError(
-            f"function must be callable, and args a sequence of arguments, got {shown(function)} "
-            f"and {shown(args)}"
-        )
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
     check_given_timeout(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
@@ -126,13 +182,13 @@ def simulate(
         raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
     check_known(backend)
     if c10d.is_other_world():
-        raise SimulationError(
-            "simulate() was called by a function that it runs; leave it out there"
-        )
-    book, everyone = Book(), _Everyone(world_size)
+        raise LaunchError("simulate() was called by a function that it runs; leave it out there")
+    book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
     job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
-    with other_worlds(lambda: job), _environment():
+    with other_worlds(lambda: job), mock.patch.dict(os.environ):
+        for name in VARIABLES:  # of a launcher
+            os.environ.pop(name, None)
         for rank in wanted:
             job = _job(rank, everyone, book, backend, timeout)
             job.show()
@@ -146,22 +202,10 @@ def simulate(
     creations: dict[int, list[Creation]] = {}
     collectives: dict[int, list[Collective]] = {}
     for rank, steps in book.programs.items():
-        creations[rank] = [step for step in steps if isinstance(step, Creation)]
-        collectives[rank] = [step for step in steps if isinstance(step, Collective)]
+        made = [call.source for does_wait, call in steps if not does_wait]
+        creations[rank] = [each for each in made if isinstance(each, Creation)]
+        collectives[rank] = [each for each in made if isinstance(each, Collective)]
     return Simulation(world_size, returned, creations, collectives, judge(book.programs))
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Hide the variables of a launcher, and restore all variables afterwards."""
-    before = dict(os.environ)
-    for name in VARIABLES:
-        os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _job(
@@ -179,27 +223,9 @@ def _job(
     def create(
         name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
     ) -> RecordingGroup:
-        made = Creation(name, book.shared(ranks), backend, timeout, description)
-        book.steps.append(made)
+        made = Creation(name, ranks, backend, timeout, description)
+        book.create(made)
         return RecordingGroup(made, rank, book, name)
 
     book.begin(rank)
     return OtherWorld(make_world, everyone, backend, create)
-
-
-class _Everyone(Mapping[int, int]):
-    """Maps each rank of a world to itself."""
-
-    def __init__(self, world_size: int) -> None:
-        self._ranks = range(world_size)
-
-    def __getitem__(self, rank: int) -> int:
-        if rank not in self._ranks:
-            raise KeyError(rank)
-        return rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)

@@ -5,15 +5,15 @@ Dumps and simulations are judged by the same functions, which read no files.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import count
 from typing import Any, TypeVar
 
 import attrs
 
 from hypercomm.layout.text import format_ranks
-from hypercomm.tools.blame.calls import Call, Evidence, Group
+from hypercomm.tools.blame.calls import Call, Evidence
 
 _T = TypeVar("_T")
 
@@ -37,20 +37,11 @@ class Wait:
         """The call of the first rank."""
         return next(iter(self.calls.values()))
 
-
-@attrs.frozen(eq=False)
-class Difference:
-    """The first calls of a group, or of a channel, that do not fit together.
-
-    Attributes:
-        calls: The calls by rank; all have the same group and number.
-        odd: The ranks that differ from most; empty if there is no majority.
-        siblings: The ranks of sibling groups whose calls decided it.
-    """
-
-    calls: Mapping[int, Call]
-    odd: tuple[int, ...] = ()
-    siblings: tuple[int, ...] = ()
+    def to_dict(self) -> dict[str, Any]:
+        """Return the wait as a dict for JSON."""
+        call, known = self.call, {"waiting": sorted(self.calls), "absent": self.absent}
+        known |= {name: getattr(call, name) for name in ("op", "number", "where")}
+        return {"group": call.group.title, "members": call.group.ranks, **known}
 
 
 @attrs.frozen(eq=False)
@@ -82,9 +73,9 @@ def _majority(values: Iterable[_T]) -> _T | None:
 # ---- differences within one group ---------------------------------------------------------------
 
 
-def find_differences(evidence: Evidence) -> list[Difference]:
-    """Find the first difference of each group and of each channel."""
-    found = []
+def find_differences(evidence: Evidence) -> list[dict[int, Call]]:
+    """Return the first calls of each group and of each channel that differ, by rank."""
+    found: list[dict[int, Call]] = []
     for (group, channel), own in evidence.lanes.items():
         ends = own
         if channel.startswith("recv "):
@@ -95,34 +86,32 @@ def find_differences(evidence: Evidence) -> list[Difference]:
         for rank, calls in ends.items():
             for call in calls:
                 called.setdefault(call.number, {})[rank] = call
-        for _, here in sorted(called.items()):
-            if len({call.terms for call in here.values()}) > 1:
-                found.append(_decide(evidence, group, here))
-                break
+        in_order = (called[number] for number in sorted(called))
+        differing = (here for here in in_order if len({c.terms for c in here.values()}) > 1)
+        found += itertools.islice(differing, 1)
     return found
 
 
-def _decide(evidence: Evidence, group: Group, here: Mapping[int, Call]) -> Difference:
-    """Find the odd ranks by the majority of the group, else by that of its sibling groups."""
-    terms = [call.terms for call in here.values()]
+def _find_odd(evidence: Evidence, calls: Mapping[int, Call]) -> tuple[list[int], list[int]]:
+    """Return the ranks that differ from most, and the ranks of sibling groups that decided it."""
+    terms = [call.terms for call in calls.values()]
     usual, siblings = _majority(terms), []
     if usual is None:
-        siblings = [one for one in _sibling_calls(evidence, group, here) if one[1].terms in terms]
+        siblings = [one for one in _sibling_calls(evidence, calls) if one[1].terms in terms]
         usual = _majority([*terms, *(call.terms for _, call in siblings)])
-    odd = () if usual is None else tuple(r for r, call in here.items() if call.terms != usual)
-    return Difference(here, odd, tuple(sorted(r for r, call in siblings if call.terms == usual)))
+    odd = [] if usual is None else [r for r, call in calls.items() if call.terms != usual]
+    return odd, sorted(rank for rank, call in siblings if call.terms == usual)
 
 
-def _sibling_calls(
-    evidence: Evidence, group: Group, here: Mapping[int, Call]
-) -> Iterator[tuple[int, Call]]:
+def _sibling_calls(evidence: Evidence, calls: Mapping[int, Call]) -> Iterator[tuple[int, Call]]:
     """Yield the calls of the same number in the other groups over the same dims."""
-    like = next(iter(here.values()))
-    for (other, channel), by_rank in evidence.lanes.items():
-        is_sibling = other.title == group.title and set(group.ranks).isdisjoint(other.ranks)
+    like = next(iter(calls.values()))
+    members = {*like.group.ranks}
+    for (group, channel), by_rank in evidence.lanes.items():
+        is_sibling = group.title == like.group.title and not members & {*group.ranks}
         if is_sibling and channel == like.channel == "":
-            for rank, calls in by_rank.items():
-                yield from ((rank, call) for call in calls if call.number == like.number)
+            for rank, own in by_rank.items():
+                yield from ((rank, call) for call in own if call.number == like.number)
 
 
 # ---- waits --------------------------------------------------------------------------------------
@@ -191,7 +180,7 @@ def _waiting(graph: Any, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_deviations(
-    evidence: Evidence, waits: Iterable[Wait], differences: Iterable[Difference]
+    evidence: Evidence, waits: Iterable[Wait], differences: Iterable[Mapping[int, Call]]
 ) -> dict[int, Deviation]:
     """Find ranks that leave the common order of calls, and because of which a rank waits.
 
@@ -206,7 +195,7 @@ def find_deviations(
         waits: The calls that have not ended.
         differences: The calls that differ.
     """
-    troubles = [*waits, *(Wait(each.calls, tuple(each.calls)) for each in differences)]
+    troubles = [*waits, *(Wait(calls, tuple(calls)) for calls in differences)]
     for with_messages in (False, True):  # messages differ between the stages of a pipeline
         every = list(_compare_orders(evidence, with_messages))
         leaving = defaultdict(set)
@@ -244,7 +233,7 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
         classes.setdefault(frozenset(g.title for g in record.groups), {})[rank] = calls
     for by_rank in classes.values():
         following = _from_a_common_start(by_rank)
-        for place in count():
+        for place in itertools.count():
             here = {rank: own[place] for rank, own in following.items() if place < len(own)}
             keys = {rank: (call.group.title, call.op) for rank, call in here.items()}
             usual = _majority(keys.values())
@@ -305,7 +294,7 @@ class Verdict:
     Example:
         Rank 1 has not entered the second all_reduce.
 
-        >>> from hypercomm.tools.blame.calls import Record
+        >>> from hypercomm.tools.blame.calls import Group, Record
         >>> world = Group("0", (0, 1), "WORLD")
         >>> first = Call("all_reduce", world, number=1, order=0, state="finished")
         >>> second = Call("all_reduce", world, number=2, order=1, state="started")
@@ -339,21 +328,17 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as a dict for JSON."""
-        findings = [attrs.asdict(finding) for finding in self.findings]
-        for finding in findings:
-            finding["culprits"] = [self.evidence.describe(rank) for rank in finding["culprits"]]
-        waits = []
-        for each in self.waits:
-            known = {name: getattr(each.call, name) for name in ("op", "number", "where")}
-            group = {"group": each.call.group.title, "members": each.call.group.ranks}
-            waits.append({**group, **known, "waiting": sorted(each.calls), "absent": each.absent})
+        findings = []
+        for each in self.findings:
+            culprits = [self.evidence.describe(rank) for rank in each.culprits]
+            findings.append({**attrs.asdict(each), "culprits": culprits})
         return {
             "outcome": self.outcome,
             "verdict": str(self),
             "world_size": self.evidence.world_size,
             "no_dump": self.evidence.missing,
             "findings": findings,
-            "waits": waits,
+            "waits": [wait.to_dict() for wait in self.waits],
             "notes": list(self.evidence.unreadable.values()),
         }
 
@@ -373,13 +358,16 @@ class Verdict:
             own = [deviations[rank].own for rank in wait.calls if rank in deviations]
             if any(call.group.title == group.title for call in own):
                 self._explained.update(wait.absent)
-            calls = [next(iter(each.calls.values())) for each in differences]
-            if any(call.group == group and call.number <= wait.call.number for call in calls):
+            firsts = [next(iter(calls.values())) for calls in differences]
+            if any(call.group == group and call.number <= wait.call.number for call in firsts):
                 self._explained.update(wait.calls)
-        for each in differences:
-            if each.odd or not deviations.keys() & each.calls.keys():
-                yield self._difference(each)
-        for rank in sorted(deviations.keys() - {r for each in differences for r in each.odd}):
+        every_odd: set[int] = set()
+        for calls in differences:
+            odd, siblings = _find_odd(self.evidence, calls)
+            every_odd.update(odd)
+            if odd or not deviations.keys() & calls.keys():
+                yield self._difference(calls, odd, siblings)
+        for rank in sorted(deviations.keys() - every_odd):
             one = deviations[rank]
             after = f"right after {one.last}{one.last.at}" if one.last else "as its first call"
             says = (
@@ -388,24 +376,26 @@ class Verdict:
             )
             yield self._found("order", says, [rank], [rank])
 
-    def _difference(self, each: Difference) -> Finding:
-        first = next(iter(each.odd or each.calls))
-        one = each.calls[first]
-        others = [rank for rank, call in each.calls.items() if call.terms != one.terms]
-        other = each.calls[others[0]]
+    def _difference(
+        self, calls: Mapping[int, Call], odd: list[int], siblings: list[int]
+    ) -> Finding:
+        first = next(iter(odd or calls))
+        one = calls[first]
+        others = [rank for rank, call in calls.items() if call.terms != one.terms]
+        other = calls[others[0]]
         says = (
             f"{self.evidence.name(first)} calls {one}{one.tensors}{one.at}, but "
             f"{_ranks(others, 'calls', 'call')} {other.op}{other.tensors}{other.at}"
         )
-        if each.siblings:
-            says += f"; so do {_ranks(each.siblings)} in the other {one.group.title} groups"
-        if not each.odd:
+        if siblings:
+            says += f"; so do {_ranks(siblings)} in the other {one.group.title} groups"
+        if not odd:
             says += "; the dumps do not show which is intended"
         kinds = zip(("order", "shape", "dtype"), one.terms, other.terms, strict=True)
         kind = next(kind for kind, mine, theirs in kinds if mine != theirs)
         if kind == "order":
-            self._explained.update(each.odd or each.calls)
-        return self._found(kind, says, each.calls, each.odd)
+            self._explained.update(odd or calls)
+        return self._found(kind, says, calls, odd)
 
     def _ends(self) -> Iterator[Finding]:
         """Yield the ranks, or circles of ranks, at which the waiting of others ends."""
@@ -456,15 +446,18 @@ class Verdict:
 
     def _unknowns(self) -> Iterator[Finding]:
         """Yield what may be wrong where nothing else is found."""
+        missing = self.evidence.missing
         if self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
-            says = f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank "
-            says += "is known to be missing: check the network and the devices"
+            says = (
+                f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank is "
+                f"known to be missing: check the network and the devices"
+            )
             yield self._found("stuck", says, wait.calls)
-        elif self.evidence.missing:
-            says = f"{_ranks(self.evidence.missing, 'has', 'have')} no dump that can be read; the "
-            says += "calls of the others agree and have ended"
-            yield self._found("no dump", says, self.evidence.missing)
+        elif missing:
+            says = f"{_ranks(missing, 'has', 'have')} no dump that can be read; "
+            says += "the calls of the others agree and have ended"
+            yield self._found("no dump", says, missing)
 
 
 def _ranks(ranks: Iterable[int], one: str = "", many: str = "") -> str:

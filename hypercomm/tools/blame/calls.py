@@ -12,11 +12,8 @@ import attrs
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords, format_ranks, some_of
 
-WORLD = "WORLD"
-"""The title of the group of all ranks."""
-
-FROM_ANYBODY = "recv anybody"
-"""The channel of receives without a source."""
+WORLD = "WORLD"  # the title of the group of all ranks
+FROM_ANYBODY = "recv anybody"  # the channel of receives without a source
 
 
 @attrs.frozen(cache_hash=True)
@@ -87,8 +84,8 @@ class Call:
         return f" with {some_of(self.shapes, 2)} {dtypes}" if self.shapes else ""
 
 
+# A group and a channel: calls of one lane are numbered together.
 Lane = tuple[Group, str]
-"""A group and a channel: calls of one lane are numbered together."""
 
 
 @attrs.define(eq=False)

@@ -43,17 +43,13 @@ def _show(verdict: Verdict) -> None:
         out.print(f"[{_COLOURS[verdict.outcome]}]{escape(line)}[/]", soft_wrap=True)
     rows = table("group", "ranks", "call", "waiting in it", "not entered by")
     for wait in verdict.waits[:_MOST_ROWS]:
-        rows.add_row(
-            escape(wait.call.group.title),
-            format_ranks(wait.call.group.ranks),
-            escape(f"{wait.call.op} {wait.call.number}"),
-            format_ranks(sorted(wait.calls)),
-            format_ranks(wait.absent) or "-",
-        )
+        group, call = wait.call.group, f"{wait.call.op} {wait.call.number}"
+        waiting, absent = format_ranks(sorted(wait.calls)), format_ranks(wait.absent) or "-"
+        rows.add_row(escape(group.title), format_ranks(group.ranks), escape(call), waiting, absent)
     if verdict.waits:
         out.print(rows)
-    left = len(verdict.waits) - _MOST_ROWS
-    notes = [f"and {left} more; --json has all of them"] if left > 0 else []
-    notes += [f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks"]
-    for note in [*notes, *(f"note: {note}" for note in evidence.unreadable.values())]:
-        out.print(note, markup=False, soft_wrap=True)
+    if len(verdict.waits) > _MOST_ROWS:
+        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json has all of them")
+    out.print(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks")
+    for note in evidence.unreadable.values():
+        out.print(f"note: {note}", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Reads a folder of dumps in the form of torch's flight recorder, which `grid.watch` writes too.
 
-A dump is data from elsewhere. A pickle is decoded to numbers, texts, lists and dicts only, and
-the type and size of each number and text is checked before it is used.
+A dump is data from elsewhere. A pickle of anything but plain values is not read, and the type of
+each number and text is checked before it is used.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from hypercomm.errors import DumpError, WorldSizeError
+from hypercomm.errors import ToolError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks, shown
 from hypercomm.tools.blame.calls import FROM_ANYBODY, WORLD, Call, Evidence, Group, Record
 
-_MOST_BYTES = 64 * 2**20
-_MOST_CHARACTERS = 4096
-_MOST_RANKS = 2**20
-_MOST_ENTRIES, _MOST_FRAMES, _MOST_TENSORS, _MOST_DIMS = 200_000, 200, 8, 64
+_MOST_BYTES, _MOST_CHARACTERS, _MOST_TENSORS = 64 * 2**20, 4096, 8
 
-_RANK = re.compile(r"(?<![\d.])(\d{1,7})(?:\.(?:json|pkl|pickle))?$")
-"""The rank in the name of a file; "core.1" is not a dump."""
+# The rank in the name of a file; "core.1" is not a dump.
+_RANK = re.compile(r"(?<![\d.])(\d{1,6})(?:\.(?:json|pkl|pickle))?$")
 
 
 def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None) -> Evidence:
@@ -40,7 +37,7 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         layout: The layout of the job, which replaces those in the dumps.
 
     Raises:
-        DumpError: The folder cannot be read, holds no dump, two of one rank, or those of two jobs.
+        ToolError: The folder cannot be read, holds no dump, two of one rank, or those of two jobs.
         WorldSizeError: The layout has other ranks than the job.
 
     Example:
@@ -56,35 +53,33 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
     try:
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise DumpError(
-            f"cannot read the folder {shown(str(folder))}: {why}; give the folder that the ranks "
+        raise ToolError(
+            f"cannot read the folder {shown(str(folder))}: {error}; give the folder that the ranks "
             f"wrote their dumps to"
         ) from None
     records: dict[int, Record] = {}
     unreadable: dict[int, str] = {}
     for file in files:
-        match, name = _RANK.search(file.name), _printable(file.name)
-        if match is None or int(match[1]) >= _MOST_RANKS:
+        match = _RANK.search(file.name)
+        if match is None:
             continue
-        rank = int(match[1])
+        record = Record(int(match[1]), file=_printable(file.name))
         try:
-            record = _read_file(file, rank, layout)
+            _read_dump(record, _fields_of(file), layout)
         except Exception as error:  # noqa: BLE001 - whatever a file holds, the others are judged
             why = _printable(f"{type(error).__name__}: {error}"[:200])
-            unreadable[rank] = f"{name} cannot be read as a dump: {why}"
+            unreadable[record.rank] = f"{record.file} cannot be read as a dump: {why}"
             continue
-        if rank in records:
-            raise DumpError(
-                f"rank {rank} has two dumps, {records[rank].file} and {name}; keep one of them"
-            )
-        records[rank] = record
+        if record.rank in records:
+            both = f"{records[record.rank].file} and {record.file}"
+            raise ToolError(f"rank {record.rank} has two dumps, {both}; keep one of them")
+        records[record.rank] = record
     if not records:
-        what = [f"{len(files)} files, none of them a dump" if files else "empty"]
-        raise DumpError(
-            f"the folder {shown(str(folder))} is {': '.join([*what, *unreadable.values()][:2])}; "
-            f"dumps come from grid.watch() or torch's flight recorder, and their names end with "
-            f"the rank: hypercomm_watch_3.json, nccl_trace_rank_3"
+        what = next(iter(unreadable.values()), f"{len(files)} files, none of them a dump")
+        raise ToolError(
+            f"the folder {shown(str(folder))} has {what}; dumps come from grid.watch() or torch's "
+            f"flight recorder, and their names end with the rank: hypercomm_watch_3.json, "
+            f"nccl_trace_rank_3"
         )
     records = dict(sorted(records.items()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}
@@ -101,7 +96,7 @@ def _world_size(
     worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
     if len(worlds) > 1:
         files = " and ".join(sorted(worlds.values())[:2])
-        raise DumpError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
+        raise ToolError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
     known = max([*records, *unreadable]) + 1
     size = len(next(iter(worlds), ())) or (known if layout is None else layout.size)
     if layout is not None and (layout.size != size or known > size):
@@ -112,58 +107,22 @@ def _world_size(
     return size
 
 
-def _read_file(file: Path, rank: int, layout: RankLayout | None) -> Record:
+# ---- decoding and checking ----------------------------------------------------------------------
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle that holds plain values; code in it is not run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not a plain value")
+
+
+def _fields_of(file: Path) -> Any:
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
     content = file.read_bytes()
     is_json = content.lstrip()[:1] in {b"{", b"["}
-    fields: Any = json.loads(content) if is_json else unpickle(content)
-    record = Record(rank, file=_printable(file.name))
-    _read_dump(record, fields, layout)
-    return record
-
-
-# ---- decoding -----------------------------------------------------------------------------------
-
-
-def _load_tuple(size: int) -> Any:
-    def load(self: Any) -> None:
-        self.stack[-size:] = [self.stack[-size:]]
-
-    return load
-
-
-class _PlainUnpickler(pickle._Unpickler):
-    """Builds plain containers only; tuples become lists, which cannot be keys that are hashed."""
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: pickle._Unpickler.dispatch[code]
-        for code in b"\x80\x95\x94\x88\x89\x8a\x8c\x8d(.])}NJKMGXtaesuhjqr"
-    }
-    dispatch[ord("t")] = pickle._Unpickler.dispatch[ord("l")]
-    dispatch[ord(")")] = dispatch[ord("]")]
-    dispatch.update({code: _load_tuple(size) for size, code in enumerate(b"\x85\x86\x87", 1)})
-
-
-def unpickle(content: bytes) -> object:
-    """Read a pickle that holds plain values; code in it is not run.
-
-    Raises:
-        KeyError: It has an operation that makes something else, such as an object.
-        pickle.UnpicklingError, EOFError, ValueError: It is cut off or broken.
-
-    Example:
-        >>> import os, pickle
-        >>> unpickle(pickle.dumps({"version": "2.10"}))
-        {'version': '2.10'}
-        >>> unpickle(pickle.dumps(os.getcwd))
-        Traceback (most recent call last):
-        KeyError: 147
-    """
-    return _PlainUnpickler(io.BytesIO(content)).load()
-
-
-# ---- checking -----------------------------------------------------------------------------------
+    return json.loads(content) if is_json else _PlainUnpickler(io.BytesIO(content)).load()
 
 
 def _integer(value: object) -> int:
@@ -185,27 +144,19 @@ def _printable(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _ranks(text: str) -> tuple[int, ...]:
-    ranks = tuple(map(_integer, json.loads(text)))
-    if any(not 0 <= rank < _MOST_RANKS for rank in ranks):
-        raise ValueError(f"a rank is not in 0..{_MOST_RANKS - 1}")
-    return ranks
+    return tuple(map(_integer, json.loads(text)))
 
 
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(_integer, shape[:_MOST_DIMS])) for shape in value[:_MOST_TENSORS])
+    return tuple(tuple(map(_integer, shape)) for shape in value[:_MOST_TENSORS])
 
 
 def _places(frames: Any) -> Iterator[str]:
     """Yield the frames outside torch, hypercomm and Python's library, innermost first."""
-    for one in frames[:_MOST_FRAMES]:
+    for one in frames:
         file, line, name = _text(one["filename"]), _integer(one["line"]), _text(one["name"])
-        if not _is_library(file):
+        if not _LIBRARY.search(file):
             yield f"{file}:{line} in {name}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
-    return _LIBRARY.search(file) is not None
 
 
 # ---- the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components ---------------
@@ -218,9 +169,9 @@ OPS = {
     "reduce_scatter_single": "reduce_scatter_tensor",
     "all_reduce_barrier": "barrier",
 }
+# Ops whose first tensors have the same size on every rank; those of other ops may be uneven.
 _ONE_SHAPE = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "send", "recv"}
 _ONE_SHAPE |= {"reduce_scatter_tensor"}
-"""Ops whose first tensors have the same size on every rank; those of other ops may be uneven."""
 
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
 _LIBRARY = re.compile(
@@ -232,10 +183,10 @@ _LIBRARY = re.compile(
 
 
 def _read_dump(record: Record, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
-    entries, process = fields["entries"][:_MOST_ENTRIES], fields.get("hypercomm")
+    entries, process = fields["entries"], fields.get("hypercomm")
     if process is not None:  # what `grid.watch` adds
         record.host, record.why = _text(process["host"]), _text(process["why"])
-        record.place = tuple(_places(process["stacks"].get("MainThread", [])))
+        record.place = tuple(_places(process["stack"]))
         record.layout = RankLayout(**process["layouts"][""])
     groups: dict[str, Group] = {}
     for config in fields["pg_config"].values():
@@ -245,11 +196,8 @@ def _read_dump(record: Record, fields: Mapping[str, Any], layout: RankLayout | N
         groups[name] = Group(name, ranks, title)
     record.groups = groups.values()
     record.is_whole = process is not None or not entries or entries[0]["record_id"] == 0
-    batches = {
-        (entry["pg_id"], entry["p2p_seq_id"]): entry["state"]
-        for entry in entries
-        if _text(entry["profiling_name"]).endswith(":coalesced")
-    }
+    whole = [one for one in entries if one["profiling_name"].endswith(":coalesced")]
+    batches = {(one["pg_id"], one["p2p_seq_id"]): one["state"] for one in whole}
     for entry in entries:
         call = _read_call(entry, groups[_text(entry["process_group"][0])], batches)
         if call is not None:
@@ -274,7 +222,7 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
 def _read_call(entry: Mapping[str, Any], group: Group, batches: Mapping[Any, str]) -> Call | None:
     """Return the call of an entry; None for a batch of messages, whose messages are entries too."""
     op = _text(entry["profiling_name"]).partition(":")[2]
-    message, state = _MESSAGE.search(op), entry["state"]
+    message, state = _MESSAGE.search(op), _text(entry["state"])
     if op == "coalesced" or (message is not None and not entry["is_p2p"]):
         return None
     op = OPS.get(op, op)

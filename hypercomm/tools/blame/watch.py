@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import hypercomm
-from hypercomm.errors import WatchError
+from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import job
@@ -47,14 +47,11 @@ __all__ = ["Watch"]
 logger = logging.getLogger(__name__)
 
 _MOST_CHARACTERS, _MOST_TENSORS = 120, 8
-_KEPT = 500
-"""The number of calls that are kept, of all groups together."""
+_KEPT = 500  # calls, of all groups together
+_MOST_PENDING = 1000  # gloo never reports the end of a message that is not awaited
 
-_MOST_PENDING = 1000
-"""Calls that are polled for their end; gloo never reports the end of an unawaited message."""
-
+# Names of the flight recorder that differ from those of torch.distributed.
 _NAMES = {op: name for name, op in OPS.items() if name.startswith("_")}
-"""Names of the flight recorder that differ from those of torch.distributed."""
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
@@ -87,7 +84,7 @@ class Watch:
         file: The file that is written.
 
     Raises:
-        WatchError: The seconds or the folder cannot be used, or this process has a watch.
+        ToolError: The seconds or the folder cannot be used, or this process has a watch.
         NotInitializedError: torch.distributed is not initialised.
     """
 
@@ -101,24 +98,19 @@ class Watch:
         pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
     ) -> None:
         if not 0 < seconds <= 1e6:
-            raise WatchError(
-                f"seconds must be above 0 and at most 1e6, got {shown(seconds)}; try 60"
-            )
+            raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = job.current().rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         if Watch._current is not None:
-            file = Watch._current.file
-            raise WatchError(f"this process has a watch, which writes {file}; stop() it first")
+            known = Watch._current.file
+            raise ToolError(f"this process has a watch, which writes {known}; stop() it first")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text("")  # instead of the record of an earlier job
             self.file.unlink()
         except OSError as error:
-            raise WatchError(
-                f"cannot write to the folder {shown(str(folder))}: {error.strerror}; give one "
-                f"that this process may write to"
-            ) from None
+            raise ToolError(f"cannot write to the folder {shown(str(folder))}: {error}") from None
         self._groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
         self._entries: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
@@ -246,7 +238,7 @@ class Watch:
         for group in filter(None, [dist.group.WORLD, *self._pgs().values()]):
             with contextlib.suppress(KeyError, ValueError, RuntimeError):  # destroyed by its user
                 groups.setdefault(group, _Group(group))
-        frames = sys._current_frames()
+        stack = sys._current_frames()[threading.main_thread().ident or 0]
         return {
             "version": "2.10",
             "pg_config": {
@@ -259,11 +251,7 @@ class Watch:
                 "why": why,
                 "layouts": {name: layout.to_dict() for name, layout in self._layouts.items()},
                 "counts": {one.name: one.counts for one in groups.values()},
-                "stacks": {
-                    thread.name: _stack(frames[thread.ident])
-                    for thread in threading.enumerate()
-                    if thread.ident in frames
-                },
+                "stack": [_frame(each.f_code, line) for each, line in traceback.walk_stack(stack)],
             },
         }
 
@@ -293,7 +281,3 @@ def _caller(frame: Any) -> dict[str, Any]:
 
 def _frame(code: Any, line: int) -> dict[str, Any]:
     return {"name": code.co_name, "filename": code.co_filename, "line": line}
-
-
-def _stack(frame: Any) -> list[dict[str, Any]]:
-    return [_frame(each.f_code, line) for each, line in traceback.walk_stack(frame)]

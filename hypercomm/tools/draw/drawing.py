@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hypercomm.errors import DrawingError, FileKeptError, LayoutError, MissingPackageError
+from hypercomm.errors import LayoutError, MissingPackageError
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.checks import as_tuple, as_world_size
 from hypercomm.layout.difference import LayoutDifference
@@ -103,8 +103,7 @@ class Drawing:
             force: Whether to replace a file that exists.
 
         Raises:
-            DrawingError: The ending is neither of these, or the file cannot be written.
-            FileKeptError: The file exists (a FileExistsError).
+            LayoutError: The ending is neither of these, or the file exists or cannot be written.
             MissingPackageError: As for `png`.
 
         Example:
@@ -117,16 +116,16 @@ class Drawing:
         """
         file, name = Path(path), shown(os.fspath(path))
         if file.suffix.lower() not in {".svg", ".png"}:
-            raise DrawingError(f"{name} must end in .svg or .png")
+            raise LayoutError(f"{name} must end in .svg or .png")
         content = self.png() if file.suffix.lower() == ".png" else self.svg().encode()
         try:
             with file.open("wb" if force else "xb") as target:
                 target.write(content)
         except FileExistsError as error:
             advice = "force=True (--force) replaces it"
-            raise FileKeptError(f"{name} exists, and is kept; {advice}") from error
+            raise LayoutError(f"{name} exists, and is kept; {advice}") from error
         except (OSError, ValueError) as error:
-            raise DrawingError(f"{name} cannot be written: {error}") from error
+            raise LayoutError(f"{name} cannot be written: {error}") from error
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of
@@ -169,8 +168,7 @@ def draw(
     Raises:
         UnknownDimError: A dim is not one of the layout's.
         LayoutError: `what` is something else, has ranks above 2**24, or is a change or a mapping
-            and has `groups`.
-        TopologyError: `on` cannot be read, or holds fewer ranks.
+            and has `groups`; or `on` cannot be read, or holds fewer ranks.
 
     Example:
         >>> import hypercomm

@@ -10,7 +10,7 @@ import click
 from hypercomm.cli import options
 from hypercomm.cli.printing import print_json
 from hypercomm.cli.printing import write as write_text
-from hypercomm.errors import FileKeptError, NotationError
+from hypercomm.errors import LayoutError
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import place
 
@@ -71,8 +71,8 @@ def place_command(
 
 def _save(text: str, path: str, force: bool) -> None:
     if Path(path).exists() and not force:
-        raise FileKeptError(f"{path} exists, and is kept; --force replaces it")
+        raise LayoutError(f"{path} exists, and is kept; --force replaces it")
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise NotationError(f"{path} cannot be written: {error.strerror}") from error
+        raise LayoutError(f"{path} cannot be written: {error.strerror}") from error

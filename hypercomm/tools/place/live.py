@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hypercomm.errors import LaunchError, NotationError, NotInitializedError
+from hypercomm.errors import LaunchError, LayoutError, NotInitializedError
 from hypercomm.tools.place.reading import place_of, tier
 from hypercomm.tools.place.topology import Level, Topology
 
@@ -119,20 +119,22 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         and None on the other ranks, which print nothing.
 
     Raises:
-        NotationError: "live" is combined with other values.
+        LayoutError: "live" is combined with other values.
         LaunchError: This process is not a rank of a job, or its environment is inconsistent.
     """
     if "live" not in on:
         return on
     if len(on) > 1:
-        raise NotationError("--on live cannot be combined with other --on values")
+        raise LayoutError("--on live cannot be combined with other --on values")
     from hypercomm.cli.printing import quiet
     from hypercomm.launch import join
-    from hypercomm.launchers import find_job, none_found
+    from hypercomm.launchers import find_job
 
     if find_job(os.environ) is None:
-        advice = "--on live needs a job: use srun, mpirun or torchrun --no-python"
-        raise LaunchError(none_found(advice))
+        raise LaunchError(
+            "no launcher was found, and --on live needs a job: use srun, mpirun or torchrun "
+            "--no-python"
+        )
     with quiet(), join(backend="gloo") as job:
         found = live_topology()
     return None if job.rank else found

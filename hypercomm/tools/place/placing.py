@@ -204,7 +204,7 @@ class Placed:
         """Return how the groups are spread over one level.
 
         Raises:
-            TopologyError: There is no such level.
+            LayoutError: There is no such level.
         """
         self.topology.level(level)
         return tuple(spread for spread in self.spreads if spread.level == level)
@@ -213,8 +213,8 @@ class Placed:
         """Return how the groups over some dims are spread over one level.
 
         Raises:
-            LayoutError: These groups are not in the report; pass them as `groups` to `place`.
-            TopologyError: There is no such level.
+            LayoutError: There is no such level, or these groups are not in the report; pass them
+                as `groups` to `place`.
         """
         wanted = self.layout.order_dims(dims)
         found = [spread for spread in self.on(level) if spread.dims == wanted]
@@ -241,7 +241,7 @@ class Placed:
         A slot is a processor core, not a GPU; a rank takes the GPU of its number on its host.
 
         Raises:
-            TopologyError: The machine has no hosts.
+            LayoutError: The machine has no hosts.
 
         Example:
             >>> from hypercomm import place
@@ -391,8 +391,8 @@ def place(
         The report; `print` shows it.
 
     Raises:
-        LayoutError: An argument cannot be read or names an unknown dim or level.
-        TopologyError: The machine cannot be read, or has fewer GPUs than the layout has ranks.
+        LayoutError: An argument or the machine cannot be read, a dim or level is unknown, or the
+            machine has fewer GPUs than the layout has ranks.
         WorldSizeError: The omitted size does not fit the machine.
 
     Example:

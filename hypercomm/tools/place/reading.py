@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.errors import LayoutError, MissingPackageError
 from hypercomm.layout.checks import check_choice
 from hypercomm.layout.text import counted, plural, shown
 from hypercomm.tools.place.topology import Level, Topology
@@ -85,7 +85,7 @@ def read_topology(
         The known levels, innermost first.
 
     Raises:
-        TopologyError: A source cannot be read or lacks a host, or the machine has fewer GPUs than
+        LayoutError: A source cannot be read or lacks a host, or the machine has fewer GPUs than
             ranks. The message names the file and line.
         MissingPackageError: A node list needs python-hostlist, or a YAML file needs pyyaml.
 
@@ -104,7 +104,7 @@ def read_topology(
         return topology
     if world_size > topology.world_size:
         gpus = counted(topology.world_size, "GPU")
-        raise TopologyError(f"{world_size:,} ranks need more than {gpus}")
+        raise LayoutError(f"{world_size:,} ranks need more than {gpus}")
     return topology.select(range(world_size))
 
 
@@ -112,7 +112,7 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
     """Return the whole machine that `on` describes.
 
     Raises:
-        TopologyError: As for `read_topology`; with the message `unknown` if `world_size` is None
+        LayoutError: As for `read_topology`; with the message `unknown` if `world_size` is None
             and no source names hosts.
     """
     if isinstance(on, Topology):
@@ -132,11 +132,11 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
             for name, unit_of in source.levels.items():
                 missing = [host for host in slots if host not in unit_of]
                 if missing:
-                    raise TopologyError(f"{source.source} has no {name} for {missing[0]!r}")
+                    raise LayoutError(f"{source.source} has no {name} for {missing[0]!r}")
                 levels.setdefault(name, Level.of(name, [unit_of[host] for host in hosts]))
         world_size = len(hosts)
     elif world_size is None:
-        raise TopologyError(unknown)
+        raise LayoutError(unknown)
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
@@ -153,7 +153,7 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     sizes = {name: found[name] for name in sorted(found, key=place_of)}
     for (inner, small), (outer, large) in pairwise(sizes.items()):
         if large % small or large == small:
-            raise TopologyError(
+            raise LayoutError(
                 f"a {outer} of {counted(large, 'GPU')} does not hold whole {plural(inner)} of "
                 f"{small}; {max(large // small, 2) * small} GPUs would work"
             )
@@ -171,7 +171,7 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         per_host, rest = divmod(left, len(unknown))
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
-            raise TopologyError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
+            raise LayoutError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
     _check_gpus(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
     return slots
@@ -203,7 +203,7 @@ def place_of(level: str) -> int:
 def _check_gpus(count: object, what: str) -> None:
     is_number = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
     if not is_number or not 1 <= count <= MOST_GPUS:  # type: ignore[operator]
-        raise TopologyError(f"{what} must be from 1 to {MOST_GPUS:,}, got {shown(count)}")
+        raise LayoutError(f"{what} must be from 1 to {MOST_GPUS:,}, got {shown(count)}")
 
 
 # ---- one source ---------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def _read(on: object) -> _Found:
     if isinstance(on, Mapping):
         return _of_content(on, "on")
     if not isinstance(on, (str, os.PathLike)):
-        raise TopologyError(f"on (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
+        raise LayoutError(f"on (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
     text = os.fspath(on)
     if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
         found = _read_file(text)
@@ -225,9 +225,9 @@ def _read(on: object) -> _Found:
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
         found = _Found(f"the node list {shown(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
-        raise TopologyError(f"{shown(text)} is not a file; on (--on) must be {_KINDS}")
+        raise LayoutError(f"{shown(text)} is not a file; on (--on) must be {_KINDS}")
     if not found.slots:
-        raise TopologyError(f"{found.source} names no host")
+        raise LayoutError(f"{found.source} names no host")
     return found
 
 
@@ -239,9 +239,9 @@ def _read_sizes(text: str) -> _Found:
         if not equals and position < len(_LEVELS):
             name = _LEVELS[position]
         if not name or name in sizes or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise TopologyError(f"{shown(part)} cannot be read; write '8,72' or 'host=8,domain=72'")
+            raise LayoutError(f"{shown(part)} cannot be read; write '8,72' or 'host=8,domain=72'")
         if place_of(name) == place_of(""):
-            check_choice(f"the level in on={shown(text)}", name, _LEVELS, TopologyError)
+            check_choice(f"the level in on={shown(text)}", name, _LEVELS, LayoutError)
         sizes[name] = int(number)
         _check_gpus(sizes[name], f"the size in {shown(part)}")
     return _Found(f"on={shown(text)}", sizes=sizes)
@@ -250,10 +250,10 @@ def _read_sizes(text: str) -> _Found:
 def _read_file(path: str) -> _Found:
     try:
         if Path(path).stat().st_size > _LARGEST_FILE:
-            raise TopologyError(f"{path} has more than {_LARGEST_FILE:,} bytes")
+            raise LayoutError(f"{path} has more than {_LARGEST_FILE:,} bytes")
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise TopologyError(f"{path} cannot be read: {error}") from error
+        raise LayoutError(f"{path} cannot be read: {error}") from error
     if Path(path).suffix.lower() in {".yaml", ".yml"}:
         return _read_yaml(text, path)
     if re.search(r"(?im)^[ \t]*(switchname|blockname|blocksizes)[ \t]*=", text):
@@ -267,7 +267,7 @@ def _of_content(content: Any, source: str) -> _Found:
         return _of_topologies(content, source)
     pairs = content.items() if isinstance(content, Mapping) else []
     if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
-        raise TopologyError(f"{source} must map the name of each host to the name of its switch")
+        raise LayoutError(f"{source} must map the name of each host to the name of its switch")
     return _Found(source, dict.fromkeys(content), {"leaf": content})
 
 
@@ -291,7 +291,7 @@ def _read_hostfile(text: str, source: str) -> _Found:
         is_count = all(re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", one) for one in counts)
         if host in slots or not known or not is_count or len(counts) > 1:
             text = f"{source}, line {number} has {shown(line.strip())}"
-            raise TopologyError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
+            raise LayoutError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
         slots[host] = int(counts[0]) if counts else None
     return _Found(source, slots)
 
@@ -302,16 +302,16 @@ def _expand_hosts(text: str, where: str = "") -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
         hosts += _expand_brackets(part.strip(), where)
         if len(hosts) > _MOST_HOSTS:
-            raise TopologyError(f"{where}{shown(text)} names more than {_MOST_HOSTS:,} hosts")
+            raise LayoutError(f"{where}{shown(text)} names more than {_MOST_HOSTS:,} hosts")
     if len({*hosts}) < len(hosts):
-        raise TopologyError(f"{where}{shown(text)} names a host twice")
+        raise LayoutError(f"{where}{shown(text)} names a host twice")
     return hosts
 
 
 def _expand_brackets(part: str, where: str) -> list[str]:
     """Return the hosts of one name with brackets."""
     if re.search(r"\s|\[[^\[\]]*[0-9]{10}", part):
-        raise TopologyError(f"{where}{shown(part)} has a space, or a number of more than 9 digits")
+        raise LayoutError(f"{where}{shown(part)} has a space, or a number of more than 9 digits")
     if not re.search(r"[\[\]]", part):
         return [part]
     try:
@@ -321,7 +321,7 @@ def _expand_brackets(part: str, where: str) -> list[str]:
     try:
         return list(hostlist.expand_hostlist(part, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError) as error:
-        raise TopologyError(f"{where}{shown(part)} is no node list: {error}") from error
+        raise LayoutError(f"{where}{shown(part)} is no node list: {error}") from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
@@ -339,7 +339,7 @@ def _read_conf(text: str, source: str) -> _Found:
         where = f"{source}, line {number}"
         given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
         if _FIELD.sub("", line).strip() or not {*given} <= {*_FIELDS}:
-            raise TopologyError(f"{where} has {shown(line)}; see topology.conf(5) for the fields")
+            raise LayoutError(f"{where} has {shown(line)}; see topology.conf(5) for the fields")
         if "level" in given and "switches" in given:  # scontrol repeats the hosts of the children
             given.pop("nodes", None)
         if {"switchname", "blockname"} & {*given}:
@@ -371,14 +371,12 @@ def _read_yaml(text: str, source: str) -> _Found:
             # Nested aliases make a value of gigabytes from a kilobyte of text, and the time to read
             # nested lists grows with the square of their depth.
             if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
-                raise TopologyError(
-                    f"{source} has a YAML alias, or more than {_MOST_LEVELS} levels"
-                )
+                raise LayoutError(f"{source} has a YAML alias, or more than {_MOST_LEVELS} levels")
         # A BaseLoader makes texts, lists and dicts only.
         content = yaml.load(text, yaml.BaseLoader)  # noqa: S506
     except (yaml.YAMLError, RecursionError) as error:
         text = " ".join(str(error).split())
-        raise TopologyError(f"{source} is not valid YAML: {text}") from error
+        raise LayoutError(f"{source} is not valid YAML: {text}") from error
     return _of_content(content, source)
 
 
@@ -388,11 +386,11 @@ def _of_topologies(content: list[Any], source: str) -> _Found:
         default = [one for one in content if one.get("cluster_default", "").lower() == "true"]
         if len(content) > 1 and len(default) != 1:
             text = f"{source} has {len(content)} topologies, {len(default)} with cluster_default"
-            raise TopologyError(f"{text}; write cluster_default: true in one of them")
+            raise LayoutError(f"{text}; write cluster_default: true in one of them")
         units = _units_of_topology((default or content)[0], source)
         if units:
             return _of_units(units, source)
-    raise TopologyError(f"{source} has no tree or blocks in its default topology")
+    raise LayoutError(f"{source} has no tree or blocks in its default topology")
 
 
 def _units_of_topology(topology: Mapping[str, Any], source: str) -> list[tuple[str, _Names]]:
@@ -416,14 +414,14 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         kind, unit_of = ("switch", leaf_of) if "switchname" in given else ("block", block_of)
         name = given[f"{kind}name"]
         if (kind, name) in defined:
-            raise TopologyError(f"{where} defines {kind} {shown(name)} again")
+            raise LayoutError(f"{where} defines {kind} {shown(name)} again")
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
-                raise TopologyError(f"{where} has host {host!r}, which another unit has already")
+                raise LayoutError(f"{where} has host {host!r}, which another unit has already")
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
-                raise TopologyError(f"{where} has {child!r}: not another switch, or below two")
+                raise LayoutError(f"{where} has {child!r}: not another switch, or below two")
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch that is shorter than others repeats its highest switch.
     switch_of: list[_Names] = [{}, leaf_of]
@@ -431,6 +429,6 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         above = {host: parent.get(switch, switch) for host, switch in switch_of[-1].items()}
         switch_of.append(above)
         if len(switch_of) > _MOST_LEVELS:
-            raise TopologyError(f"{source}: switches form a cycle, or {_MOST_LEVELS} levels")
+            raise LayoutError(f"{source}: switches form a cycle, or {_MOST_LEVELS} levels")
     levels |= {tier(number): found for number, found in enumerate(switch_of[1:-1])}
     return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)

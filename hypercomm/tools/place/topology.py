@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import TopologyError
+from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import aligned, counted, did_you_mean, shown
 
@@ -32,7 +32,7 @@ class Level:
         names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
 
     Raises:
-        TopologyError: A unit has no name, or a name holds characters that cannot be printed.
+        LayoutError: A unit has no name, or a name holds characters that cannot be printed.
 
     Example:
         >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
@@ -51,10 +51,10 @@ class Level:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
         if len(self._names) not in {0, self.units}:
-            raise TopologyError(f"level {self.name!r} needs a name for each of its units")
+            raise LayoutError(f"level {self.name!r} needs a name for each of its units")
         for name in (self.name, *self._names):
             if not name or not name.isprintable():
-                raise TopologyError(f"the name {shown(name)} is empty or cannot be printed")
+                raise LayoutError(f"the name {shown(name)} is empty or cannot be printed")
 
     @classmethod
     def of(cls, name: str, units: Sequence[Hashable]) -> Level:
@@ -100,7 +100,7 @@ class Topology:
         levels: For example host, domain, leaf, spine. Each covers the same ranks.
 
     Raises:
-        TopologyError: There are no levels, two have the same name, or they cover different numbers
+        LayoutError: There are no levels, two have the same name, or they cover different numbers
             of ranks.
 
     Example:
@@ -121,7 +121,7 @@ class Topology:
         object.__setattr__(self, "levels", tuple(self.levels))
         sizes = {level.name: level.of_rank.size for level in self.levels}
         if len(sizes) < max(len(self.levels), 1) or len({*sizes.values()}) > 1:
-            raise TopologyError(f"levels need distinct names and the same ranks, got {sizes}")
+            raise LayoutError(f"levels need distinct names and the same ranks, got {sizes}")
 
     @property
     def world_size(self) -> int:
@@ -137,7 +137,7 @@ class Topology:
         """Return the level with the given name.
 
         Raises:
-            TopologyError: There is no such level; the message lists the levels.
+            LayoutError: There is no such level; the message lists the levels.
 
         Example:
             >>> from hypercomm.tools.place import read_topology
@@ -147,7 +147,7 @@ class Topology:
         for level in self.levels:
             if level.name == name:
                 return level
-        raise TopologyError(
+        raise LayoutError(
             f"unknown level {shown(name)}; this topology has {list(self.names)}"
             f"{did_you_mean(name, self.names)}"
         )

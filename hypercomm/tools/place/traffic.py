@@ -8,7 +8,7 @@ from typing import Literal
 
 import attrs
 
-from hypercomm.errors import LayoutError, NotationError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice
 from hypercomm.layout.text import shown
@@ -96,8 +96,8 @@ def read_traffic(
         overlapped: Dims whose traffic overlaps with computation, as "dp,dp+cp" or a list.
 
     Raises:
-        NotationError: The text cannot be read.
-        LayoutError: A dim is unknown, dims are given twice, or a value is not a number.
+        LayoutError: The text cannot be read, a dim is unknown, dims are given twice, or a value is
+            not a number.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -137,14 +137,14 @@ def parse_amounts(text: str, what: str, example: str) -> dict[str, float]:
     """Return the names and numbers of a text such as "tp=40G,dp+cp=6.5G"; "" has none.
 
     Raises:
-        NotationError: A part cannot be read, or a name is given twice.
+        LayoutError: A part cannot be read, or a name is given twice.
     """
     found: dict[str, float] = {}
     for part in text.split(",") if text else []:
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
-            raise NotationError(f"{shown(part)} in --{what} cannot be read; write {example!r}")
+            raise LayoutError(f"{shown(part)} in --{what} cannot be read; write {example!r}")
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
 

@@ -1,7 +1,6 @@
 """Collections of process groups, against Megatron's: fields, states, grids, optimizer and DDP."""
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 import torch.distributed as dist
 from megatron_facts import ours, theirs
 from oracle import process_groups_config as their_config
-from ranks.rank_functions import registered
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import ParallelState, version
@@ -110,25 +108,6 @@ def test_unset_is_none(name):
             getattr(collections[1], name)
 
 
-# The one that is installed has it so.
-def test_unset_is_as_installed():
-    assert hasattr(ProcessGroupCollection(), "tp") == hasattr(
-        their_config.ProcessGroupCollection(), "tp"
-    )
-
-
-# A field is what was given, at construction or afterwards; deleted, it is unset again.
-@pytest.mark.parametrize("name", EVERY)
-def test_set(name):
-    group, other = object(), object()
-    collection = ProcessGroupCollection(**{name: group})
-    assert getattr(collection, name) is group
-    setattr(collection, name, other)
-    assert getattr(collection, name) is other
-    delattr(collection, name)
-    assert getattr(collection, name, None) is None
-
-
 # An unknown name is an error at construction, reading and asking the state for it; the
 # error names it and the fields.
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -147,34 +126,6 @@ def test_set(name):
 def test_unknown_names(use, name):
     with pytest.raises(UnknownFieldError, match=rf"'{name}'.*'tp'.*'intra_dist_opt'"):
         use(name)
-
-
-# Any other attribute can be set, as examples of Megatron's do; it is no field.
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_other_attributes(name):
-    collection, value = ProcessGroupCollection(), object()
-    setattr(collection, name, value)
-    assert getattr(collection, name) is value
-    assert repr(collection) == "ProcessGroupCollection(empty)"
-    assert name not in [field.name for field in dataclasses.fields(collection)]
-
-
-# Megatron's callers catch a ValueError at construction, and hasattr() answers for attributes.
-def test_unknown_names_as_callers_ask():
-    with pytest.raises(ValueError, match="dpcp"):
-        ProcessGroupCollection(dpcp=None)
-    assert not hasattr(ProcessGroupCollection(), "dpcp")
-    assert hasattr(ProcessGroupCollection(dp=None), "dp")
-
-
-# A copy has the same groups, and is another collection.
-def test_copy():
-    group = object()
-    collection = ProcessGroupCollection(tp=group)
-    twin = copy.copy(collection)
-    twin.dp = group
-    assert (twin.tp, twin.dp) == (group, group)
-    assert "dp" not in vars(collection)
 
 
 # A collection shows the fields that were set, with their sizes, in the order of the fields.
@@ -233,30 +184,6 @@ def test_collection_of_a_state(arguments, rank, way):
             mpu = ProcessGroupCollection.use_mpu_process_groups()
         for name in (*FIELDS, *TWINS):
             assert held_by(first, name) == held_by(second, name) == held_by(mpu, name)
-
-
-# A collection holds the groups of the state themselves, and those for all-gathers where they are.
-def test_collection_holds_the_groups():
-    with state_of(ours, 5, {"tensor_model_parallel_size": 2, "create_all_gather_group": True}):
-        collection = ProcessGroupCollection.use_mpu_process_groups()
-        assert collection.tp is ours.get_tensor_model_parallel_group()
-        assert collection.intra_dp_cp is collection.dp_cp is ours.get_data_parallel_group(True)
-        twin = ours.get_data_parallel_group(True, independent_all_gather=True)
-        assert collection.dp_cp_ag is twin is not collection.dp_cp
-
-
-# Only the required fields are set; the rest are unset, as repr shows.
-@pytest.mark.parametrize("required", [["tp"], ["tp", "dp"], ["dp_cp", "hcp"], list(FIELDS), []])
-def test_required_groups(required):
-    arguments = MATRIX["tp_pp_cp"]
-    expected = mpu_groups(theirs, 5, arguments, required)
-    assert mpu_groups(ours, 5, arguments, required) == expected
-    with fake_world(WORLD_SIZE, 5), ParallelState.create(**arguments) as state:
-        shown = repr(ProcessGroupCollection.from_state(state, required))
-        assert all((f"{name}(" in shown) == (name in required) for name in ("mp", "embd", "dp_cp"))
-        assert held_by(ProcessGroupCollection.from_state(state, required), "mp") is (
-            ProcessGroupCollection.from_state(state).mp if "mp" in required else None
-        )
 
 
 # Before initialisation a field is None or an error, as in Megatron.
@@ -368,17 +295,6 @@ def test_from_grid_fills_what_exists(dense_dims, expert_dims, filled):
                 assert without[with_gtp] is held_by(collection, name)
 
 
-# A dim that the dense grid does not have adds no ranks.
-def test_from_grid_without_some_dims():
-    with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
-        tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
-        collection = ProcessGroupCollection.from_grid(grid)
-        assert collection.tp is collection.mp is collection.tp_cp is tp
-        assert collection.dp is collection.dp_cp is collection.intra_dp_cp is dp
-        unset = ("pp", "cp", "tp_dp_cp", "ep", "expt_dp", "embd")
-        assert [getattr(collection, name, None) for name in unset] == [None] * 6
-
-
 # A field of plain groups takes that of the dims, whatever others are called; a field of derived
 # groups takes the one of its name, and so does one all of whose dims the grid lacks.
 def test_from_grid_names():
@@ -395,14 +311,6 @@ def test_from_grid_names():
             pos,
             None,
         )
-
-
-# On a rank outside the grid every field is None.
-def test_from_grid_outside():
-    with fake_world(WORLD_SIZE, 15), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        collection = ProcessGroupCollection.from_grid(grid)
-        assert [getattr(collection, name, None) for name in FIELDS] == [None] * len(FIELDS)
 
 
 # ---- for an optimizer, for DDP ------------------------------------------------------------------
@@ -478,15 +386,6 @@ def test_set_up_from_a_state(arguments, what, rank):
         assert_alike(ours_, theirs_)
 
 
-# Before initialisation both fail alike.
-@pytest.mark.parametrize("what", NEEDED)
-def test_set_up_without_a_state(what):
-    for config in ddp_configs():
-        found, expected = (set_up(module, what, None, 1, config) for module in (ours, theirs))
-        assert isinstance(expected, AssertionError)
-        assert_alike(found, expected)
-
-
 @pytest.fixture
 def some_groups():
     """One group for each field, of different ranks, so that no two can be taken for each other."""
@@ -519,17 +418,6 @@ def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
     assert accepted > 0 or (what, gloo) == ("optimizer", True)
 
 
-# A field that is set to None is set: it is taken, and never missing.
-@pytest.mark.parametrize("what", NEEDED)
-def test_set_up_with_fields_of_none(what, some_groups):
-    fields = NEEDED[what]
-    for none, config in itertools.product(fields, ddp_configs()):
-        given = {name: some_groups[name] for name in fields} | {none: None}
-        found, expected = (set_up(module, what, given, 2, config) for module in (ours, theirs))
-        assert isinstance(expected, dict)
-        assert_alike(found, expected)
-
-
 # An empty collection lacks dp: it is no None, which stands for the state.
 @pytest.mark.parametrize("what", NEEDED)
 def test_set_up_from_an_empty_collection(what):
@@ -537,15 +425,6 @@ def test_set_up_from_an_empty_collection(what):
         error = set_up(ours, what, {}, 1, config)
         assert isinstance(error, ValueError)
         assert "'dp'" in str(error)
-
-
-# An error names the missing group, and what there is.
-@pytest.mark.parametrize("missing", NEEDED["optimizer"])
-def test_the_error_names_the_missing_group(missing, some_groups):
-    given = {name: some_groups[name] for name in NEEDED["optimizer"] if name != missing}
-    error = set_up(ours, "optimizer", given, 2, list(ddp_configs())[-1])
-    assert f"'{missing}'" in str(error)
-    assert "set it" in str(error)
 
 
 # A model without a configuration, where it is needed, is the error that Megatron raises; a
@@ -590,57 +469,6 @@ def test_ddp_makes_an_expert_group(given):
         assert found["expt_dp_group"] == found["intra_expt_dp_group"] == (5,)
 
 
-# What stands in for a collection is asked as Megatron asks it, whether its groups are attributes of
-# the object or of its class, which newer releases do not look at.
-@pytest.mark.parametrize("given", [("expt_dp",), ()], ids=["all", "without expt_dp"])
-@pytest.mark.parametrize("in_class", [False, True])
-def test_set_up_from_a_stand_in(given, in_class):
-    names = ("dp", "dp_cp", "tp", "pp", "ep", *given)
-    ddp = SimpleNamespace(num_distributed_optimizer_instances=1, use_distributed_optimizer=False)
-    results = []
-    with fake_world(WORLD_SIZE, 5):
-        groups = dict.fromkeys(names, dist.group.WORLD)
-        stand_in = type("StandIn", (), groups)() if in_class else SimpleNamespace(**groups)
-        for module in (ours, theirs):
-            try:
-                found = class_of(module).setup_process_groups_for_ddp(
-                    stand_in, SimpleNamespace(context_parallel_size=1), ddp
-                )
-            except ValueError:
-                assert module is theirs
-                assert in_class
-                assert version.has("unset_is_none")
-                continue
-            results.append({key: facts.plain(group) for key, group in found.items()})
-    assert_alike(results[0], results[-1])
-
-
-# A class derived from the collection has attributes of its own.
-def test_derived_collection():
-    class Tagged(ProcessGroupCollection):
-        def __init__(self, tag):
-            super().__init__()
-            self.tag = tag
-
-    tagged = Tagged("encoder")
-    assert (tagged.tag, held_by(tagged, "tp")) == ("encoder", None)
-
-
-# A refused set up leaves no group behind.
-@pytest.mark.parametrize(
-    ("given", "instances"), [(["dp"], 1), (["dp"], 2), (["dp", "dp_cp", "tp", "pp"], 1)]
-)
-def test_a_refused_set_up_changes_nothing(given, instances):
-    config = SimpleNamespace(
-        num_distributed_optimizer_instances=instances, use_distributed_optimizer=False
-    )
-    with fake_world(WORLD_SIZE):
-        before = registered()
-        found = set_up(ours, "ddp", dict.fromkeys(given, dist.group.WORLD), 1, config)
-        assert isinstance(found, ValueError)
-        assert registered() == before
-
-
 # ---- several modules ----------------------------------------------------------------------------
 
 
@@ -662,24 +490,6 @@ def test_modules_are_like_a_dict(modules):
     assert (both.module_pgs, both.language_model_module_name) == (dict(both.items()), "llm")
 
 
-# With a language model it says so, and finds its collection.
-def test_language_model(modules):
-    _, llm, both = modules
-    assert both.has_language_model()
-    assert both.get_language_model_collection() is llm
-
-
-# Without one it says so, and what asks for it is a ValueError.
-@pytest.mark.parametrize("arguments", [{}, {"language_model_module_name": None}])
-def test_no_language_model(arguments):
-    encoders = {"encoder_1": ProcessGroupCollection(), "encoder_2": ProcessGroupCollection()}
-    both = MultiModuleProcessGroupCollection(module_pgs=encoders, **arguments)
-    assert not both.has_language_model()
-    for ask in (both.get_language_model_collection, both.get_language_model_cp_size):
-        with pytest.raises(ValueError, match="no language model"):
-            ask()
-
-
 # The context parallel size is that of the language model: 4 ranks, where the encoder has 2.
 def test_language_model_cp_size():
     with fake_world(8), HyperCommGrid([2, 4], ["a", "b"]) as grid:
@@ -691,12 +501,6 @@ def test_language_model_cp_size():
             "llm",
         )
         assert both.get_language_model_cp_size() == 4
-
-
-# A cp group that was not set is a ValueError too.
-def test_language_model_without_cp(modules):
-    with pytest.raises(ValueError, match="cp"):
-        modules[2].get_language_model_cp_size()
 
 
 # An unknown module is a ValueError, or a KeyError in brackets; both name those that there are.
@@ -717,14 +521,6 @@ def test_wrong_modules(names, language_model):
         MultiModuleProcessGroupCollection(
             {name: ProcessGroupCollection() for name in names}, language_model
         )
-
-
-# It shows every module, and which one is the language model.
-def test_repr_of_modules(modules):
-    text = repr(modules[2])
-    assert text.startswith("MultiModuleProcessGroupCollection(")
-    assert "encoder" in text
-    assert "'llm'" in text
 
 
 # The metaclass keeps one attribute of its classes from being assigned, and no other.

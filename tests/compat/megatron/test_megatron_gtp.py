@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_facts import plain
 from ranks import megatron_ranks
 
-from hypercomm import HyperCommGrid, errors, megatron_grids
+from hypercomm import errors, megatron_grids
 from hypercomm.compat.megatron import ParallelState, parallel_state, version
 from hypercomm.compat.megatron.presets import create_megatron_pgs
 from hypercomm.compat.megatron.process_groups_config import (
@@ -212,24 +212,6 @@ def test_gloo_twins():
         assert state.read("_EXPERT_DATA_PARALLEL_GROUP_GLOO") is None
 
 
-# A grid with peers whose groups were not created has none of those fields: nothing stands in.
-def test_what_was_not_created(release):
-    del release
-    with fake_world(8, 3), HyperCommGrid([2, 2, 2], ["tp", "gtp_remat", "dp"]) as grid:
-        grid.create_pgs(["tp", "dp", ["tp", "dp"]])
-        collection = ProcessGroupCollection.from_grid(grid, grid)
-        assert plain(collection.dp) == plain(collection.dp_cp) == (3, 7)
-        assert not [name for name in vars(collection) if "gtp" in name]
-        grid.create_pg(["gtp_remat", "dp"])
-        assert plain(ProcessGroupCollection.from_grid(grid).dp_cp_gtp_remat) == (1, 3, 5, 7)
-    with fake_world(8, 3), megatron_grids(tp=2) as grids:
-        create_megatron_pgs(grids)
-        grids["training"].reshape("tp=2,gtp_remat=2,cp=1,dp=2,pp=1")
-        collection = ProcessGroupCollection.from_grid(grids["training"])
-        assert "dp_cp_gtp_remat" not in vars(collection)
-        assert "mp" not in vars(collection)
-
-
 # What an optimizer and DDP are told of the peers, whatever release is followed.
 def test_set_up(release):
     del release
@@ -301,16 +283,6 @@ def test_refused(arguments, error, words):
         assert not parallel_state.is_initialized()
         parallel_state.initialize_model_parallel(gtp_remat_size=2)
         parallel_state.destroy_model_parallel()
-
-
-# Grids, too, have one optimizer instance with GTP.
-def test_refused_grids():
-    with fake_world(8), megatron_grids(gtp_remat=2) as grids:
-        with pytest.raises(
-            AssertionError, match="grid 'training': gtp_remat_size=2 works with one"
-        ):
-            create_megatron_pgs(grids, num_distributed_optimizer_instances=2)
-        assert not grids["training"].pgs
 
 
 # A generator enumerates the peers, and asks for its own size.

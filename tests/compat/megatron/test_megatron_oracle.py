@@ -43,14 +43,6 @@ def twin_orders(draw):
     return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 
-# A grid has the shape, names, offset and size that Megatron's has.
-@given(twin_grids())
-def test_grids_have_the_same_attributes(grids):
-    ours, theirs = grids
-    for name in ("shape", "dim_names", "rank_offset", "size", "backend"):
-        assert getattr(ours, name) == getattr(theirs, name)
-
-
 # _gen_rank_enum gives the same lists, exactly, with dims in any order.
 @given(twin_grids(), st.data())
 def test_gen_rank_enum_agrees_in_any_order_of_dims(grids, data):
@@ -88,12 +80,3 @@ def test_groups_of_an_order_agree_with_rank_generator(orders_, data):
     dims = data.draw(dim_subsets(ours))
     assert ours.groups(*dims).to_array().tolist() == theirs.get_ranks("-".join(dims))
     assert ours.size == theirs.world_size
-
-
-# The grid of an order creates its groups from the lists that Megatron's generator gives.
-@given(twin_orders(), st.data())
-def test_grid_of_an_order_agrees_with_rank_generator(orders_, data):
-    layout, theirs = orders_
-    dims = data.draw(dim_subsets(layout))
-    grid = HyperCommGrid.from_layout(layout, world_size=layout.rank_offset + layout.size)
-    assert grid.get_rank_enum(dims) == theirs.get_ranks("-".join(dims))

@@ -1,133 +1,132 @@
-"""Real gloo ranks with a planted mistake: each is found and named, and nobody else."""
+"""Real gloo ranks with a planted mistake: each is found and named, with its line."""
 
 import contextlib
-import json
-import pickle
+import time
+from datetime import timedelta
 
 import pytest
-from ranks import blame_ranks
-from ranks.mortal_ranks import exit_codes
+import torch
+import torch.distributed as dist
 from tools.blame.dumps import blame
 
-from hypercomm import RankLayout, run_ranks
-from hypercomm.errors import RankFailedError
+from hypercomm import HyperCommGrid
 
-pytestmark = pytest.mark.long
-
-LAYOUT = RankLayout.parse(blame_ranks.SIZES)
+pytestmark = [pytest.mark.long, pytest.mark.ranks(4)]
 
 
-def verdict_of(tmp_path, mistake):
-    """What the records say of a program with a mistake, once all ranks stand still."""
-    args = str(tmp_path / "records"), str(tmp_path / "kept"), mistake
-    if mistake == "die":
-        exit_codes(blame_ranks.mortal, blame_ranks.RANKS, *args, seconds=60)
+def watched(folder, program):
+    """Run a program on tp=2,dp=2 under a watch until it ends or times out; the verdict."""
+    rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+    groups = dict(
+        zip(("tp", "dp", "whole"), grid.create_pgs(["tp", "dp", ["tp", "dp"]]), strict=True)
+    )
+    for group in groups.values():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), group)
+    dist.barrier()
+    # A rank whose call times out raises RuntimeError, and so does the other end of its connection.
+    with contextlib.suppress(RuntimeError, ValueError), grid.watch(0.3, folder) as watch:
+        program(rank, groups, watch)
+    dist.barrier()
+    return blame(folder)
+
+
+def endless_loop(folder):
+    """Where rank 1 stays until all other ranks have timed out."""
+    while sum('"why": "raised' in file.read_text() for file in folder.glob("*.json")) < 3:
+        time.sleep(0.05)
+
+
+USUAL = [("tp", "all_reduce"), ("dp", "all_reduce")] * 4
+
+
+def call(groups, dims, op, size=8, dtype=torch.float32):
+    group, tensor = groups[dims], torch.ones(size, dtype=dtype)
+    if op == "all_reduce":
+        dist.all_reduce(tensor, group=group)
     else:
-        with contextlib.suppress(RankFailedError):  # they end themselves once all is kept
-            run_ranks(blame_ranks.job, blame_ranks.RANKS, args=args, timeout=60)
-    return blame(tmp_path / "kept")
+        dist.broadcast(tensor, group_src=0, group=group)
 
 
-# mistake: who makes it, what it is, who must wait (all others but those who wait for nobody),
-# and what is said of it: with the coordinates, the call, its group's ranks, and the place.
-MISTAKES = {
-    "skip": (3, "order", ["all_reduce number 2 of dp", "right after all_reduce number 1 of WORLD"]),
-    "swap": (
-        2,
-        "order",
-        ["all_reduce number 2 of WORLD", "most ranks call all_reduce over tp"],
-    ),
-    "message": (3, "order", ["all_reduce number 3 of tp", "most ranks call send over WORLD"]),
-    "shape": (6, "shape", ["(12,) float32", "(8,) float32", "number 2 of dp (ranks 0, 2, 4, 6)"]),
-    "dtype": (5, "dtype", ["(8,) int32", "(8,) float32", "number 2 of dp (ranks 1, 3, 5, 7)"]),
-    "loop": (5, "absent", ["all_reduce number 3 of tp (ranks 4..5)", "in endless_loop"]),
-    "raise": (5, "absent", ["number 3 of tp", "it raised ValueError: a planted mistake"]),
-    "leave": (5, "absent", ["number 3 of tp", "it left the watch"]),
-    "late": (0, "absent", ["number 3 of tp (ranks 0..1), in which rank 1 waits", "endless_loop"]),
-    "die": (5, "no dump", ["number 3 of tp (ranks 4..5), in which rank 4 waits", "left no dump"]),
+# Steps that differ from the usual: of all ranks, and of rank 3.
+OTHERS = {"shape": {5: ("dp", "broadcast")}, "swap": {6: ("whole", "all_reduce")}}
+ODD = {
+    "shape": {5: ("dp", "broadcast", 12)},  # larger: gloo ends a process that receives too much
+    "swap": {5: ("whole", "all_reduce"), 6: ("dp", "all_reduce")},
+    "dtype": {4: ("tp", "all_reduce", 8, torch.int32)},
 }
 
 
-SLOW = {"raise", "leave", "pipe"}
-"""Programs that others are much like."""
+def otherwise(mistake, rank, groups, watch):
+    """Call what all others do, but for one mistake of rank 3."""
+    changes = {**OTHERS.get(mistake, {}), **(ODD.get(mistake, {}) if rank == 3 else {})}
+    steps = [changes.get(place, step) for place, step in enumerate(USUAL)]
+    if rank == 3 and mistake not in ODD:
+        del steps[5 : 6 if mistake == "skip" else None]
+    for step in steps:
+        call(groups, *step)
+    if rank == 3 and mistake == "raise":
+        raise ValueError("a planted mistake")
+    if rank == 3 and mistake == "no dump":
+        watch.stop()
+        watch.file.unlink()
 
 
-def each(names):
-    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
-
-
-@pytest.mark.parametrize("mistake", each(MISTAKES))
-def test_mistakes(tmp_path, mistake):
-    culprit, kind, words = MISTAKES[mistake]
-    verdict = verdict_of(tmp_path, mistake)
-    assert (verdict.culprits, verdict.outcome) == ((culprit,), "blamed"), str(verdict)
+# The kind of each mistake and what is said of it.
+@pytest.mark.parametrize(
+    ("mistake", "kind", "words"),
+    [
+        ("skip", "order", ["calls all_reduce number 4 of tp", "call all_reduce over dp (rank 0"]),
+        ("shape", "shape", ["(12,) float32", "so do ranks 0, 2 in the other dp groups"]),
+        ("dtype", "dtype", ["(8,) int32", "so do ranks 0..1 in the other tp groups"]),
+        ("leave", "absent", ["it left the watch"]),
+        pytest.param("swap", "order", ["call all_reduce over dp (rank"], marks=pytest.mark.slow),
+        pytest.param("raise", "absent", ["it raised ValueError: a pla"], marks=pytest.mark.slow),
+        pytest.param("no dump", "no dump", ["it left no dump"], marks=pytest.mark.slow),
+    ],
+)
+def test_mistakes(tmp_path, mistake, kind, words):
+    verdict = watched(tmp_path, lambda *args: otherwise(mistake, *args))
+    assert (verdict.culprits, verdict.outcome) == ((3,), "blamed"), str(verdict)
     (finding,) = verdict.findings
     assert finding.kind == kind
-    assert str(verdict).startswith(f"rank {culprit} (")
-    coords = LAYOUT.coords(culprit)
-    assert all(word in str(verdict) for word in [*words, f"tp={coords['tp']}, dp={coords['dp']}"])
-    if kind not in {"shape", "dtype"}:  # gloo does not mind those, and goes on
-        assert set(finding.waiting) == {*range(8)} - {culprit}
+    assert finding.says.startswith("rank 3 (tp=1, dp=1")
+    assert all(word in finding.says for word in words), finding.says
+    if kind == "order":
+        line = call.__code__.co_firstlineno + 3
+        assert f" at {__file__}:{line} in call right after" in finding.says
 
 
-# A job without a mistake: nobody is blamed, and the files know it.
-@pytest.mark.parametrize("program", each(["none", "pipe"]))
-def test_nobody(tmp_path, program):
-    verdict = verdict_of(tmp_path, program)
-    assert (verdict.culprits, verdict.outcome) == ((), "clear")
-    assert len(verdict.evidence.ranks) == 8
-    record = verdict.evidence.ranks[5]
-    tp = next(group for group in record.groups if group.title == "tp")
-    assert tp.ranks == (4, 5)
-    assert [call.state for call in record.lanes[tp, ""]] == ["finished"] * 4
+# Messages and collectives without a mistake: nobody is blamed.
+def test_nobody(tmp_path):
+    def pass_on(rank, groups, _watch):
+        call(groups, "tp", "all_reduce")
+        if rank:
+            dist.recv(torch.ones(3), rank - 1, group=groups["whole"])
+        if rank < 3:
+            dist.send(torch.ones(3), rank + 1, group=groups["whole"])
+        call(groups, "dp", "broadcast")
 
-
-# Of messages only the last are kept, and some may come from anybody: nobody is blamed for that.
-def test_many_messages(tmp_path):
-    run_ranks(blame_ranks.messages, 2, args=(str(tmp_path),), timeout=60)
-    verdict = blame(tmp_path)
+    verdict = watched(tmp_path, pass_on)
     assert (verdict.culprits, verdict.outcome) == ((), "clear"), str(verdict)
+    assert sorted(verdict.evidence.ranks) == [0, 1, 2, 3]
 
 
-# A message that was posted, and that nobody waits for so far, excuses nobody.
-def test_posted_early(tmp_path):
-    args = str(tmp_path / "records"), str(tmp_path / "kept")
-    with contextlib.suppress(RankFailedError):
-        run_ranks(blame_ranks.posted_early, 2, args=args, timeout=60)
-    verdict = blame(tmp_path / "kept")
-    assert (verdict.culprits, verdict.outcome) == ((1,), "blamed"), str(verdict)
-    assert "in endless_loop" in str(verdict)
+# A rank that loops is at the place where it loops, though it has posted a receive that nobody has
+# to wait for.
+def test_a_loop(tmp_path):
+    def loop(rank, groups, _watch):
+        call(groups, "dp", "all_reduce")
+        if rank == 1:
+            dist.irecv(torch.ones(1), 0, group=groups["whole"])
+            endless_loop(tmp_path)
+            verdict = blame(tmp_path)
+            assert (verdict.culprits, verdict.outcome) == ((1,), "blamed"), str(verdict)
+            assert f"it is at {__file__}:" in str(verdict)
+            assert " in endless_loop" in str(verdict)
+            return
+        if rank == 0:
+            dist.isend(torch.ones(1), 1, group=groups["whole"])
+        call(groups, "tp", "all_reduce")
+        call(groups, "dp", "all_reduce")
 
-
-# A rank that takes a message from anybody, and gets none, waits: for whom, nothing tells. So it is
-# not to blame either where others wait for it.
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_from_anybody(tmp_path, is_awaited):
-    args = str(tmp_path / "records"), str(tmp_path / "kept"), is_awaited
-    with contextlib.suppress(RankFailedError):
-        run_ranks(blame_ranks.from_anybody, 3, args=args, timeout=60)
-    verdict = blame(tmp_path / "kept")
-    assert (verdict.culprits, verdict.outcome) == ((), "unclear"), str(verdict)
-    assert "recv number 1 from any rank of WORLD (ranks 0..2) at " in str(verdict)
-    assert "in takes_from_anybody has not ended on rank 2" in str(verdict)
-
-
-# The tool of torch finds no mistake in the collectives. That of torch 2.10 knows only the names
-# that NCCL gives them, so the records get those.
-def test_torchfrtrace(tmp_path):
-    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
-    (tmp_path / "pickles").mkdir()
-    run_ranks(blame_ranks.each_kind, 4, args=(str(tmp_path),), timeout=60)
-    for rank in range(4):
-        text = (tmp_path / f"hypercomm_watch_{rank}.json").read_text()
-        record = json.loads(
-            text.replace('"gloo:', '"nccl:').replace(":barrier", ":all_reduce_barrier")
-        )
-        assert record["entries"]
-        assert all(entry["profiling_name"].startswith("nccl:") for entry in record["entries"])
-        (tmp_path / "pickles" / f"trace_{rank}").write_bytes(pickle.dumps(record))
-    fr_trace.main([str(tmp_path / "pickles"), "-p", "trace_", "-o", str(tmp_path / "found")])
-    _, found = pickle.loads((tmp_path / "found").read_bytes())
-    assert {call.pg_desc.rpartition(":")[2] for call in found.collectives} == {"tp", "dp"}
-    assert len(found.collectives) == 12
-    assert all(call.pass_check for call in found.collectives)
+    watched(tmp_path, loop)

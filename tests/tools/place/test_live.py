@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 from types import SimpleNamespace
 
 import pytest
-from ranks import live_ranks
+import torch.distributed as dist
 
 from hypercomm import live_topology, run_ranks
 from hypercomm.errors import NotInitializedError
@@ -15,18 +16,28 @@ from hypercomm.tools.place import Level, Topology
 from hypercomm.tools.place.live import nvml_domain, slurm_units
 
 
+def topologies(hosts, *jobs):
+    """Return a rank's topology for each set of addresses, with a host name in place of its own."""
+    rank = dist.get_rank()
+    socket.gethostname = lambda: hosts[rank]
+    found = []
+    for addresses in jobs:
+        os.environ.pop("SLURM_TOPOLOGY_ADDR", None)
+        os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
+        if addresses[rank] is not None:
+            os.environ["SLURM_TOPOLOGY_ADDR"] = addresses[rank]
+        found.append(live_topology())
+    return found
+
+
 # All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
 # level that one rank does not know is left out on all.
 @pytest.mark.long
 def test_hosts_and_switches():
     hosts, addresses = ["b", "a", "b"], ["top.s1.b", "top.s2.a", "top.s1.b"]
-    levels = [
-        Level("host", [0, 1, 0], ["b", "a"]),
-        Level("leaf", [0, 1, 0], ["s1", "s2"]),
-        Level("spine", [0, 0, 0], ["top"]),
-    ]
-    arguments = (hosts, addresses, [*addresses[:2], None])
-    found = run_ranks(live_ranks.topologies, 3, args=arguments)
+    leaves, spine = Level("leaf", [0, 1, 0], ["s1", "s2"]), Level("spine", [0, 0, 0], ["top"])
+    levels = [Level("host", [0, 1, 0], ["b", "a"]), leaves, spine]
+    found = run_ranks(topologies, 3, args=(hosts, addresses, [*addresses[:2], None]))
     assert found == [[Topology(levels), Topology(levels[:1])]] * 3
 
 
@@ -66,16 +77,16 @@ class FabricInfo(ctypes.Structure):
 
 # NVML is called as pynvml's functions expect, and shut down in each case. A cluster of zeros is not
 # an NVLink domain, and neither is a fabric whose state is not completed.
-def test_nvml():
+@pytest.mark.parametrize(
+    ("fabric", "domain"),
+    [((7, 5, 3), f"{bytes(15).hex()}07.5"), ((7, 5, 2), None), ((0, 5, 3), None), ((), None)],
+)
+def test_nvml(fabric, domain):
     log = []
-    fabric = [7, 5, 3]
 
     def fill(device, info):
         log.append(device)
         info._obj.clusterUuid[15], info._obj.cliqueId, info._obj.state = fabric
-
-    def fail(*_):
-        raise RuntimeError("not supported")
 
     nvml = SimpleNamespace(
         nvmlInit=lambda: log.append("init"),
@@ -84,16 +95,12 @@ def test_nvml():
         c_nvmlGpuFabricInfoV_t=FabricInfo,
         nvmlDeviceGetGpuFabricInfoV=fill,
     )
-    assert nvml_domain(nvml, "GPU-1") == f"{bytes(15).hex()}07.5"
+    if fabric:
+        assert nvml_domain(nvml, "GPU-1") == domain
+    else:
+        with pytest.raises(ValueError, match="unpack"):
+            nvml_domain(nvml, "GPU-1")
     assert log == ["init", "handle of GPU-1", "shutdown"]
-    fabric[:] = [7, 5, 2]
-    assert nvml_domain(nvml, "GPU-1") is None
-    fabric[:] = [0, 5, 3]
-    assert nvml_domain(nvml, "GPU-1") is None
-    nvml.nvmlDeviceGetGpuFabricInfoV = fail
-    with pytest.raises(RuntimeError, match="not supported"):
-        nvml_domain(nvml, "GPU-1")
-    assert log[-1] == "shutdown"
 
 
 # With --on live one rank prints the report of the job.

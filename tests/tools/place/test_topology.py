@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hypercomm import read_topology
-from hypercomm.errors import MissingPackageError, TopologyError
+from hypercomm.errors import LayoutError, MissingPackageError
 from hypercomm.tools.place import Level, Topology
 
 pytestmark = pytest.mark.torch_free
@@ -18,6 +18,11 @@ SwitchName=s0 Nodes=node[0-1] LinkSpeed=900
 switchname=s1 nodes="node[2-3]"
 SwitchName = s2 \\
     Switches=s[0-1]
+"""
+SCONTROL = """
+SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-1]
+SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n2
+SwitchName=top Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=s[0-1]
 """
 NVL72 = "BlockName=b1 Nodes=n[01-18]\nBlockName=b2 Nodes=n[19-36]\nBlockSizes=18,36\n"
 SLURM_YAML = """
@@ -67,12 +72,6 @@ def test_hostfiles(file, text):
     assert units(read_topology(file("hosts", text))) == {"host": ["b", "b", "a"]}
 
 
-# IPv6 addresses have colons and no count; the count is given for all hosts.
-def test_hostfile_of_addresses(file):
-    topology = read_topology(file("hosts", "fe80::1\nfe80::2\n"), gpus_per_host=1)
-    assert units(topology) == {"host": ["fe80::1", "fe80::2"]}
-
-
 # Node lists as slurm.conf(5) describes them: ranges keep their zeros, brackets are multiplied.
 @pytest.mark.parametrize(
     ("text", "hosts"),
@@ -97,23 +96,22 @@ def test_topology_conf(file):
     }
 
 
-# `scontrol show topology` repeats the hosts of lower switches at each switch.
-def test_topology_of_scontrol(file):
-    text = (
-        "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-1]\n"
-        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n2\n"
-        "SwitchName=top Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=s[0-1]\n"
-    )
-    topology = read_topology(file("topology", text), 3)
-    assert units(topology)["leaf"] == ["s0", "s0", "s1"]
-    assert units(topology)["spine"] == ["top"] * 3
-
-
-# In a tree of uneven height, a short branch repeats its highest switch.
-def test_uneven_tree(file):
-    text = "SwitchName=a Nodes=x\nSwitchName=b Nodes=y\nSwitchName=t Switches=a\n"
-    topology = read_topology(file("topology.conf", text), 2)
-    assert units(topology)["spine"] == ["t", "b"]
+# `scontrol show topology` repeats the hosts of lower switches at each switch; a short branch of an
+# uneven tree repeats its highest switch.
+@pytest.mark.parametrize(
+    ("text", "leaves", "spines"),
+    [
+        (SCONTROL, ["s0", "s0", "s1"], ["top"] * 3),
+        (
+            "SwitchName=a Nodes=x\nSwitchName=b Nodes=y\nSwitchName=t Switches=a\n",
+            ["a", "b"],
+            ["t", "b"],
+        ),
+    ],
+)
+def test_trees(file, text, leaves, spines):
+    found = units(read_topology(file("topology.conf", text), len(leaves)))
+    assert (found["leaf"], found["spine"]) == (leaves, spines)
 
 
 # SLURM's blocks are NVLink domains.
@@ -133,19 +131,9 @@ def test_topology_yaml(file):
 
 
 # Without a default that is a tree or blocks, several topologies are an error.
-@pytest.mark.parametrize(
-    "text",
-    [
-        SLURM_YAML.replace("cluster_default", "other"),
-        SLURM_YAML.replace("  block:", "  cluster_default: true\n  block:"),
-        SLURM_YAML.replace("  cluster_default: true\n", "").replace(
-            "  flat: true", "  flat: true\n  cluster_default: true"
-        ),
-    ],
-)
-def test_topology_yaml_without_default(file, text):
-    with pytest.raises(TopologyError, match="default"):
-        read_topology(file("topology.yaml", text), 4)
+def test_topology_yaml_without_default(file):
+    with pytest.raises(LayoutError, match="default"):
+        read_topology(file("t.yaml", SLURM_YAML.replace("cluster_default", "other")), 4)
 
 
 # {host: switch}, as YAML or a mapping.
@@ -177,56 +165,29 @@ def test_fewer_ranks():
     assert last.level("host").of_rank.tolist() == [0, 1, 0]
 
 
-# Topologies and levels are values.
-def test_values():
-    one, other = read_topology("2,4", 8), read_topology("2,4", 8)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != read_topology("2,8", 8)
-    assert one.levels[0] != "host"
-
-
-# What cannot be read raises TopologyError with the file and the line.
+# What cannot be read raises LayoutError with the file and the line.
 @pytest.mark.parametrize(
     ("name", "text", "where"),
     [
         ("hosts", "a slots=8\nb slots=8x\n", "line 2"),
-        ("hosts", "a slots=0\n", "line 1"),
-        ("hosts", "a slots=\n", "line 1"),
         ("hosts", f"a slots={'9' * 5000}\n", "line 1"),
-        ("hosts", "a:-3\n", "line 1"),
-        ("hosts", "a:3 slots=3\n", "line 1"),
         ("hosts", "a slots=4\nb slot=4\n", "line 2"),
-        ("hosts", "rank 0=a slot=0\n", "line 1"),
         ("hosts", "a slots=8\n\na slots=8\n", "line 3"),
-        ("hosts", "# nothing\n", "names no host"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=b Nodes=x\n", "line 2"),
         ("t.conf", "SwitchName=a Switches=b\n", "line 1"),
-        ("t.conf", "SwitchName=a Nodes=x[1-\n", "line 1"),
-        ("t.conf", "SwitchName=a Knots=x\n", "line 1"),
-        ("t.conf", "SwitchName=a \\\n\\\n Knots=x\n", "line 1"),
         ("t.conf", "SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=x", "cycle"),
-        ("t.conf", "BlockName=b\n", "names no host"),
-        ("t.json", '{"a": "s1"}', "line 1"),
         ("t.yaml", "[" * 20_000, "YAML"),
-        ("t.yaml", "- " * 20_000, "YAML"),
         ("t.yaml", "#" * 2**23, "bytes"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=a Nodes=y\n", "defines switch 'a' again"),
-        ("t.conf", "BlockName=b Nodes=x\nBlockName=b Nodes=y\n", "defines block 'b' again"),
-        ("t.conf", "SwitchName=a Switches=a Nodes=x\n", "line 1"),
         ("t.yaml", f"a: {'9' * 5000}\nb: [s]\n", "must map"),
-        ("t.yaml", "- topology: x\n", "has no tree or blocks"),
         ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),
-        ("t.yaml", "- {topology: x, tree: {switches: {a: b}}}\n", "has no tree"),
-        ("t.yaml", "a: [", "YAML"),
-        ("t.yaml", "[" * 5000, "YAML"),
         ("t.yaml", "a: &x s1\nb: *x\n", "alias"),
     ],
 )
 def test_bad_files(file, name, text, where):
     path = file(name, text)
     start = time.process_time()
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(LayoutError) as caught:
         read_topology(path, 4)
     assert time.process_time() - start < 1
     assert where in str(caught.value)
@@ -239,78 +200,39 @@ def test_bad_files(file, name, text, where):
     ("on", "world_size"),
     [
         ("nope.txt", 4),
-        ("n" * 5000, 4),
         ("a\0b", 4),
         ("8,36", 72),
-        ("8,8", 8),
         ("host=8,host=16", 8),
-        ("a=b", 8),
         ("hots=2", 4),
-        ("\x1b=2", 4),
-        (True, 4),
-        (8, True),
-        ('{"a": ', 4),
-        ("1,2,4,8,16,32", 64),
-        (8, None),
         (0, 8),
-        pytest.param(10**5000, 8, id="5,000 digits"),
-        ("9" * 5000, 8),
         (f"host={'9' * 5000}", 8),
-        ("8,800000000", 8),
-        (8, 10**9),
         ("n[1-3],n2", 6),
-        ("n[1-2]", 3),
         ("n[1-99999999]", 4),
-        (",".join(f"{letter}[1-99999]" for letter in "abcdefgh"), 4),
         ("n[1-" + "9" * 5000 + "]", 4),
-        ("n[" + "0" * 5000 + "1-9]", 4),
         ("n[2-1]", 4),
-        ("n[1-2,4", 4),
-        ("[1]" * 2000, 4),
-        ("n 1,n 2", 4),
         ("n1,\x1b[31m", 4),
         ({"a": "s"}, None),
-        ({"a": "s\x1b[31m"}, 4),
-        ({"a\x1b[31m": "s"}, 4),
-        ({"a": 3}, 4),
         ({}, 4),
-        ([], 4),
-        (" ", 4),
         (1.5, 4),
         ("live", 4),
     ],
 )
 def test_bad_arguments(on, world_size):
     start = time.process_time()
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(LayoutError) as caught:
         read_topology(on, world_size)
     assert time.process_time() - start < 1
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
 
 
-# Nested aliases in a kilobyte of YAML are rejected before they are expanded.
-def test_yaml_bomb(file):
-    lines = ["- &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"- &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]" for at in range(1, 12)]
-    path = file("bomb.yaml", "\n".join(lines))
-    start = time.process_time()
-    with pytest.raises(TopologyError, match="alias"):
-        read_topology(path, 4)
-    assert time.process_time() - start < 1
-
-
 # A topology must hold all hosts, and enough of them.
 def test_too_small(file):
     hosts = file("hosts", "node0:4\nother:4\n")
-    with pytest.raises(TopologyError, match="has no leaf for 'other'"):
+    with pytest.raises(LayoutError, match="has no leaf for 'other'"):
         read_topology([hosts, file("topology.conf", RACKS)])
-    with pytest.raises(TopologyError, match="9 ranks need more than 8 GPUs"):
+    with pytest.raises(LayoutError, match="9 ranks need more than 8 GPUs"):
         read_topology(hosts, 9)
-    with pytest.raises(TopologyError, match="gpus_per_host"):
-        read_topology(8, 8, gpus_per_host=0)
-    with pytest.raises(TopologyError, match="from 1 to 16,777,216"):
-        read_topology("n[1-17]", gpus_per_host=999_999)
 
 
 # Levels that are built by hand are checked.
@@ -326,7 +248,7 @@ def test_too_small(file):
     ],
 )
 def test_bad_levels(make):
-    with pytest.raises(TopologyError):
+    with pytest.raises(LayoutError):
         make()
 
 

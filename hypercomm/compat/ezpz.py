@@ -1,8 +1,11 @@
-"""`ezpz.tp` on a grid: its functions, and its globals, which can be read and written.
+"""`ezpz.tp`, tensor parallelism after fairscale's `initialize_model_parallel`, on a grid.
 
 `initialize_tensor_parallel` fills and `destroy_tensor_parallel` empties the default
-`TensorParallelState`. All other functions, and the globals, act on the current one: that of a
-`with use(state):` block, else the default.
+`TensorParallelState`. All other functions, and the globals, which can be read and written, act on
+the current one: that of a `with use(state):` block, else the default.
+
+The module is also importable as `tp` from itself: `from hypercomm.compat.ezpz import tp` is what
+`from ezpz import tp` was.
 
 Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairscale's
 `fairscale.nn.model_parallel.initialize`.
@@ -15,19 +18,19 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat import aliases
 from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
 from hypercomm.errors import ConfigurationError, HyperCommError, LayoutError, StateError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_int, positive
 from hypercomm.layout.parsing import misfit
 from hypercomm.layout.text import shown
@@ -35,77 +38,37 @@ from hypercomm.layout.text import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Answer = TypeVar("Answer")
+__all__ = ["install", "tp"]
+
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "TensorParallelState",
-    "destroy_tensor_parallel",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_ranks",
-    "get_context_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_ranks",
-    "get_data_parallel_world_size",
-    "get_pipeline_parallel_group",
-    "get_pipeline_parallel_rank",
-    "get_pipeline_parallel_ranks",
-    "get_pipeline_parallel_world_size",
-    "get_tensor_parallel_group",
-    "get_tensor_parallel_rank",
-    "get_tensor_parallel_ranks",
-    "get_tensor_parallel_src_rank",
-    "get_tensor_parallel_world_size",
-    "initialize_tensor_parallel",
-    "split_tensor_along_last_dim",
-    "tensor_parallel_is_initialized",
-    "use",
-]
-
-
-class _Row(NamedTuple):
-    """The groups over one dim, and the globals of the calling rank's group and its ranks."""
-
-    dim: str
-    prefix: str
-    group: str
-    ranks: str
-
-    @property
-    def words(self) -> str:
-        """The name of the groups in messages."""
-        return f"{self.prefix} parallel"
-
-    @property
-    def backend(self) -> str:
-        """The argument with their backend."""
-        return f"{self.prefix}_parallel_backend"
-
-
-_DIMS = ("tp", "cp", "pp", "dp")
-"""The dims of the grid; the first varies fastest."""
-
-# In the order of creation.
-_TABLE = {
-    row.dim: row
-    for row in (
-        _Row("dp", "data", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
-        _Row("tp", "tensor", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
-        _Row("pp", "pipeline", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
-        _Row("cp", "context", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
-    )
+_GROUPS = {
+    "dp": ("data parallel", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
+    "tp": ("tensor parallel", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
+    "pp": ("pipeline parallel", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+    "cp": ("context parallel", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
 }
-"""For each dim the word in its functions and arguments, and its globals."""
+"""For each dim, in the order of creation: the words for it, and its globals: group and ranks."""
 
-_GLOBALS = [name for row in _TABLE.values() for name in (row.group, row.ranks)]
-"""Every global of ezpz.tp."""
+_GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
 
-_SIZES = {dim: f"{_TABLE[dim].prefix}_parallel_size" for dim in ("tp", "cp", "pp")}
-_ARGUMENTS = {*_SIZES.values(), *(row.backend for row in _TABLE.values())}
+
+def install() -> None:
+    """Make `ezpz.tp` ours; other modules of ezpz, `ezpz.tp.layers` included, stay its own.
+
+    Call it before `ezpz` is imported. It works with ezpz installed or not, and a second call
+    changes nothing.
+
+    Raises:
+        InstallError: `ezpz` was imported before; nothing was changed.
+
+    Example:
+        >>> install()
+        >>> import ezpz.tp
+        >>> ezpz.tp.__name__
+        'hypercomm.compat.ezpz'
+    """
+    aliases.install({"ezpz.tp": __name__}, ("ezpz",), loaded="ezpz")
 
 
 class TensorParallelState(ModuleState):
@@ -142,28 +105,42 @@ class TensorParallelState(ModuleState):
         state.initialize(**arguments)
         return state
 
-    def initialize(self, *, timeout: timedelta | None = None, **choices: Any) -> None:
-        """Create the groups of all dims; a failure leaves everything unchanged.
-
-        Raises:
-            AssertionError: As for `initialize_tensor_parallel`.
-        """
-        unknown = sorted(choices.keys() - _ARGUMENTS)
-        if unknown:
-            raise TypeError(f"unknown argument {unknown[0]!r}; there are {sorted(_ARGUMENTS)}")
+    def initialize(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        tensor_parallel_backend: str | None = None,
+        pipeline_parallel_backend: str | None = None,
+        context_parallel_backend: str | None = None,
+        data_parallel_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
         if not dist.is_initialized():
             raise StateError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group()"
             )
+        sizes = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "context_parallel_size": context_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+        }
+        backends = {
+            "dp": data_parallel_backend,
+            "tp": tensor_parallel_backend,
+            "pp": pipeline_parallel_backend,
+            "cp": context_parallel_backend,
+        }
         try:
-            self._create(_fitting_layout(choices), choices, timeout)
+            self._create(_fitting_layout(sizes), backends, timeout)
         except HyperCommError as error:
             if isinstance(error, AssertionError):
                 raise
             raise ConfigurationError(str(error)) from error
 
     def _create(
-        self, layout: RankLayout, choices: Mapping[str, Any], timeout: timedelta | None
+        self, layout: RankLayout, backends: dict[str, str | None], timeout: timedelta | None
     ) -> None:
         taken = [name for name in _GLOBALS if self.values[name] is not None]
         if taken:
@@ -172,24 +149,20 @@ class TensorParallelState(ModuleState):
                 f"destroy_tensor_parallel() first, or hold a second state with "
                 f"TensorParallelState.create() and use()"
             )
-        backends = {row.dim: choices.get(row.backend) for row in _TABLE.values()}
-        if dist.group.WORLD is None:  # torch.distributed is a mock of a unit test
-            groups = [
-                _by_new_group(layout.groups(dim), backend, timeout)
-                for dim, backend in backends.items()
-            ]
+        grid, rank = None, dist.get_rank()
+        if dist.group.WORLD is None:  # a unit test has put a mock in the place of torch.distributed
+            groups = [_by_new_group(layout, dim, backends[dim], timeout) for dim in _GROUPS]
         else:
             grid = HyperCommGrid.from_layout(layout, name="ezpz.tp", cover="exact")
-            requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
+            requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
             try:
                 groups = grid.create_pgs(requests, timeout=timeout)
             except BaseException:
                 grid.destroy()
                 raise
-            self.grid = grid
-        for row, group in zip(_TABLE.values(), groups, strict=True):
-            ranks = list(layout.groups(row.dim).of(dist.get_rank()))
-            self.fill({row.group: group, row.ranks: ranks})
+        self.grid = grid
+        for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
+            self.fill({name: group, ranks: list(layout.groups(dim).of(rank))})
         current.keep(self)
 
     def destroy(self) -> None:
@@ -200,49 +173,34 @@ class TensorParallelState(ModuleState):
         if grid is not None:
             grid.destroy()
 
-    def require(self, name: str, words: str) -> Any:
-        """Return the value of a global that is set.
-
-        Raises:
-            StateError: It is None (an AssertionError).
-        """
-        value = self.read(name)
-        if value is None:
-            raise StateError(
-                f"{words} group is not initialized: {name} is None; call "
-                f"initialize_tensor_parallel() first, or make the state in use with "
-                f"TensorParallelState.create()"
-            )
-        return value
-
 
 def _by_new_group(
-    groups: RankGroups, backend: str | None, timeout: timedelta | None
+    layout: RankLayout, dim: str, backend: str | None, timeout: timedelta | None
 ) -> ProcessGroup | None:
     """Create groups one after the other, and return the calling rank's."""
     own, rank = None, dist.get_rank()
-    for ranks in groups:
+    for ranks in layout.groups(dim):
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         own = group if rank in ranks else own
     return own
 
 
-def _fitting_layout(choices: Mapping[str, Any]) -> RankLayout:
-    """Return the layout of checked sizes, with the remaining ranks along dp."""
+def _fitting_layout(sizes: dict[str, int]) -> RankLayout:
+    """Return the layout of sizes of tp, cp and pp, with the remaining ranks along dp."""
     world_size = dist.get_world_size()
-    sizes = {name: positive(choices.get(name, 1), name) for name in _SIZES.values()}
-    wanted = sizes[_SIZES["tp"]]
-    if wanted > world_size:
+    sizes = {name: positive(size, name) for name, size in sizes.items()}
+    if (wanted := sizes["tensor_parallel_size"]) > world_size:
         warnings.warn(
-            f"{_SIZES['tp']}={wanted} is larger than the world of {world_size} ranks; "
+            f"tensor_parallel_size={wanted} is larger than the world of {world_size} ranks; "
             f"using {world_size}",
             stacklevel=4,
         )
-        sizes[_SIZES["tp"]] = world_size
+        sizes["tensor_parallel_size"] = world_size
     problem = misfit(sizes, world_size)
     if problem is not None:
         raise ConfigurationError(problem)
-    layout = RankLayout([*sizes.values(), world_size // math.prod(sizes.values())], _DIMS)
+    shape = [*sizes.values(), world_size // math.prod(sizes.values())]
+    layout = RankLayout(shape, ["tp", "cp", "pp", "dp"])
     if dist.get_rank() == 0:
         logger.info("tensor parallel grid: %s", layout)
     return layout
@@ -261,7 +219,7 @@ def use(
     `initialize_tensor_parallel` and `destroy_tensor_parallel` always act on the default state.
 
     Raises:
-        StateError: `state` is no TensorParallelState.
+        StateError: `state` is not a TensorParallelState.
     """
     return current.use(state)
 
@@ -281,8 +239,8 @@ def initialize_tensor_parallel(
 ) -> None:
     """Create the groups of all dims, and fill the default state; every rank must call this.
 
-    Ranks that differ in tp only are neighbours, then come cp, pp and dp; dp takes what is left of
-    the world. A failure leaves nothing behind.
+    Ranks that differ in tp only are neighbours, then come cp, pp and dp; dp takes the remaining
+    ranks of the world. A failure leaves nothing behind.
 
     Args:
         tensor_parallel_size: Ranks that share each layer's tensors; one above the size of the
@@ -317,50 +275,61 @@ def destroy_tensor_parallel() -> None:
 
 
 def tensor_parallel_is_initialized() -> bool:
-    """Return whether the groups of all four dims are there."""
-    state = current.get()
-    return all(state.values[row.group] is not None for row in _TABLE.values())
+    """Return whether the groups of all four dims exist."""
+    values = current.get().values
+    return all(values[group] is not None for _, group, _ in _GROUPS.values())
 
 
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
 
-def _itself(held: Any) -> Any:
-    return held
+def _read(dim: str, which: int = 1) -> Any:
+    """Return the group of a dim, or with `which=2` its ranks."""
+    words, name = _GROUPS[dim][0], _GROUPS[dim][which]
+    value = current.get().read(name)
+    if value is None:
+        raise StateError(
+            f"{words} group is not initialized: {name} is None; call "
+            f"initialize_tensor_parallel() first, or make the state in use with "
+            f"TensorParallelState.create()"
+        )
+    return value
 
 
-def _asks(
-    what: str, fact: Callable[[Any], Answer], of: Callable[[_Row], str] = attrgetter("group")
-) -> Callable[..., Callable[[], Answer]]:
-    """Return a factory of getters, which takes a dim."""
+def _group(dim: str) -> Callable[[], ProcessGroup]:
+    def get() -> Any:
+        return _read(dim)
 
-    def make(dim: str, otherwise: Answer | None = None) -> Callable[[], Answer]:
-        row = _TABLE[dim]
-
-        def get() -> Answer:
-            state = current.get()
-            if otherwise is not None and state.values[of(row)] is None:
-                return otherwise
-            return fact(state.require(of(row), row.words))
-
-        more = "" if otherwise is None else f"; {otherwise} without one"
-        get.__doc__ = f"Return {what.format(row.words)}{more}."
-        return get
-
-    return make
+    get.__doc__ = f"Return the calling rank's {_GROUPS[dim][0]} group."
+    return get
 
 
-_group: Callable[[str], Callable[[], ProcessGroup]] = _asks("the calling rank's {} group", _itself)
-_ranks: Callable[[str], Callable[[], list[int]]] = _asks(
-    "the ranks of the {} group, ascending", _itself, attrgetter("ranks")
-)
-_world_size = _asks("the size of the {} group", lambda group: int(group.size()))
-_rank = _asks("the calling rank's place in its {} group", lambda group: int(group.rank()))
+def _ranks(dim: str) -> Callable[[], list[int]]:
+    def get() -> Any:
+        return _read(dim, which=2)
+
+    get.__doc__ = f"Return the ranks of the {_GROUPS[dim][0]} group, ascending."
+    return get
+
+
+def _world_size(dim: str) -> Callable[[], int]:
+    def get() -> int:
+        return int(_read(dim).size())
+
+    get.__doc__ = f"Return the size of the {_GROUPS[dim][0]} group."
+    return get
+
+
+def _rank(dim: str) -> Callable[[], int]:
+    def get() -> int:
+        return int(_read(dim).rank())
+
+    get.__doc__ = f"Return the calling rank's position in its {_GROUPS[dim][0]} group."
+    return get
+
 
 get_tensor_parallel_group = _group("tp")
 get_tensor_parallel_ranks = _ranks("tp")
-get_tensor_parallel_world_size = _world_size("tp", otherwise=1)
-get_tensor_parallel_rank = _rank("tp", otherwise=0)
 
 get_context_parallel_group = _group("cp")
 get_context_parallel_ranks = _ranks("cp")
@@ -378,6 +347,18 @@ get_data_parallel_world_size = _world_size("dp")
 get_data_parallel_rank = _rank("dp")
 
 
+def get_tensor_parallel_world_size() -> int:
+    """Return the size of the tensor parallel group; 1 without one."""
+    group = current.get().values["_TENSOR_PARALLEL_GROUP"]
+    return 1 if group is None else int(group.size())
+
+
+def get_tensor_parallel_rank() -> int:
+    """Return the calling rank's position in its tensor parallel group; 0 without one."""
+    group = current.get().values["_TENSOR_PARALLEL_GROUP"]
+    return 0 if group is None else int(group.rank())
+
+
 def get_tensor_parallel_src_rank() -> int:
     """Return the first rank of the calling rank's tensor parallel group."""
     size = get_tensor_parallel_world_size()
@@ -388,10 +369,10 @@ def get_tensor_parallel_src_rank() -> int:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Check that one number divides another.
+    """Raise unless one number divides another.
 
     Raises:
-        ConfigurationError: It does not, or one is no int (an AssertionError).
+        ConfigurationError: It does not, or one is not an int (an AssertionError).
 
     Example:
         >>> ensure_divisibility(7, 2)
@@ -409,10 +390,10 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """Divide where nothing is left.
+    """Return the quotient of two numbers, the second of which divides the first.
 
     Raises:
-        ConfigurationError: Something is (an AssertionError).
+        ConfigurationError: It does not (an AssertionError).
 
     Example:
         >>> divide_and_check_no_remainder(12, 4)
@@ -428,7 +409,7 @@ def split_tensor_along_last_dim(
     """Split a tensor along its last dim into equal parts.
 
     Args:
-        tensor: Of at least one dim, the last a multiple of `num_partitions` long.
+        tensor: Of at least one dim; `num_partitions` divides the length of the last one.
         num_partitions: The number of parts.
         contiguous_split_chunks: Whether to copy parts that are not contiguous.
 
@@ -451,5 +432,6 @@ def split_tensor_along_last_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
+tp = sys.modules[__name__]
 name_functions(globals(), __name__)
-current.bind(sys.modules[__name__], _GLOBALS)
+current.bind(tp, _GLOBALS)

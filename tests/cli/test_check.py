@@ -1,0 +1,244 @@
+"""`hypercomm check` as a user meets it: on local ranks, and as a rank of a launched job."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from launched import rank_free
+from ports import free_port
+
+from hypercomm.cli import main
+from hypercomm.cli.probe import probe_local
+
+SOON_S = 30
+"""An interrupted check ends immediately; one that ignored it would continue for minutes."""
+
+CHECK = [sys.executable, "-m", "hypercomm", "check"]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+# The main job: every combination of dims is created, communicated over and right. A pipe gets no
+# progress, and no line that ends with spaces.
+@pytest.mark.long
+def test_check():
+    done = subprocess.run([*CHECK, "tp=2,dp=3"], **PIPES, env=rank_free(), check=True)
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("ok")]
+    found = [(row[0], " ".join(row[1:4])) for row in rows]
+    assert found == [("tp", "3 x 2"), ("dp", "2 x 3"), ("tp+dp", "1 x 6")]
+    assert "right over every group, on 6 gloo ranks" in done.stdout
+    assert done.stderr == ""
+    assert not re.search(r" $", done.stdout, re.MULTILINE)
+
+
+# --groups chooses, of views too; --json prints one object. Groups of one have no figures.
+def test_views(in_process):
+    arguments = ("--nproc", "4", "--view", "moe:ep=4,pp=1", "--groups", "dp,ep,cp", "--json")
+    answer = json.loads(in_process("check", "tp=2,cp=1,dp=-1", *arguments).stdout)
+    assert (answer["ok"], answer["ranks"], answer["failed"]) == (True, 4, None)
+    rows = answer["groups"]
+    assert [(row["view"], row["dims"], row["groups"], row["size"]) for row in rows] == [
+        *((None, ["dp"], 2, 2), ("moe", ["ep"], 1, 4), (None, ["cp"], 4, 1))
+    ]
+    assert all(0 < row["creation_s"] < 10 and row["wrong"] == [] for row in rows)
+    assert all(row["bandwidth_bytes_per_s"] > 0 for row in rows[:2])
+    assert rows[0]["slowest"]["host"] == socket.gethostname()
+    assert rows[2]["slowest"] is None
+
+
+# A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates;
+# the slowest rank is named.
+def test_wrong_results(in_process, monkeypatch):
+    def dishonest(request):
+        honest = dist.all_reduce
+
+        def all_reduce(tensor, **options):
+            if dist.get_rank() == 3:
+                tensor += tensor.dtype == torch.int64
+                time.sleep(0.02)
+            return honest(tensor, **options)
+
+        dist.all_reduce = all_reduce
+        probe_local(request)
+
+    monkeypatch.setattr("hypercomm.cli.check.probe_local", dishonest)
+    done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
+    assert (done.returncode, done.stderr) == (1, "")
+    # rank 2 holds 3 and 4, rank 3 holds 4 and 9, and adds 1 to both
+    line = "rank {} in group tp of ranks [2, 3]: all-reduce gave [8, 14], expected [7, 13]"
+    assert line.format("2 (tp=0, dp=1)") in done.stdout
+    assert line.format("3 (tp=1, dp=1)") in done.stdout
+    assert [int(rank) for rank in re.findall(r"wrong rank (\d)", done.stdout)] == [2, 3, 1, 3]
+
+
+# 4 processes are started for each core, 8 at least; --force starts any number.
+def test_the_bound_by_cores(in_process, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
+    monkeypatch.setattr(
+        "hypercomm.cli.check.run_ranks", lambda _, ranks, **__: started.append(ranks)
+    )
+    done = in_process("check", "tp=13")
+    assert done.returncode == 2
+    assert re.search("would start 13 processes .* at most 12 are started", done.stderr)
+    in_process("check", "tp=12")
+    in_process("check", "tp=13", "--force")
+    assert started == [12, 13]
+
+
+AT_WORK = """
+import sys
+from hypercomm.cli import main
+from hypercomm.cli.check import Outcome
+
+record = Outcome.record
+
+def record_and_print(outcome, message):
+    record(outcome, message)
+    if any(len(found) == 8 for found in outcome.found.values()):
+        print("checked", file=sys.stderr, flush=True)
+
+Outcome.record = record_and_print
+sys.exit(main(["check", "tp=2,cp=2,dp=2", *sys.argv[1:]]))
+"""
+
+
+def start_check(*arguments):
+    """A check that is at work: it has checked its first groups."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AT_WORK, *arguments],
+        **PIPES,
+        env=rank_free(),
+        start_new_session=True,
+    )
+    assert "checked" in process.stderr.readline()
+    return process
+
+
+def session_of(process):
+    """The processes of a session by pid, as (parent, arguments), without its leader."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,ppid=,args=", "-s", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    return {int(pid): (int(parent), args) for pid, parent, args in lines if int(pid) != process.pid}
+
+
+def a_rank_of(process):
+    """The pid of a rank: a child of the fork server (the largest pid may be any, as pids wrap)."""
+    found = session_of(process)
+    servers = {
+        pid for pid, (parent, args) in found.items() if "forkserver" in args and parent not in found
+    }
+    return next(pid for pid, (parent, _) in found.items() if parent in servers)
+
+
+def assert_session_is_empty(process):
+    deadline = time.monotonic() + SOON_S
+    while session_of(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not session_of(process)
+
+
+# Ctrl-C ends the check and all of its processes, with exit code 130 and one line, long before it
+# would have finished or timed out; while torch is still being loaded, too.
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [pytest.param(0.1, marks=pytest.mark.slow), 0.4, None])
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c(seconds):
+    if seconds is None:
+        process = start_check()
+    else:
+        command = [*CHECK, "tp=2,cp=2,dp=2"]
+        process = subprocess.Popen(command, **PIPES, env=rank_free(), start_new_session=True)
+        while not any("forkserver" in args for _, args in session_of(process).values()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=SOON_S)
+    assert process.returncode == 130
+    assert "hypercomm: interrupted; every rank that was started has been ended" in err
+    assert "Traceback" not in err
+    assert_session_is_empty(process)
+
+
+# A killed rank ends the check, and one that stands still at its timeout: which rank, where it was,
+# and in which group.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, r"killed by signal 9 \(SIGKILL\)"),
+        pytest.param(
+            signal.SIGSTOP,
+            r"it had not returned after 8 s(?s:.*)\(it does not answer\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_fails(number, reason):
+    process = start_check("--timeout", "8")
+    os.kill(a_rank_of(process), number)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    place = r"rank \d \(tp=\d, cp=\d, dp=\d\) in group \S+ of ranks \[[\d, ]+\], in [\w-]+: "
+    assert re.search(rf"failed after \d of 7: {place}{reason}", out), out
+    assert "Traceback" not in out + err
+    assert_session_is_empty(process)
+
+
+JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+# If a launcher's variables describe a job that cannot be joined, nothing is started. Rank 0 says
+# what all ranks would say; each rank what is wrong on its host.
+@pytest.mark.parametrize(
+    ("environment", "code", "message"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, 2, "inside an allocation, not in a step"),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, 2, "MASTER_ADDR=None, MASTER_PORT=None"),
+        ({**JOB, "RANK": "0", "WORLD_SIZE": "8"}, 2, "tp=2 needs 2 ranks; the job has 8 (RANK=0"),
+        ({**JOB, "RANK": "1", "WORLD_SIZE": "8"}, 2, ""),
+        (JOB | {"RANK": "1"}, 1, "rank 1 (tp=1): HOST, or a peer of it: backend 'gloo' is broken"),
+    ],
+)
+def test_a_job_that_cannot_be_joined(environment, code, message, monkeypatch, capsys):
+    for name in set(rank_free()) ^ set(os.environ):
+        monkeypatch.delenv(name)
+    for name, value in (environment | {"TORCH_CPP_LOG_LEVEL": "FATAL"}).items():
+        monkeypatch.setenv(name, value)
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr(
+        "hypercomm.process_groups.torch_internals.why_unavailable", lambda _: "is broken"
+    )
+    assert main(["check", "tp=2"]) == code
+    out, err = capsys.readouterr()
+    assert (
+        (out, message in err) == ("", True)
+        if code == 2
+        else message in out.replace(socket.gethostname(), "HOST")
+    )
+    assert message or (sum(waited) > 1 and not err)
+
+
+# A rank that never comes is waited for as long as --timeout says.
+@pytest.mark.slow
+def test_a_rank_that_never_joins():
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment = rank_free() | job | {"MASTER_PORT": str(free_port())}
+    command = [*CHECK, "tp=2", "--timeout", "2"]
+    done = subprocess.run(command, env=environment, **PIPES, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search("failed after 0 of 1: rank 1 .* at 127.0.0.1, port ", done.stdout)

@@ -1,0 +1,95 @@
+"""`hypercomm doctor` as a user meets it, on the torch at hand and on one that lacks something."""
+
+import json
+import os
+import sys
+from importlib import metadata
+
+import fresh_programs
+from test_cli import hypercomm
+
+from hypercomm import __version__
+from hypercomm.cli.doctor import matters
+from hypercomm.testing import fake_world
+
+UNTOUCHED = {name: value for name, value in os.environ.items() if not matters(name)}
+PROGRAM = "import sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:]))"
+
+WITH_GPUS = """
+import torch
+torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda _: "Tesla [T4]"
+"""
+
+
+def doctor(*arguments, before="", **variables):
+    """The output of the command in a fresh process, after some code has run there."""
+    return fresh_programs.run(
+        f"{before}\n{PROGRAM}", "doctor", *arguments, environment=UNTOUCHED | variables
+    )
+
+
+def answer(before="", **variables):
+    """The exit code, and what JSON says."""
+    done = doctor("--json", before=before, **variables)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+# Versions are those that are installed. Every backend that torch knows and every way of creating
+# groups is there, with the reason where it cannot work. The text has all that JSON has.
+def test_report():
+    code, found = answer()
+    assert (code, found["ok"], found["problems"]) == (0, True, [])
+    versions, reasons = found["versions"], found["backends"]
+    for package in ("numpy", "attrs"):
+        assert versions[package] == metadata.version(package)
+    assert versions["hypercomm"] == __version__
+    assert versions["torch"].split("+")[0] == metadata.version("torch").split("+")[0]
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert (reasons["gloo"], reasons["mpi"]) == (None, "is not available in this build of torch")
+    assert {"nccl", "ucc"} <= set(reasons)
+    states = found["strategies"]
+    assert (states["local"], states["enumerate"]) == (None, None)
+    assert "WORLD is not bound to a device" in states["split"]
+    done = doctor(before=WITH_GPUS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "\x1b" not in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "GPUs 2 x Tesla [T4] launcher none" in words
+    assert [name for name in {*reasons, *states, *versions} if name not in words] == []
+
+
+# Where no group can be created the exit code is 1, and the reason is said. Variables that matter
+# are shown with their values, however long; no other is. The job that it finds is not joined.
+def test_environment():
+    matter = {"GLOO_SOCKET_IFNAME": "nosuch0", "NCCL_DEBUG_FILE": "x" * 150, "SLURM_PROCID": ""}
+    launcher = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    others = {"MY_SECRET": "hush-1", "MY_NCCL_KEY": "hush-2", "SLURM_JWT": "hush-3"}
+    code, found = answer(**matter, **launcher, **others)
+    assert (code, found["problems"]) == (1, ["no process group could be created"])
+    assert "nosuch0" in found["strategies"]["local"]
+    assert found["environment"] == matter | launcher
+    assert found["launcher"] == "the environment: RANK=3 and WORLD_SIZE=4 of the environment"
+    text = doctor(**matter, RANK="3").stdout
+    assert "WORLD_SIZE is missing" in " ".join(text.split())
+    assert text.count("x" * 40) >= 2
+    assert "(empty)" in text
+
+
+# Without torch the versions are reported all the same.
+def test_without_torch():
+    done = hypercomm("doctor", "--json", before="import sys; sys.modules['torch'] = None")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["strategies"], found["gpus"]) == (1, {}, None)
+    [problem] = found["problems"]
+    assert problem.startswith("torch cannot be loaded: ModuleNotFoundError: ")
+    assert found["versions"]["torch"] == metadata.version("torch")
+
+
+# A process that has a world already is left alone, with exit code 2.
+def test_in_a_world(in_process):
+    with fake_world(4, rank=1):
+        done = in_process("doctor")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "torch.distributed is initialised in this process, with 4 ranks" in done.stderr

@@ -1,0 +1,261 @@
+"""Real local ranks: what they return, how they fail, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from busy import late_s
+
+from hypercomm.errors import LayoutError, MissingPackageError, NotInitializedError, RankFailedError
+from hypercomm.launch import report, run_ranks
+
+
+def is_alive(pid):
+    """Whether a process runs; one that ended and was not yet collected does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def assert_gone(pids, seconds=20):
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+# Results come back by rank, from as many processes, none of which is this one or outlives the call.
+@pytest.mark.parametrize("nprocs", [1, 3, 8])
+def test_results_and_processes(nprocs):
+    found = run_ranks(lambda more: (dist.get_rank() + more, os.getpid()), nprocs, args=[5])
+    ranks, pids = zip(*found, strict=True)
+    assert ranks == tuple(range(5, 5 + nprocs))
+    assert len({*pids, os.getpid()}) == nprocs + 1
+    assert_gone(pids)
+
+
+# A rank sees the caller's environment of now, not of when the fork server was started. Its reports
+# arrive in order; so do 100 MiB, and output of 5 MB in the caller's stdout and stderr.
+@pytest.mark.long
+def test_what_ranks_see_and_send(monkeypatch, capfd):
+    monkeypatch.setenv("FROM_THE_CALLER", "yes")
+    received = []
+
+    def body():
+        for value in ("first", "second"):
+            report(value)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FROM_THE_CALLER")
+        if dist.get_rank() == 0:
+            sys.stdout.write("x" * 5 * 10**6)
+            sys.stderr.write("on stderr\n")
+        return [os.environ[name] for name in names], bytes(100 * 2**20 * dist.get_rank())
+
+    found = run_ranks(body, 2, on_message=lambda *message: received.append(message))
+    for rank, (environment, data) in enumerate(found):
+        assert environment == [str(rank), str(rank), "2", "2", "yes"]
+        assert data == bytes(100 * 2**20 * rank)
+        assert [value for sender, value in received if sender == rank] == ["first", "second"]
+    out, err = capfd.readouterr()
+    assert out.count("x") == 5 * 10**6
+    assert "on stderr\n" in err
+    assert "RANK" not in os.environ
+
+
+# Functions that no other process can import travel by value: closures, methods, returned lambdas.
+def test_functions_without_a_name():
+    offset = 10
+
+    class Adder:
+        def __init__(self, number):
+            self.number = number
+
+        def add(self, adder):
+            return self.number + adder.number
+
+    assert run_ranks(Adder(1).add, 1, args=[Adder(2)]) == [3]
+    assert [got(2) for got in run_ranks(lambda: lambda x: x * offset, 1)] == [20]
+
+
+def on(rank, act):
+    """A body that reports its pid, and acts on one rank; the others wait for it."""
+
+    def body():
+        report(os.getpid())
+        if dist.get_rank() == rank:
+            act()
+        dist.barrier()
+
+    return body
+
+
+def fail():
+    """Leave a process behind, if nobody ends it."""
+    report(subprocess.Popen(["sleep", "600"]).pid)
+    raise ValueError("a reason")
+
+
+class OddError(Exception):
+    """Neither pickled nor printed."""
+
+    def __reduce__(self):
+        raise TypeError("no")
+
+    __str__ = __reduce__
+
+
+def raise_odd_error():
+    raise OddError
+
+
+# The first rank that fails is named with its traceback or with what ended it, not those that fail
+# because of it. All are ended within seconds, with what they have started, and the next job runs.
+@pytest.mark.parametrize(
+    ("rank", "act", "begin", "end"),
+    [
+        (2, fail, "Traceback", "in fail\n[^\n]*\nValueError: a reason"),
+        (1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*"),
+        (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(SIGKILL\)", ""),
+        (0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),  # a real-time one
+        (3, lambda: os._exit(7), "its process ended with exit code 7 before the function", ".*"),
+    ],
+)
+def test_a_rank_that_fails(rank, act, begin, end):
+    pids, started = [], time.monotonic()
+    with pytest.raises(
+        RankFailedError, match=rf"(?s)rank {rank} failed: {begin}.*{end}$"
+    ) as caught:
+        run_ranks(on(rank, act), 4, on_message=lambda _, pid: pids.append(pid))
+    assert time.monotonic() - started < late_s(10)
+    assert caught.value.rank == rank
+    assert "run.py" not in caught.value.reason
+    assert_gone(pids)
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
+# Ranks that do not return in time are ended, and the error has the stack of each; a stopped one has
+# none to show.
+@pytest.mark.long
+def test_ranks_that_hang():
+    pids = []
+
+    def body():
+        report(os.getpid())
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(body, 3, timeout=3, on_message=lambda _, pid: pids.append(pid))
+    heads = ["it had not returned after 3 s", *(f"ranks [{rank}] are at" for rank in range(3))]
+    reason = caught.value.reason
+    assert [line for line in reason.splitlines() if not line.startswith("  ")] == heads
+    first, second, third = (reason.partition(head)[2] for head in heads[1:])
+    assert "in barrier" in first.partition(heads[2])[0]
+    assert "in body" in second
+    assert third == "\n  (it does not answer)"
+    assert "thread" not in reason  # nothing of the thread that waits for the parent
+    assert_gone(pids)
+
+
+# What a rank returned counts, whether it then dies, cannot leave, or has left its job before others
+# could connect to it.
+@pytest.mark.long
+def test_after_returning():
+    def body():
+        rank = dist.get_rank()
+        if rank == 0:
+            dist.destroy_process_group = lambda: time.sleep(90)
+        elif rank == 1:
+            threading.Timer(0.2, os._exit, (3,)).start()
+        else:
+            dist.destroy_process_group()
+        return rank
+
+    begun = time.monotonic()
+    assert run_ranks(body, 8, timeout=100) == list(range(8))
+    assert time.monotonic() - begun < 50
+
+
+def has_processes(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+PROGRAM = """
+import os, time
+from hypercomm.launch import report, run_ranks
+
+def body():
+    report(os.getpid())
+    time.sleep(600)
+
+run_ranks(body, 3, on_message=lambda _, pid: print(pid, flush=True))
+"""
+
+
+# Whatever ends the caller, its ranks and the fork server end with it.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_caller_that_ends(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as caller:
+        pids = [int(caller.stdout.readline()) for _ in range(3)]
+        if number == signal.SIGINT:
+            os.killpg(caller.pid, number)  # as a terminal does
+        else:
+            caller.send_signal(number)
+        caller.communicate(timeout=30)
+    assert_gone(pids)
+    deadline = time.monotonic() + 20
+    while has_processes(caller.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not has_processes(caller.pid)
+
+
+# A wrong call raises an error with the argument and its value, or the one of pickle or torch.
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: run_ranks(print, 2, args=[threading.Lock()]), TypeError, "cannot pickle"),
+        (lambda: run_ranks(print, 0), LayoutError, "nprocs must be at least 1, got 0"),
+        (lambda: run_ranks(print, 2.0), LayoutError, "nprocs must be an int, got 2.0"),
+        (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),
+        (lambda: run_ranks(threading.Lock, 2), RankFailedError, "cannot pickle"),
+        (lambda: report(1), NotInitializedError, "only in a rank that run_ranks"),
+    ],
+)
+def test_bad_calls(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_without_cloudpickle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(MissingPackageError, match="pip install cloudpickle"):
+        run_ranks(print, 1)

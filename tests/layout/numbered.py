@@ -1,0 +1,110 @@
+"""Layouts of every kind, with their ranks by numpy alone, in Fortran order."""
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from hypercomm import RankLayout
+from hypercomm.testing import dim_subsets, layouts
+
+
+def divisors(number):
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def in_order(table):
+    """The ranks of a table, or of a part of it, in the order of the layout."""
+    return np.ravel(table, order="F").tolist()
+
+
+def read(layout):
+    """Ask a layout for its table: element [i, j, ...] is the rank at these coordinates."""
+    cells = (dict(zip(layout.dim_names, index, strict=True)) for index in np.ndindex(layout.shape))
+    return np.array([layout.rank(**coords) for coords in cells]).reshape(layout.shape)
+
+
+@st.composite
+def some_coords(draw, layout, dims):
+    """Draw coordinates for some of these dims, or for none."""
+    return {
+        dim: draw(st.integers(0, layout.size_of(dim) - 1)) for dim in dims if draw(st.booleans())
+    }
+
+
+def index_at(layout, coords):
+    return tuple(coords.get(name, slice(None)) for name in layout.dim_names)
+
+
+@st.composite
+def lists(draw, size):
+    """Draw distinct ranks: shuffled, whole hosts shuffled or left out, or steps in other orders."""
+    way = draw(st.sampled_from(["shuffled", "hosts", "left out", "other order"]))
+    if way == "shuffled":
+        return draw(st.permutations(range(size + draw(st.integers(0, 5)))))[:size]
+    if way == "other order":
+        outer = draw(st.sampled_from(divisors(size)))
+        return (np.arange(size).reshape(outer, -1).T.ravel() * draw(st.integers(1, 3))).tolist()
+    per_host = draw(st.sampled_from([1, 2, 4]))
+    count = math.ceil(size / per_host)
+    hosts = draw(st.permutations(range(count + draw(st.integers(0, 2)))))[:count]
+    hosts = sorted(hosts) if way == "left out" else hosts
+    return [host * per_host + local for host in hosts for local in range(per_host)][:size]
+
+
+@st.composite
+def numbered(draw, kinds=("dense", "gaps", "listed"), **bounds):
+    """Draw a layout that is dense, has the gaps that select() leaves, or lists its ranks."""
+    layout = draw(layouts(**{"max_ranks": 64} | bounds))
+    table = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
+    kind = draw(st.sampled_from(kinds))
+    if kind == "gaps":
+        coords = draw(some_coords(layout, layout.dim_names[:-1]))
+        return layout.select(**coords), table[index_at(layout, coords)]
+    if kind == "listed":
+        ranks = draw(lists(layout.size))
+        table = np.array(ranks).reshape(layout.shape, order="F")
+        layout = RankLayout(layout.shape, layout.dim_names, ranks=ranks)
+    return layout, table
+
+
+def groups_of(table, axes):
+    """The groups along some axes in the layout's order: each first axis the fastest."""
+    others = [axis for axis in range(table.ndim) if axis not in axes]
+    turned = np.transpose(table, [*others[::-1], *sorted(axes)[::-1]])
+    size = math.prod(table.shape[axis] for axis in axes)
+    return [tuple(group) for group in turned.reshape(-1, size).tolist()]
+
+
+def slice_groups(groups, size, step):
+    """Cut each group into runs of `size * step`, and keep every `step`-th rank of a run."""
+    return [
+        group[start + phase : start + size * step : step]
+        for group in groups
+        for start in range(0, len(group), size * step)
+        for phase in range(step)
+    ]
+
+
+@st.composite
+def grouped(draw, **bounds):
+    """Draw groups, derived from others up to three times over, and the same by plain slices."""
+    layout, table = draw(numbered(**bounds))
+    dims = draw(dim_subsets(layout))
+    groups = layout.groups(*dims)
+    expected = groups_of(table, [layout.dim_names.index(dim) for dim in dims])
+    for way in draw(st.lists(st.sampled_from(["chunks", "level", "ends"]), max_size=3)):
+        whole = len(expected[0])
+        size = draw(st.sampled_from(divisors(whole)))
+        if way == "chunks":
+            groups, expected = groups.chunks(size), slice_groups(expected, size, 1)
+        elif way == "level":
+            sizes = [size, draw(st.sampled_from(divisors(whole // size)))]
+            sizes.append(whole // math.prod(sizes))
+            level = draw(st.integers(0, 2))
+            groups = groups.levels(sizes)[level]
+            expected = slice_groups(expected, sizes[level], math.prod(sizes[:level]))
+        else:
+            groups = groups.pick(lambda group: {group[-1], group[0]})
+            expected = [tuple(dict.fromkeys((group[0], group[-1]))) for group in expected]
+    return groups, expected

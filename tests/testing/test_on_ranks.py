@@ -1,0 +1,307 @@
+"""Tests on real ranks: `given_ranks`, and the pytest plugin as pytest shows it."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypercomm import HyperCommGrid, RankLayout, RankMapping
+from hypercomm.errors import LaunchError, RankFailedError
+from hypercomm.testing import given_ranks, grids, layouts, on_ranks, pytest_plugin
+from hypercomm.testing.on_ranks import most_ranks
+
+TESTS = """
+    import functools, os, sys, threading, time, unittest
+    import pytest, torch, torch.distributed as dist
+    from hypothesis import assume, given, settings, strategies as st
+    from hypercomm import RankLayout
+    from hypercomm.testing import given_ranks
+
+    @pytest.fixture
+    def lock():
+        return threading.Lock()
+
+    @pytest.mark.ranks(1, 2, 400)
+    def test_sum(ranks, tmp_path):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        os.system(f"echo below Python on {dist.get_rank()}")
+        (tmp_path / str(dist.get_rank())).touch()  # a folder that all ranks have
+        assert total.item() == ranks == dist.get_world_size()
+
+    @pytest.mark.ranks(2)
+    def test_wrong():
+        rank = dist.get_rank()
+        print("I am", rank, file=sys.stderr)
+        assert rank + 1 == 1
+
+    @pytest.mark.ranks(2)
+    def test_lock(lock):
+        pass
+
+    @pytest.mark.ranks(2, timeout=1.5)
+    def test_hang():
+        print("before")
+        if dist.get_rank() == 0:
+            dist.barrier()
+        time.sleep(100)
+
+    @pytest.mark.ranks(1)
+    def test_skip():
+        pytest.skip("not today")
+
+    @pytest.mark.ranks(1)
+    def test_xfail():
+        pytest.xfail("known")
+
+    @pytest.mark.ranks(1)
+    async def test_async():
+        pass
+
+    def doubled(test):
+        @functools.wraps(test)
+        def twice(*args, number, **kwargs):
+            return test(*args, number=2 * number, **kwargs)
+        return twice
+
+    class TestOfClass:
+        word = "mine"
+
+        @pytest.mark.ranks(2)
+        @settings(deadline=None, max_examples=8, database=None)
+        @given(number=st.integers(0, 9))
+        @doubled
+        def test_drawn(self, ranks, number):
+            assume(number != 12)
+            total = torch.tensor([number])
+            dist.all_reduce(total)
+            assert self.word == "mine"
+            assert total.item() <= 11 * ranks
+
+        @staticmethod
+        @pytest.mark.ranks(1)
+        def test_static(ranks):
+            assert ranks == dist.get_world_size()
+
+    sizes = st.sampled_from([2, 3, 5, 400])
+
+    @given_ranks(sizes.map(lambda size: RankLayout([size], ["tp"])), ranks_max=64)
+    def test_some_left_out(layout):
+        assert dist.get_world_size() == layout.size <= 4
+
+    @pytest.mark.xfail(strict=True)
+    @given_ranks(st.just(RankLayout([8], ["tp"])))
+    def test_all_left_out(layout):
+        raise AssertionError(layout)
+
+    class TestCase(unittest.TestCase):
+        @given_ranks(st.booleans(), ranks=2, max_examples=1)
+        def test_of_unittest(self, drawn):
+            self.assertEqual(dist.get_world_size(), 2)
+
+    def size():
+        print("one of", dist.get_world_size())
+        return dist.get_world_size()
+
+    def test_function(run_ranks):
+        more = 1
+        assert run_ranks(size, 2) == [2, 2]
+        assert run_ranks(lambda: dist.get_rank() + more, 2) == [1, 2]
+        assert run_ranks(max, 1, args=(3, 5)) == [5]
+
+    def test_many(run_ranks):
+        run_ranks(size, 5)
+
+    def test_unmarked(ranks):
+        pass
+
+    def test_fake(fake_world):
+        fake_world(64, rank=3)
+        with fake_world(32, rank=5):
+            assert (dist.get_rank(), dist.get_world_size()) == (5, 32)
+        assert not dist.is_initialized()
+        fake_world(16)
+"""
+
+pytestmark = pytest.mark.long
+
+
+def run_pytest(folder, *arguments):
+    """Run pytest on a folder as on a project of its own."""
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
+    plugins = ["-p", pytest_plugin.__name__, "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *arguments],
+        cwd=folder,
+        env={**plain, "COLUMNS": "400"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@functools.cache
+def shown(folder):
+    """What pytest shows of those tests."""
+    (folder / "test_all.py").write_text(textwrap.dedent(TESTS))
+    return run_pytest(folder, "-rA", "--ranks-max=4", "--import-mode=importlib")
+
+
+@pytest.fixture
+def report(tmp_path_factory):
+    return shown(tmp_path_factory.getbasetemp())
+
+
+def about(report, test):
+    """Cut out what is shown of a test."""
+    title = rf"^_+ (?:ERROR at \w+ of )?{re.escape(test)} _+$"
+    rest = re.split(title, report, flags=re.MULTILINE)[1]
+    return re.split(r"^(?:_+ .* _+|=+ .* =+)$", rest, flags=re.MULTILINE)[0]
+
+
+# Each size is a test of its own, on as many ranks, and what is too large says why it is skipped;
+# of given_ranks no example starts that is too large, and a test without any other is skipped.
+def test_sizes(report):
+    for test in (
+        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out", "test_fake"),
+        *("TestOfClass::test_static[ranks=1]", "TestCase::test_of_unittest", "test_function"),
+    ):
+        assert f"PASSED test_all.py::{test}\n" in report, report
+    for size, more in ((400, ""), (5, ""), (8, "; no example had fewer")):
+        reason = f"{size} ranks are more than 4; --ranks-max={size} starts them{more}"
+        assert re.search(rf"SKIPPED \[\d\] .*: {reason}\n", report)
+
+
+# What a rank prints is in the report, by rank, also from below Python and of tests that pass.
+def test_output_of_each_rank(report):
+    told = about(report, "test_sum[ranks=2]")
+    for rank in (0, 1):
+        title = rf"-+ Captured output of rank {rank} call -+"
+        assert re.search(rf"{title}\nbelow Python on {rank}\n", told)
+    assert "I am 1\n" in about(report, "test_wrong[ranks=2]")
+    assert about(report, "test_function").count("one of 2\n") == 2
+
+
+# A failure is the first failing rank's traceback, with values, and without our frames; a hang is
+# where each rank is; hypothesis draws here and runs there, and the example is the smallest.
+def test_failures(report):
+    told = about(report, "test_wrong[ranks=2]")
+    assert told.startswith('\nrank 1 failed: Traceback (most recent call last):\n  File "'), told
+    assert "in test_wrong\n    assert rank + 1 == 1\nAssertionError: assert (1 + 1) == 1\n" in told
+    assert "hypercomm" not in told
+    told = about(report, "test_hang[ranks=2]")
+    assert told.startswith("\nrank 0 failed: it had not returned after 1.5 s\n")
+    assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', told)) == 2
+    assert told.count("before\n") == 2
+    told = about(report, "TestOfClass.test_drawn[ranks=2]")
+    assert "    number=7,\n" in told
+    assert "deprecated" not in told
+
+
+# What cannot work is an error of the test, which names what is wrong; a body may skip, and expect
+# to fail.
+def test_what_cannot_work(report):
+    told = about(report, "test_lock[ranks=2]")
+    assert told.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
+    assert about(report, "test_async[ranks=1]").startswith("\ntest_async[ranks=1] is async")
+    assert "the fixture 'ranks' needs a test that is marked" in about(report, "test_unmarked")
+    assert "not today\n" in report
+    assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
+
+
+# Markers that cannot work, and options: nothing runs. Without an option, the machine bounds ranks.
+def test_bad_markers(tmp_path):
+    markers = ["()", "('2')", "(2.0)", "(True)", "(0)", "(2, 2)", "(2, tiemout=3)", "(4096)"]
+    for number, marker in enumerate(markers):
+        text = f"import pytest\n\n@pytest.mark.ranks{marker}\ndef test_it():\n    pass\n"
+        (tmp_path / f"test_{number}.py").write_text(text)
+    report = run_pytest(tmp_path, "--continue-on-collection-errors", "-rs")
+    told = re.findall(r"^the marker ranks of test_it takes .*; got .*$", report, re.MULTILINE)
+    assert len(told) == len(markers) - 1
+    assert f"4096 ranks are more than {most_ranks()}; " in report
+    for option in ("--ranks-max", "--ranks-timeout"):
+        assert f"{option} must be larger than 0" in run_pytest(tmp_path, f"{option}=-1")
+
+
+# So do those of given_ranks, before a rank starts.
+@pytest.mark.parametrize(
+    ("decorator", "words"),
+    [
+        (given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4), "has 5 ranks, more than 4"),
+        (given_ranks(st.integers()), "no argument of test_given_ranks_that_cannot_work"),
+        (given_ranks(st.just(threading.Lock()), ranks=1), "argument 'drawn' of test_given_ranks"),
+    ],
+)
+def test_given_ranks_that_cannot_work(decorator, words):
+    @decorator
+    def body(drawn):
+        raise AssertionError(drawn)
+
+    with pytest.raises(LaunchError, match=re.escape(words)):
+        body()
+
+
+# Layouts, grids and mappings that are loaded are drawn by their types.
+@given(st.from_type(RankLayout), st.from_type(HyperCommGrid), st.from_type(RankMapping))
+def test_from_type(layout, grid, mapping):
+    assert isinstance(layout, RankLayout)
+    assert isinstance(grid, HyperCommGrid)
+    assert isinstance(mapping, RankMapping)
+
+
+# A body has the grid that was drawn, live, and the same draw on each rank.
+@given_ranks(grids(max_ranks=3, views=True), st.integers(0, 9), max_examples=4)
+def test_grids_on_ranks(grid, number):
+    assert dist.get_world_size() == grid.layout.size
+    assert grid[grid.dim_names].sum(number) == number * grid.layout.size
+
+
+# A grid has its arguments on ranks, too; one that borrows from another grid cannot travel.
+def test_a_grid_travels_with_its_arguments():
+    given = {"name": "b", "share": "identical", "creation": "enumerate"}
+    grid = HyperCommGrid("tp=2", **given, world_size=2)
+
+    def body(travelled):
+        assert travelled.layout == grid.layout
+        assert {name: getattr(travelled._state.options, name) for name in given} == given
+        assert travelled.create_pg("tp").size() == 2
+
+    on_ranks.run_body(body, {"travelled": grid}, 2)
+    borrowing = HyperCommGrid("tp=2", share_with=grid, world_size=2)
+    with pytest.raises(LaunchError, match="it has share_with=, a grid which is not on the ranks"):
+        on_ranks.run_body(body, {"travelled": borrowing}, 2)
+
+
+# The body may be a closure; the smallest example has the first failing rank's traceback.
+def test_shrinks():
+    most = 2
+
+    @given_ranks(layouts(dim_names=["dp"], max_ranks=3, max_offset=0), max_examples=10)
+    def is_wrong(layout):
+        assert layout.size < most or dist.get_rank() == 0
+
+    with pytest.raises(RankFailedError, match=r"^rank 1 failed: Traceback") as caught:
+        is_wrong()
+    assert caught.value.rank == 1
+    assert "shape=(2,)" in "".join(caught.value.__notes__)
+
+
+# A bug planted in a layer of one's own is found on real ranks, and shrunk, in seconds.
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_planted_bug_is_found_in_seconds(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "sharded_layer.py"
+    command = [sys.executable, example]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2,\n    batch=1,\n" in done.stdout
+    assert float(done.stdout.rpartition(": ")[2]) < 5
