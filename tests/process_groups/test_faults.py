@@ -36,17 +36,16 @@ def die_once_the_address_is_known(number):
 
 def take_part(rank, port, folder, fault, victim, number, timeout_s):
     """Be one rank of a job in which the victim gets a signal."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
-    if port == 0:
-        Path(folder, "port.new").write_text(str(store.port))
-        Path(folder, "port.new").rename(Path(folder, "port"))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     grid, before = HyperCommGrid([2, 2], EVERY), len(registered())
     dist.barrier()
     if rank == victim and fault == "during":
         die_once_the_address_is_known(number)
     elif rank == victim and fault != "after":
-        time.sleep(0.5 if fault == "store" else 0.0)
+        if fault == "store":
+            time.sleep(0.5)
+            os.kill(int(Path(folder, "server").read_text().split()[0]), number)
         os.kill(os.getpid(), number)
     timeout = timedelta(seconds=timeout_s)
     told = [attempt(lambda: grid.create_pg(EVERY, timeout=timeout) is not None)]
@@ -61,8 +60,16 @@ def take_part(rank, port, folder, fault, victim, number, timeout_s):
     os._exit(0)  # the world is broken: nobody waits for it
 
 
-# Whenever a rank is killed or stopped, or rank 0, which serves the store, every other rank hears so
-# in time, and has nothing left; where the group exists, its next collective ends in time.
+def serve(folder):
+    """Serve the store of a job, in a process that can be killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Path(folder, "draft").write_text(f"{os.getpid()} {store.port}")
+    Path(folder, "draft").rename(Path(folder, "server"))
+    time.sleep(60)
+
+
+# Whenever a rank is killed or stopped, or the process that serves the store, every other rank hears
+# so in time, and has nothing left; where the group exists, its next collective ends in time.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "victim", "number"),
@@ -78,11 +85,16 @@ def take_part(rank, port, folder, fault, victim, number, timeout_s):
 )
 def test_a_rank_is_lost(tmp_path, fault, victim, number):
     timeout_s = 3.0
+    server = mortal_ranks.start(serve, str(tmp_path))
+    while not (tmp_path / "server").exists():
+        time.sleep(0.01)
     codes = mortal_ranks.exit_codes(
         *(take_part, SIZE, str(tmp_path), fault, victim, number, timeout_s),
-        server=(0, tmp_path / "port") if fault == "store" else None,
+        port=int((tmp_path / "server").read_text().split()[1]),
         stopped=[victim] if number == signal.SIGSTOP else [],
     )
+    server.kill()
+    server.join()
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(SIZE)]
     for rank in {*range(SIZE)} - {victim}:
         told = json.loads((tmp_path / f"{rank}.json").read_text())
