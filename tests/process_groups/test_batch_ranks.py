@@ -52,7 +52,7 @@ def test_a_rank_that_differs():
 @pytest.mark.long
 def test_a_local_mistake():
     got = run_ranks(batch_ranks.local_mistake, 2, timeout=60)
-    assert got == [["GroupCreationTimeout", 11, 11], ["ValueError", 11, 11]]
+    assert got == [["CreationError", 11, 11], ["ValueError", 11, 11]]
 
 
 # Groups that differ where no text shows them differ all the same.
