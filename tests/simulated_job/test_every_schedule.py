@@ -210,7 +210,7 @@ def test_three_ranks(deed):
 
 
 # A rank that waits for too long, or dies, at every operation: the living end alike.
-@pytest.mark.parametrize("deed", ["", "fails"])
+@pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("deaths", "late"), [(0, 1), (1, 1)])
 def test_faults(deed, deaths, late):
     search = Search(["", deed], deaths, late)
