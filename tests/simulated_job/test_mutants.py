@@ -67,11 +67,6 @@ MUTANTS = {
         '        yield from decide(ticket, Outcome("failed", proposal.refusal))\n',
         "        pass\n",
     ),
-    "a rank that was stopped names the others": (
-        "calls.py",
-        "        if self._was_stopped():\n            return _late(own)\n",
-        "",
-    ),
     "a late rank ends a round of others": (
         "calls.py",
         "        if ticket.record.first == self._proposal:\n            return run(",
