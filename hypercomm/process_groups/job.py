@@ -11,10 +11,9 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals.gloo import world_address_key
-from hypercomm.process_groups.torch_internals.store import USUAL_S, answer
+from hypercomm.process_groups.torch_internals.store import answer
 
 
 @attrs.define(eq=False)
@@ -58,20 +57,10 @@ class Job:
         if self._namespace is None:
             address = None
             if self.has_store:
-                address = self._read_address()
+                address = answer(lambda: c10d.read_bytes(world_address_key(0)))
             token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
             self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace
-
-    def _read_address(self) -> bytes | None:
-        timeout = c10d.world_timeout(self.backend)
-        limit_s = min(USUAL_S, timeout.total_seconds() if timeout else USUAL_S)
-        try:
-            return answer(lambda: c10d.read_bytes(world_address_key(0)), limit_s)
-        except dist.DistNetworkError as error:
-            raise CreationError(
-                f"the job's store is lost, which rank 0 serves as a rule ({error}); restart the job"
-            ) from error
 
     def lock_of(self, key: str) -> threading.Lock:
         """Return the lock that a thread holds while it makes a call at a record."""

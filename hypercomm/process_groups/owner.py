@@ -239,7 +239,7 @@ class GroupOwner:
             made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
 
         def undo() -> None:
-            discard(made)
+            destroy([pg for pg in made if pg is not None])
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
         limit_s = limit_of(spec.options.timeout)
@@ -479,7 +479,7 @@ class Batch:
     def undo(self) -> None:
         """Destroy what was created."""
         made, self._made = self._made, []
-        discard(made)
+        destroy([pg for pg in reversed(made) if pg is not None])
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""

@@ -44,18 +44,18 @@ MUTANTS = {
     ),
     "a rank that arrives later does not hear of a failure": (
         "protocol.py",
-        '_HEARD_LATER = {"differs", "failed"}',
-        "_HEARD_LATER = set()",
+        '            if outcome is not None and outcome.kind in ("differs", "failed"):\n',
+        "            if False:\n",
     ),
     "a failure is heard again and again": (
         "calls.py",
-        "            heard[key] = ticket.round\n",
-        "",
+        "            self.scope.leave(self._ticket.round)\n",
+        "            pass\n",
     ),
     "the next round has the number of the last one": (
         "protocol.py",
-        "Record(found.round + 1, proposal,",
-        "Record(found.round, proposal,",
+        "            self.round + 1, first, failed=",
+        "            self.round, first, failed=",
     ),
     "proposals are not compared": (
         "protocol.py",
@@ -66,11 +66,6 @@ MUTANTS = {
         "protocol.py",
         '        yield from decide(ticket, Outcome("failed", proposal.refusal))\n',
         "        pass\n",
-    ),
-    "a rank that was stopped names the others": (
-        "calls.py",
-        "        if self._was_stopped():\n            return _late(own)\n",
-        "",
     ),
     "a late rank ends a round of others": (
         "calls.py",

@@ -335,6 +335,7 @@ def test_a_call_that_was_interrupted_before_others_came(call, seed):
     job = simulate_job(program, 4, seed=seed)
     check_time(job, 1.0 + QUICK_S)
     assert job.kinds(0)[0] == "KeyboardInterrupt", job
+    assert job.calls(0)[0].took_s < 1.5, job
     assert {*job.kinds(0)[1:]} == {"CreationError"}, job
     assert {shape for shape, *_ in job.values()} == {"tp=2,dp=2"}
     assert {*job.kinds(1)} == {""}, job

@@ -273,7 +273,8 @@ def propose(
         missed = found.failed_since(seen)
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
             return Ticket(key, missed)
-        if found.outcome is None and found.first.rank != proposal.rank:
+        is_lost = bool(proposal.refusal) and not found.first.refusal  # began, but got no reply
+        if found.outcome is None and (found.first.rank != proposal.rank or is_lost):
             return Ticket(key, found)
         if found.outcome is None:  # this rank began it, and left it by an error of the store
             reason = found.first.refusal or "the rank began again"
