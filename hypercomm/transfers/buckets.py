@@ -18,7 +18,10 @@ from hypercomm.layout.mapping import RankMapping
 from hypercomm.layout.messages import Message
 
 ALIGNMENT = 16
-"""Segments begin at multiples of this many bytes: the size of the largest element type."""
+"""Segments begin at multiples of this many bytes: the size of the largest element type.
+
+As many bytes after each segment hold its checksum.
+"""
 
 LEAST_BUCKET = 1024
 
@@ -83,10 +86,11 @@ class Segment:
             >>> Segment(0, 0, 1, (), (), nbytes=20, bucket=0).room
             48
         """
-        return _room(self.nbytes)
+        return room_for(self.nbytes)
 
 
-def _room(nbytes: int) -> int:
+def room_for(nbytes: int) -> int:
+    """Return the room of a segment of this many bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
@@ -173,7 +177,7 @@ def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Seg
             bucket = -1
             if source != target:
                 sent[source] += nbytes
-                bucket = filling.bucket_for(source, target, _room(nbytes))
+                bucket = filling.bucket_for(source, target, room_for(nbytes))
             yield Segment(position, source, target, here, there, nbytes, bucket)
 
 
@@ -202,20 +206,18 @@ def _pieces(
         here = _bounds(message.source_slices(parameter.source_shape), parameter.source_shape)
         there = _bounds(message.target_slices(parameter.target_shape), parameter.target_shape)
         lengths = tuple(stop - start for start, stop in here)
-        whole = [((0,) * len(lengths), lengths)]
-        for offsets, extents in whole if message.source == message.target else split(lengths, most):
-            here_and_there = [
-                tuple(
-                    slice(start + offset, start + offset + extent)
-                    for (start, _), offset, extent in zip(bounds, offsets, extents, strict=True)
-                )
-                for bounds in (here, there)
-            ]
-            yield holders, message.target, here_and_there[0], here_and_there[1]
+        is_copy = message.source == message.target
+        for box in split(lengths, math.prod(lengths) if is_copy else most):
+            yield holders, message.target, _slices_of(box, here), _slices_of(box, there)
 
 
 def _bounds(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [one.indices(n)[:2] for one, n in zip(slices, shape, strict=True)]
+
+
+def _slices_of(box: Box, bounds: list[tuple[int, int]]) -> Slices:
+    starts = [start + offset for (start, _), offset in zip(bounds, box[0], strict=True)]
+    return tuple(slice(at, at + n) for at, n in zip(starts, box[1], strict=True))
 
 
 def split(lengths: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -369,7 +369,7 @@ class _Mover:
             if self.is_verified:
                 piece.buffer[piece.segment.nbytes :].zero_()
                 words = piece.buffer.view(torch.int64)
-                words[-2] = words[:-2].sum()  # one wrong byte changes the sum
+                words[-2] = words[:-2].sum()  # the checksum: one wrong byte changes it
         works = post(
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
