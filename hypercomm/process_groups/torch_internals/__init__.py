@@ -58,15 +58,7 @@ from hypercomm.process_groups.torch_internals.split import (
     why_not_split,
 )
 from hypercomm.process_groups.torch_internals.store import (
-    answer,
-    append,
-    count_up,
-    exchange,
-    forget,
     has_ranks,
-    is_set,
     meeting_place,
-    read,
     read_bytes,
-    set_all,
 )

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-
-from hypercomm.errors import CreationError
-
-logger = logging.getLogger(__name__)
 
 
 def forget_meshes() -> None:
@@ -24,18 +19,11 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    try:
-        from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor
 
-        remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        remembered.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
-    except (AttributeError, ImportError) as error:
-        logger.warning(
-            "DTensor does not forget the meshes of a destroyed grid (%s); grids that follow each "
-            "other on the same ranks need other dim names",
-            error,
-        )
+    remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    remembered.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def keeps_mesh_order(mesh: Any) -> bool:
@@ -57,28 +45,18 @@ def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup)
         dims: Adjacent dims of the mesh, in its order.
         name: Their common name.
         group: Their group.
-
-    Raises:
-        CreationError: The DeviceMesh of this torch is not one that hypercomm knows.
     """
     from torch.distributed import device_mesh
 
     meshes: Any = device_mesh
     part = mesh[tuple(dims)]
-    try:
-        layout = _as_one_dim(part._layout)
-    except AttributeError as error:
-        raise CreationError(
-            "flatten= is not for this torch, whose DeviceMesh has changed; name dims together, as "
-            "in grid.device_mesh(('dp', 'cp')), whose dim is 'dp_cp'"
-        ) from error
     of_one = meshes.DeviceMesh.from_group(
         group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
     )
     more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
     flat = meshes.DeviceMesh(
         mesh.device_type,
-        _layout=layout,
+        _layout=_as_one_dim(part._layout),
         _rank_map=mesh._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=mesh,

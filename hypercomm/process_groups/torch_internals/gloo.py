@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,8 +17,6 @@ import torch.distributed as dist
 
 from hypercomm.process_groups.torch_internals.capabilities import Patch
 from hypercomm.process_groups.torch_internals.store import peek
-
-_LONGEST_HOST_NAME = 255
 
 _FEW = 2
 """Up to how many addresses are read one by one: `check` and `multi_get` take two operations."""
@@ -43,20 +40,6 @@ def take_stale() -> list[str]:
 def world_address_key(rank: int) -> str:
     """Return the key, within WORLD's own store, of the address of a rank of a gloo WORLD."""
     return f"cpu//0/{rank}"
-
-
-def host_in(address: bytes | None) -> str | None:
-    """Return the name of the host in a member's address; None if it has no such form.
-
-    Seen up to torch 2.15: the length of the name in 8 bytes, then the name.
-    """
-    if address is None or len(address) <= 8:
-        return None
-    length = int.from_bytes(address[:8], sys.byteorder)
-    if not 0 < length <= min(_LONGEST_HOST_NAME, len(address) - 8):
-        return None
-    name = address[8 : 8 + length].decode(errors="replace")
-    return name if name.isprintable() else None
 
 
 class ConnectionFailedError(RuntimeError):

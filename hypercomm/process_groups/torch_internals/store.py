@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -67,16 +67,8 @@ def peek(place: Any, key: str) -> bytes | None:
     return None if found == _ABSENT.encode() else found
 
 
-def is_set(keys: Sequence[str]) -> bool:
-    """Return whether all keys are set in the store."""
-    return bool(store().check(list(keys)))
-
-
 def set_all(texts: Mapping[str, str | bytes]) -> None:
-    """Set keys in the store, in one message if it can; does not wait for a reply."""
-    if len(texts) > 1 and store().has_extended_api():
-        store().multi_set(list(texts), list(texts.values()))
-        return
+    """Set keys in the store; does not wait for a reply."""
     for key, text in texts.items():
         store().set(key, text)
 
