@@ -34,7 +34,7 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, abort, create, destroy, discard
+from hypercomm.process_groups.create import Ending, abort, create, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend

@@ -114,7 +114,7 @@ def reshape(
             made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
 
     def undo() -> None:
-        destroy([pg for pg in reversed(made) if pg is not None])
+        discard(made)
 
     pending = None
     if scope is not None:
