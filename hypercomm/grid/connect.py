@@ -151,6 +151,8 @@ def connect(
             described.append(title.removesuffix(str(spec.key)) + spec.describe())
         return described
 
+    rows: list[Connection] = []
+    left: list[_Item] = []
     try:
         met = agree(scope, CALL, entries, limit_s)
         met_s = time.monotonic() - begin
@@ -160,25 +162,33 @@ def connect(
             met.get()
             return Connections(tuple(item.row for item in items), met_s)
         left_s = max(1.0, limit_s - met_s)
+        left = items
         second = attrs.evolve(scope, path=f"{scope.path} connect")
         title = f"{CALL} of each group"
         done = together(
-            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)
+            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items, rows)
         )
         met.get()  # what interrupted this rank then: the others had its consent
         return Connections(done.get(), met_s)
     except GroupCreationTimeout as error:
         specs = {title: spec for title, (spec, _) in groups.items()}
-        raise _as_connect_timeout(error, specs, job.rank) from error
+        at = left[len(rows)].title if len(rows) < len(left) else ""
+        raise _as_connect_timeout(error, specs, job.rank, at) from error
 
 
-def _connect_all(call: Call[Any], items: list[_Item]) -> tuple[Connection, ...]:
+def _connect_all(
+    call: Call[Any], items: list[_Item], rows: list[Connection]
+) -> tuple[Connection, ...]:
     """Connect items one after the other, in a thread that may hang in a collective.
 
+    Args:
+        call: The call.
+        items: What to connect.
+        rows: Receives what is connected, so that the caller knows where a thread hangs.
+
     Raises:
-        CreationError: A collective failed.
+        ConnectionFailedError: A collective failed.
     """
-    rows: list[Connection] = []
 
     def connect_each() -> tuple[Connection, ...]:
         rows.extend(item.connect(call.scope.job.rank) for item in items)
@@ -212,9 +222,9 @@ def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -
 
 
 def _as_connect_timeout(
-    error: GroupCreationTimeout, specs: Mapping[str, GroupSpec], rank: int
+    error: GroupCreationTimeout, specs: Mapping[str, GroupSpec], rank: int, at: str
 ) -> ConnectTimeout:
-    """Add the groups of the first missing rank to an error of the agreement."""
+    """Add the groups of the first missing rank, and where this rank waited, to an error."""
     missing = error.missing[0] if error.missing else -1
     groups = {
         title: spec.groups.of(missing)
@@ -224,6 +234,7 @@ def _as_connect_timeout(
     listed = ", ".join(f"{title} of ranks {ranks}" for title, ranks in groups.items())
     common = [title for title, ranks in groups.items() if rank in ranks]
     text = f"{error}; rank {missing} is in {listed}" if listed else str(error)
+    text += f"; rank {rank} was connecting {at}" if at else ""
     return ConnectTimeout(
         text, missing=error.missing, waited=error.waited, group="".join(common[:1])
     )
