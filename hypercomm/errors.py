@@ -21,6 +21,7 @@ __all__ = [
     "GroupOptionsError",
     "HyperCommError",
     "InstallError",
+    "LateRankError",
     "LaunchError",
     "LayoutError",
     "MissingPackageError",
@@ -151,6 +152,10 @@ class TransferMismatchError(PlanMismatchError, LayoutError):
     It is a PlanMismatchError, like other differences between ranks, and a LayoutError, like wrong
     arguments of this rank.
     """
+
+
+class LateRankError(CreationError):
+    """The other ranks timed out before this one arrived: call it again on all ranks."""
 
 
 class OutcomeUnknownError(CreationError):

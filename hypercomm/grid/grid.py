@@ -439,10 +439,12 @@ class GridView:
             UnknownDimError: There is no such view.
             GroupOptionsError: An option is wrong, or would be ignored.
             GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
+            LateRankError: The other members timed out before this one arrived.
             GridMismatchError: Another rank has a different grid; names both.
-            PlanMismatchError: With `verify`, another rank creates a different group here.
-            CreationError: The grid's creation strategy cannot work here, members could not
-                connect, or the job's store is gone.
+            PlanMismatchError: Another member creates a different group; with `verify`, another rank
+                of the grid.
+            CreationError: The grid's creation strategy cannot work here, another rank failed,
+                members could not connect, or the job's store is gone.
             NotInitializedError: torch.distributed is not initialised.
             GridDestroyedError: The grid was destroyed.
             ForkedError: The grid belongs to the process that forked this one.

@@ -25,6 +25,7 @@ from hypercomm.errors import (
     GridMismatchError,
     GroupCreationTimeout,
     HyperCommError,
+    LateRankError,
     OutcomeUnknownError,
     PlanMismatchError,
 )
@@ -614,10 +615,6 @@ def _store_failed(title: str, error: RuntimeError, *, is_finished: bool) -> Crea
 def _failed(rank: int, error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
     return f"rank {rank} (host {this_host()}) failed: {type(error).__name__}: {text}"
-
-
-class LateRankError(CreationError):
-    """The other ranks timed out before this one arrived."""
 
 
 # ---- all or none -------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from hypercomm.errors import CreationError, GroupCreationTimeout
+from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import LateRankError, Scope, agree, ask, run_one
+from hypercomm.process_groups.agreement.calls import Scope, agree, ask, run_one
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.protocol import Outcome
 from hypercomm.process_groups.job import Job, current_or_none
