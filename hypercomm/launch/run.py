@@ -35,7 +35,7 @@ from hypercomm.layout.checks import positive
 
 T = TypeVar("T")
 
-preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
+preloads = ["hypercomm.grid", "hypercomm.launch.run", "hypercomm.launch.pickling"]
 """Modules that the fork server imports before it starts the first rank; torch is among theirs."""
 
 _LOOPBACK = "127.0.0.1"
@@ -139,10 +139,10 @@ def run_ranks(
             f"of hypercomm.testing for larger jobs"
         )
     try:
-        import cloudpickle
+        from hypercomm.launch.pickling import dumps
     except ModuleNotFoundError:
         raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
-    call = cloudpickle.dumps((function, tuple(args)))
+    call = dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
     ranks: list[_Rank] = []
@@ -305,9 +305,9 @@ class _Parent:
     def send(self, kind: str, value: object) -> None:
         if self.link is None:
             raise NotInitializedError("report() works only in a rank that run_ranks() started")
-        import cloudpickle
+        from hypercomm.launch.pickling import dumps
 
-        message = cloudpickle.dumps((kind, value))
+        message = dumps((kind, value))
         with self._lock:
             self.link.send_bytes(message)
 

@@ -26,6 +26,7 @@ from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
+from hypercomm.launch.pickling import Pickler
 from hypercomm.launch.run import preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
@@ -290,7 +291,7 @@ def _pickled(
         return pickles[0], dict(zip(arguments, pickles[1:], strict=True))
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Pickles a grid as its arguments; tests of hypothesis and unittest cases hold what cannot."""
 
     def reducer_override(self, obj: Any) -> Any:
