@@ -128,8 +128,9 @@ class ConnectTimeout(GroupCreationTimeout):
     """Ranks did not connect the existing groups in time: find out where they are and why.
 
     Attributes:
-        missing: The ranks that did not take part.
-        waited: How long they were waited for.
+        missing: The ranks that caused the timeout.
+        absent: All ranks that did not take part.
+        waited: How long this rank waited.
         group: The key of the process group that they are missing in, the first one of this rank's;
             "" where they are in none of them.
     """
@@ -139,10 +140,11 @@ class ConnectTimeout(GroupCreationTimeout):
         message: str,
         *,
         missing: tuple[int, ...] = (),
+        absent: tuple[int, ...] | None = None,
         waited: timedelta = timedelta(0),
         group: str = "",
     ) -> None:
-        super().__init__(message, missing=missing, waited=waited)
+        super().__init__(message, missing=missing, absent=absent, waited=waited)
         self.group = group
 
 

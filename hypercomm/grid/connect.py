@@ -165,10 +165,12 @@ def connect(
         left = items
         second = attrs.evolve(scope, path=f"{scope.path} connect")
         title = f"{CALL} of each group"
-        done = together(
-            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items, rows)
-        )
-        met.get()  # what interrupted this rank then: the others had its consent
+        try:
+            done = together(
+                second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items, rows)
+            )
+        finally:
+            met.get()  # raises what interrupted this rank then: the others had its consent
         return Connections(done.get(), met_s)
     except GroupCreationTimeout as error:
         specs = {title: spec for title, (spec, _) in groups.items()}
@@ -189,9 +191,11 @@ def _connect_all(
     Raises:
         ConnectionFailedError: A collective failed.
     """
+    device = c10d.current_device()
 
     def connect_each() -> tuple[Connection, ...]:
-        rows.extend(item.connect(call.scope.job.rank) for item in items)
+        with c10d.on_device(device):  # each thread has its own current device
+            rows.extend(item.connect(call.scope.job.rank) for item in items)
         return tuple(rows)
 
     if call.scope.is_alone:
@@ -236,7 +240,11 @@ def _as_connect_timeout(
     text = f"{error}; rank {missing} is in {listed}" if listed else str(error)
     text += f"; rank {rank} was connecting {at}" if at else ""
     return ConnectTimeout(
-        text, missing=error.missing, waited=error.waited, group="".join(common[:1])
+        text,
+        missing=error.missing,
+        absent=error.absent,
+        waited=error.waited,
+        group="".join(common[:1]),
     )
 
 

@@ -1261,7 +1261,7 @@ class HyperCommGrid(GridView):
             WorldSizeError: The target has other ranks than the grid, or than `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownDimError: `views` has a name that is not a view.
-            PlanMismatchError: Another rank has a different target, or failed: all raise.
+            PlanMismatchError: Another rank has a different target: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
             CreationError: Groups are planned that were not created, one could not be created,
                 another thread reshapes the grid, or the others timed out just before this rank
@@ -1341,9 +1341,9 @@ class HyperCommGrid(GridView):
         self._owner.end(abort)
 
     def verify(self, timeout: timedelta | None = None) -> None:
-        """Check that all ranks of the grid have planned the same process groups, in one order.
+        """Check that all ranks of the grid have the same process groups.
 
-        Every rank of the grid must call this; each waits for the others. It costs a rank three
+        Every rank of the grid must call this; each waits for the others. It takes a rank about five
         store operations, however many groups there are.
 
         Args:

@@ -378,7 +378,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Raises:
             UnknownGridError: The set has no such grid (a KeyError); names those that it has.
-            PlanMismatchError: Another rank has other requests, or failed; shows how.
+            PlanMismatchError: Another rank has other requests; shows how they differ.
             GroupCreationTimeout: A rank did not call this in time; names it.
             HyperCommError: As for `HyperCommGrid.create_pgs`; an argument is wrong, and nothing
                 was created.

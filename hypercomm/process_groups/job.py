@@ -62,6 +62,11 @@ class Job:
             self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the namespace is known without asking the store."""
+        return self._namespace is not None or not self.has_store
+
     def lock_of(self, key: str) -> threading.Lock:
         """Return the lock that a thread holds while it makes a call at a record."""
         with _lock:

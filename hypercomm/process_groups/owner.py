@@ -503,7 +503,8 @@ def create_all(
 
     Raises:
         GroupExistsError: A key is there twice, or exists.
-        PlanMismatchError: Another rank creates something else, or failed.
+        PlanMismatchError: Another rank creates something else.
+        CreationError: Another rank failed.
         GroupCreationTimeout: A rank is missing; names it.
     """
     owner.check_alive()

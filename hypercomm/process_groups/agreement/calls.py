@@ -187,7 +187,6 @@ class Call(Generic[T]):
         self.began = time.monotonic()
         self.deadline = self.began + limit_s
         self.name = ""
-        self._limit_s = limit_s
         self._entries = entries
         self._proposal = Proposal(scope.job.rank, this_host())
         self._slow_s = min(_SLOW_S, limit_s / 4)
@@ -278,7 +277,7 @@ class Call(Generic[T]):
 
         try:
             outcome = in_time(last_word, _LAST_WORD_S)
-        except (LateError, RuntimeError) as error:
+        except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
             outcome, self._error = None, self._without_store(error)
         with self._lock:
             if self._outcome is None:
@@ -326,7 +325,7 @@ class Call(Generic[T]):
         with self._lock:
             is_left = self._is_abandoned
             if not is_left:
-                self._outcome = outcome
+                outcome = self._outcome = self._outcome or outcome
         if is_left or outcome is None or outcome.kind != "agreed":
             try:
                 undo()
@@ -400,9 +399,8 @@ class Call(Generic[T]):
         elif isinstance(error, ConnectionFailedError):
             outcome = self._could_not_connect(error)
         else:
-            if isinstance(error, dist.DistNetworkError):
-                error = self._without_store(error)
-            self._error = error
+            if not isinstance(error, dist.DistNetworkError):  # else the store may be back
+                self._error = error
             outcome = Outcome("failed", _failed(rank, error))
         return run(protocol.decide(self._ticket, outcome))
 
@@ -531,9 +529,12 @@ class Call(Generic[T]):
                 raise _EndedError(run(protocol.decide(ticket, found)))
 
     def _report_waiting(self) -> None:
-        self._waits_for, job = (), self.scope.job
-        job.is_reporting = True
-        with contextlib.suppress(RuntimeError):
+        """Report that this rank waits, while its worker is in a backend."""
+        job = self.scope.job
+        with self._reporting, contextlib.suppress(RuntimeError):
+            if self._is_over or self._waits_for is not None:
+                return
+            self._waits_for, job.is_reporting = (), True
             key, text = status_key(job.namespace, job.rank), self._status(()).text()
             run_one(protocol.Write(key, text))
 
@@ -643,24 +644,27 @@ def together(
         undo: Undoes the work, as much of it as was done, where the call fails.
 
     Raises:
-        PlanMismatchError: Ranks propose different things, or one failed.
+        PlanMismatchError: Ranks propose different things.
         GridMismatchError: Ranks have built different grids.
         GroupCreationTimeout: Ranks are missing; names them.
-        CreationError: The other ranks have timed out on this one, or the store is gone.
+        LateRankError: The other ranks have timed out on this one.
+        CreationError: A rank failed, or the store is gone.
         OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
     """
     if scope.is_alone:
         call = Call[T](scope, title, entries, limit_s)
-        call.name = f"{scope.key}/{scope.job.next_number(scope.path)}"
+        key = scope.key if scope.job.is_named else ask(title, lambda: scope.key, limit_s)
+        call.name = f"{key}/{scope.job.next_number(scope.path)}"
         try:
             return Result(work(call))
         except BaseException:
             undo()
             raise
-    lock = scope.job.lock_of(scope.path)
+    lock, began = scope.job.lock_of(scope.path), time.monotonic()
     if not lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
         raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
     try:
+        limit_s -= time.monotonic() - began
         return Call[T](scope, title, entries, limit_s).make(work, undo)
     finally:
         lock.release()
@@ -686,8 +690,14 @@ def refuse(scope: Scope, error: BaseException) -> None:
     if scope.is_alone:
         return
     proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
-    with contextlib.suppress(LateError, RuntimeError):
-        in_time(lambda: scope.refuse(proposal), _LAST_WORD_S)
+    lock = scope.job.lock_of(scope.path)
+    if not lock.acquire(timeout=_LAST_WORD_S):
+        return  # another thread is in such a call: it must not fail for this one
+    try:
+        with contextlib.suppress(RuntimeError):
+            in_time(lambda: scope.refuse(proposal), _LAST_WORD_S)
+    finally:
+        lock.release()
 
 
 _active: set[Call[Any]] = set()

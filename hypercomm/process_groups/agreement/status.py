@@ -244,5 +244,5 @@ def _name(rank: int, status: Status | None, layout: RankLayout | None) -> str:
         notes.append(f"host {status.host}")
         if status.outcome is None:
             others = ", ".join(map(str, status.waits_for[:_MOST_NAMED]))
-            notes.append(f"it waits in {status.call} for rank {others}")
+            notes.append(f"it waits in {status.call}" + (f" for rank {others}" if others else ""))
     return f"rank {rank} ({'; '.join(notes)})" if notes else f"rank {rank}"

@@ -60,10 +60,10 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     Args:
         store: The job's store.
         size: The number of members.
-        wait: Waits for their addresses.
+        wait: Waits for their addresses; None where the group has one member.
     """
 
-    def __init__(self, store: Any, size: int, wait: Wait) -> None:
+    def __init__(self, store: Any, size: int, wait: Wait | None) -> None:
         super().__init__()
         self._store = store
         self._size = size

@@ -90,7 +90,7 @@ def new_group(
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
         is_gloo = set(single_backends(backend)) == {"gloo"} and not uses_torchcomms()
-        if wait is not None and not is_lazy and is_gloo:
+        if not is_lazy and is_gloo:
             place = GlooStore(place, len(members), wait)
         try:
             group, _ = _torch._new_process_group_helper(
@@ -111,7 +111,7 @@ def new_group(
             place.forget()
             if place.error is not None:
                 raise place.error from error
-            if place.has_all():
+            if wait is not None and place.has_all():
                 raise ConnectionFailedError(error, members) from error
             raise
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -100,9 +99,6 @@ T = TypeVar("T")
 
 USUAL_S = 60.0
 """The default limit of an operation, in seconds: in a large job many arrive together."""
-
-_LOOKING_S = 0.5
-"""Interval between checks for an aborted wait, in seconds."""
 
 _in_thread = threading.local()
 
@@ -197,7 +193,7 @@ class LateError(RuntimeError):
     """A function did not return in time."""
 
 
-def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | None = None) -> T:
+def in_time(action: Callable[[], T], limit_s: float) -> T:
     """Call a function in another thread, with a time limit, and return its result.
 
     A late thread continues, and becomes idle when the function returns.
@@ -205,18 +201,13 @@ def in_time(action: Callable[[], T], limit_s: float, look: Callable[[], None] | 
     Args:
         action: The function.
         limit_s: The limit, in seconds.
-        look: Called every half second; an error that it raises ends the wait.
 
     Raises:
         LateError: The function did not return in time.
     """
-    task, end = Task(action), time.monotonic() + limit_s
-    interval_s = threading.TIMEOUT_MAX if look is None else _LOOKING_S
-    while not task.wait(max(0.0, min(interval_s, end - time.monotonic()))):
-        if time.monotonic() >= end:
-            raise LateError(f"not done within {limit_s:.1f} s")
-        if look is not None:
-            look()
+    task = Task(action)
+    if not task.wait(min(limit_s, threading.TIMEOUT_MAX)):
+        raise LateError(f"not done within {limit_s:.1f} s")
     return task.result()
 
 
