@@ -71,6 +71,9 @@ _STUCK_S = 0.6
 _LAST_WORD_S = 0.5
 """How long a rank whose worker is stuck tries to end the round."""
 
+_REFUSAL_S = 1.9
+"""How long a rank with an error of its own tries to end the round on the others."""
+
 _SILENT_S = 1.0
 """How long a rank that could not connect waits for members to connect or fail."""
 
@@ -691,11 +694,11 @@ def refuse(scope: Scope, error: BaseException) -> None:
         return
     proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
     lock = scope.job.lock_of(scope.path)
-    if not lock.acquire(timeout=_LAST_WORD_S):
+    if not lock.acquire(timeout=_REFUSAL_S):
         return  # another thread is in such a call: it must not fail for this one
     try:
         with contextlib.suppress(RuntimeError):
-            in_time(lambda: scope.refuse(proposal), _LAST_WORD_S)
+            in_time(lambda: scope.refuse(proposal), _REFUSAL_S)
     finally:
         lock.release()
 
