@@ -8,7 +8,7 @@ import pytest
 
 import hypercomm
 from hypercomm.errors import CreationError
-from hypercomm.process_groups.agreement.protocol import Exchange, Proposal, Read, propose
+from hypercomm.process_groups.agreement.protocol import Delete, Exchange, Proposal, Read, propose
 from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
 
 BAD = {
@@ -32,6 +32,9 @@ def drive(steps, keys):
             operation = steps.send(reply)
         except StopIteration as stop:
             return stop.value
+        if isinstance(operation, Delete):
+            reply = [keys.pop(key, None) for key in operation.keys]
+            continue
         reply = keys.get(operation.key)
         if isinstance(operation, Exchange) and (reply or "") == operation.expected:
             reply = keys[operation.key] = operation.text
@@ -51,7 +54,15 @@ def test_bad_records(bad):
     assert len(str(error.value)) < 2_000
 
 
-# So is the report of a rank.
+# A rank that fails twice before others arrive ends two rounds, although it proposes the same.
+def test_two_refusals():
+    keys = {}
+    for number in range(2):
+        refusal = Proposal(0, "host", refusal="no such file", number=number)
+        assert drive(propose("job/calls", refusal, number - 1), keys).round == number
+
+
+# A report of a rank that holds something else is such an error too.
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_reports(bad):
     own = Status(0, "host", "create_pg('tp')", "", "job/calls", 0, waits_for=(1,))

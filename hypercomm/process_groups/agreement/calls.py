@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -191,7 +192,7 @@ class Call(Generic[T]):
         self.deadline = self.began + limit_s
         self.name = ""
         self._entries = entries
-        self._proposal = Proposal(scope.job.rank, this_host())
+        self._proposal = Proposal(scope.job.rank, this_host(), number=next(_numbers))
         self._slow_s = min(_SLOW_S, limit_s / 4)
         self._ticket: Ticket | None = None
         """The round, once this rank has proposed."""
@@ -692,7 +693,8 @@ def refuse(scope: Scope, error: BaseException) -> None:
     """Fail the next call on the ranks that wait for this one; raises nothing."""
     if scope.is_alone:
         return
-    proposal = Proposal(scope.job.rank, this_host(), refusal=_failed(scope.job.rank, error))
+    refusal = _failed(scope.job.rank, error)
+    proposal = Proposal(scope.job.rank, this_host(), refusal=refusal, number=next(_numbers))
     lock = scope.job.lock_of(scope.path)
     if not lock.acquire(timeout=_REFUSAL_S):
         return  # another thread is in such a call: it must not fail for this one
@@ -702,6 +704,9 @@ def refuse(scope: Scope, error: BaseException) -> None:
     finally:
         lock.release()
 
+
+_numbers = itertools.count()
+"""Numbers the proposals of this process."""
 
 _active: set[Call[Any]] = set()
 """The calls that threads of this process make now."""

@@ -88,12 +88,14 @@ class Proposal:
         host: Its host.
         entries: What it proposes, in lines that are compared.
         refusal: Why the rank cannot take part; "" if it can.
+        number: Distinguishes the proposals of one rank, whose other fields may be equal.
     """
 
     rank: int
     host: str
     entries: tuple[str, ...] = ()
     refusal: str = ""
+    number: int = 0
 
 
 @attrs.frozen
