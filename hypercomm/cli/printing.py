@@ -62,19 +62,15 @@ def numbers(title: str) -> Column:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Discard warnings, logs and what libraries print on stdout within a `with` block."""
-    level, stdout, null = logging.root.manager.disable, os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    from hypercomm.launch.run import no_stdout
+
+    level = logging.root.manager.disable
     logging.disable()
-    sys.stdout.flush()
-    os.dup2(null, 1)
     try:
-        with warnings.catch_warnings():
+        with no_stdout(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(null)
         logging.disable(level)
 
 

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
@@ -385,12 +385,28 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
         master_listen_fd=listener.detach() if listener else None,
         use_libuv=False,
     )
-    dist.init_process_group(
-        job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
-    )
+    with no_stdout():
+        dist.init_process_group(
+            job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
+        )
     # gloo cannot connect to a rank that has left, and a function may begin by leaving.
     if store.add(_JOINED, 1) == job.nprocs:
         store.set(_ALL_JOINED, "")
     store.wait([_ALL_JOINED])
     # The timeout of a store that torch creates itself.
     store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
+
+
+@contextlib.contextmanager
+def no_stdout() -> Iterator[None]:
+    """Discard what is written to stdout: gloo of torch 2.10 prints a line for each group."""
+    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
