@@ -275,7 +275,9 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RankGroups):
             return NotImplemented
-        return np.array_equal(self.to_array(), other.to_array())
+        if (len(self), self.group_size) != (len(other), other.group_size):
+            return False
+        return self is other or np.array_equal(self.to_array(), other.to_array())
 
     def __hash__(self) -> int:
         return hash((len(self), self.group_size))

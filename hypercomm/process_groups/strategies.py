@@ -10,7 +10,7 @@ Members keep the order of their group, which may not be ascending if a layout li
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,8 +98,11 @@ def choose(
     if job is None:
         return NOT_YET
     backend = (backend or job.backend).lower()
-    against = obstacles(backend, groups, lazily)
+    against = obstacles(backend, groups, lazily, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
+    if creation not in ("auto", *usable) or not usable:  # else it need not read all groups
+        against = obstacles(backend, groups, lazily)
+        usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation in usable:
         return Choice(creation, "asked for by name")
     if creation == "auto" and usable:
@@ -116,16 +119,21 @@ def choose(
 
 
 def obstacles(
-    backend: str | None, groups: RankGroups, lazily: bool | None
+    backend: str | None, groups: RankGroups, lazily: bool | None, names: Sequence[str] = ()
 ) -> dict[str, str | None]:
-    """Return why each strategy cannot create groups here, by its name; None if it can."""
+    """Return why each strategy cannot create groups here, by its name; None if it can.
+
+    Args:
+        backend: The requested backend.
+        groups: The groups to create.
+        lazily: Whether members are to connect at their first message.
+        names: The strategies; default: all.
+    """
     job = current_or_none()
     if job is None:
         return {}
     backend = (backend or job.backend).lower()
-    return {
-        name: strategy.why_not(backend, groups, lazily) for name, strategy in STRATEGIES.items()
-    }
+    return {name: STRATEGIES[name].why_not(backend, groups, lazily) for name in names or STRATEGIES}
 
 
 # ---- local -------------------------------------------------------------------------------------

@@ -380,15 +380,13 @@ def _values_of(
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
     held: dict[str, dict[int | None, ProcessGroup]] = {}
     values: dict[str, Any] = {}
-    rank, members = dist.get_rank(), {}
+    rank = dist.get_rank()
     for each, group in zip(wanted, groups, strict=True):
         parts = held.setdefault(each.name, {})
         if group is not None:
             parts[each.part] = group
             if each.row.ranks and each.name == each.row.name:
-                if each.groups not in members:
-                    members[each.groups] = each.groups.of(rank)
-                values[each.row.ranks] = list(members[each.groups])
+                values[each.row.ranks] = list(each.groups.of(rank))
     for row in TABLE:
         other = row.otherwise(config) if callable(row.otherwise) else row.otherwise
         for twin in ("", GLOO) if row.gloo else ("",):
