@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -118,8 +118,28 @@ def new_group(
             if isinstance(place, GlooStore):
                 place.close()
     _kept[group] = place
-    _torch._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(members)}
+    _torch._world.pg_group_ranks[group] = Positions(members)
     return group  # type: ignore[no-any-return]
+
+
+class Positions(Mapping[int, int]):
+    """The position of each member of a group, computed at the first use: torch seldom needs it."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members = members
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self._members)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._positions[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
 
 
 def split_group(
