@@ -55,7 +55,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 Entries = Callable[[], Sequence[str]]
 
-_SHORTEST_S = 0.0002
+_SHORTEST_S = 0.0005
 _LONGEST_S = 0.25
 _SLOW_S = 0.2
 """How long a rank waits before it reports so, and looks where missing ranks are."""
