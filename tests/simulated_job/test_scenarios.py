@@ -433,7 +433,7 @@ def test_keys_in_the_store():
 
 
 # A job that is started again on the store of one that was lost meets nothing of it.
-@pytest.mark.parametrize("at", [3, 8, 12, 17])
+@pytest.mark.parametrize("at", [3, 8, 12, 14])
 def test_a_restart_on_the_old_store(at):
     def program():
         grid = square()
