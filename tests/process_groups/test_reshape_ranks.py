@@ -172,7 +172,7 @@ def does_not_call(absent, verify, times, timeout):
         grid.create_pgs(["tp", "dp"])
         before, said = dict(grid.pgs), []
         if dist.get_rank() == absent:
-            time.sleep(times * timeout.total_seconds() + 0.25)
+            time.sleep(times * timeout.total_seconds() + 1.0)
         else:
             for _ in range(times):
                 words, waited = attempt(lambda: grid.reshape("tp=4", timeout=timeout))
