@@ -91,10 +91,6 @@ class Job:
             numbers, at = tuple(at.numbers[number] for number in numbers), at.before
         return numbers
 
-    def is_current(self) -> bool:
-        """Whether this process still takes part in it."""
-        return current_or_none() is self
-
 
 _lock = threading.Lock()
 _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()

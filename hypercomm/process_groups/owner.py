@@ -34,7 +34,7 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, abort, create, destroy
+from hypercomm.process_groups.create import Ending, abort, create, destroy, discard
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
@@ -153,13 +153,7 @@ class GroupOwner:
 
     def create(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group, or leave everything as it was."""
-        group = self.reserve(spec)
-        try:
-            return self.fulfil(spec.key, group)
-        except BaseException:
-            if spec.key not in self.created:  # else it was interrupted once all ranks agreed
-                self.release([spec.key])
-            raise
+        return self._fulfil_or_release(spec.key, self.reserve(spec))
 
     def ensure(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group at the first call; return the same group afterwards."""
@@ -168,11 +162,16 @@ class GroupOwner:
             if existing is not None:
                 existing.check_same(spec)
             group = self.groups[spec.key] if existing is not None else self.reserve(spec)
-        try:
+        if existing is not None:
             return self.fulfil(spec.key, group)
+        return self._fulfil_or_release(spec.key, group)
+
+    def _fulfil_or_release(self, key: GroupKey, group: Group) -> ProcessGroup | None:
+        try:
+            return self.fulfil(key, group)
         except BaseException:
-            if existing is None and spec.key not in self.created:
-                self.release([spec.key])
+            if key not in self.created:  # else it was interrupted once all ranks agreed
+                self.release([key])
             raise
 
     def reserve(self, spec: GroupSpec) -> Group:
@@ -239,7 +238,7 @@ class GroupOwner:
             made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
 
         def undo() -> None:
-            destroy([pg for pg in made if pg is not None])
+            discard(made)
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
         limit_s = limit_of(spec.options.timeout)
@@ -479,7 +478,7 @@ class Batch:
     def undo(self) -> None:
         """Destroy what was created."""
         made, self._made = self._made, []
-        destroy([pg for pg in reversed(made) if pg is not None])
+        discard(made)
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""
