@@ -45,6 +45,6 @@ def perform(operation: Operation) -> Any:
         case Append(key, text):
             return store.append(key, text)
         case Write(key, text):
-            return store.set_all({key: text})
+            return store.write(key, text)
         case Delete(keys):
             return store.forget(keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -66,10 +66,9 @@ def peek(place: Any, key: str) -> bytes | None:
     return None if found == _ABSENT.encode() else found
 
 
-def set_all(texts: Mapping[str, str | bytes]) -> None:
-    """Set keys in the store; does not wait for a reply."""
-    for key, text in texts.items():
-        store().set(key, text)
+def write(key: str, text: str) -> None:
+    """Set a key of the store; does not wait for a reply."""
+    store().set(key, text)
 
 
 def append(key: str, text: str) -> None:
