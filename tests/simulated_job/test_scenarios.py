@@ -265,6 +265,27 @@ def test_a_rank_that_does_not_come(size, missing):
     assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
 
 
+# A rank that dies once it has said that it has finished does not fail the others.
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_has_finished(victim):
+    def program():
+        mark()
+        grid = square()
+        attempt(grid.create_pgs, ["tp", "dp"])
+        return grid
+
+    said = 0
+    for at in range(1, 60):
+        job = simulate_job(program, 4, faults=[Fault(victim, at, "dies")], timeout_s=T)
+        if len(job.living()) == 4:
+            break
+        arrivals = b"".join(job.server.held[key] for key in job.server.held if "ranks" in key)
+        if f"{victim}+,".encode() in arrivals:
+            said += 1
+            assert {*job.kinds(0)} == {""}, (at, job)
+    assert said > 0
+
+
 # Ranks with deadlines of their own hear one answer, and accuse only those that came later.
 @seeds
 def test_ranks_within_their_own_time(seed):
