@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
     CreationError,
-    ForkedError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
@@ -223,7 +222,6 @@ class GroupOwner:
 
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""
-        self.check_alive()
         job, spec = current_or_none(), group.spec
         if job is None:  # torch's own function may have been replaced, as in tests
             group.pg, group.is_created = create(spec, str(spec.key), None), True
@@ -252,10 +250,10 @@ class GroupOwner:
             return self.agreement.scope(job, f"{spec.key}/all", range(job.size))
         if self.is_verified:
             return self.grid_scope(job)
-        if not spec.groups.has_member(job.rank):
+        if spec.own is None:
             return None
-        index, _ = spec.groups.locate(job.rank)
-        return self.agreement.scope(job, f"{spec.key}/{index}", spec.groups[index])
+        index, ranks = spec.own
+        return self.agreement.scope(job, f"{spec.title}/{index}", ranks)
 
     def grid_scope(self, job: Job) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""
@@ -275,7 +273,8 @@ class GroupOwner:
                     owner.created.setdefault(key, group)
                 if not group.users and pg is not None:
                     unused.append(pg)
-        destroy(unused)
+        if unused:
+            destroy(unused)
 
     def release(self, keys: Iterable[GroupKey]) -> list[ProcessGroup]:
         """Remove keys; return the process groups that no key has any more."""
@@ -412,7 +411,7 @@ class GroupOwner:
     def check_alive(self) -> None:
         """Raise if the grid was destroyed, or belongs to the process that forked this one."""
         if os.getpid() != self._process:
-            raise ForkedError(
+            raise GridDestroyedError(
                 f"this grid ({self.layout}) belongs to process {self._process}, of which this one "
                 f"is a fork: its process groups do not work here; build what this process needs "
                 f"after torch.distributed.init_process_group() of its own"

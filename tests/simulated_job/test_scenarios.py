@@ -153,7 +153,7 @@ def test_grids_that_differ(shape, seed):
 
     job = simulate_job(program, 4, seed=seed)
     check_time(job, QUICK_S)
-    assert {*job.kinds(0)} == {*job.kinds(1)} == {"GridMismatchError"}, job
+    assert {*job.kinds(0)} == {*job.kinds(1)} == {"PlanMismatchError"}, job
     assert {*job.kinds(2)} == {""}, job
 
 
@@ -377,7 +377,7 @@ def test_transfers_that_differ(seed):
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)
-    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(0) == ["PlanMismatchError"] * 3, job
     assert job.kinds(1) == [""] * 3, job
 
 
@@ -395,7 +395,7 @@ def test_transfers_in_a_circle(seed):
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)
-    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(0) == ["PlanMismatchError"] * 3, job
     assert job.kinds(1) == job.kinds(2) == [""] * 3, job
 
 
