@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from operator import attrgetter
 from typing import Literal, Protocol
 
 import attrs
@@ -25,28 +26,22 @@ from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.messages import (
+    Cell,
     Cut,
     Message,
     Sharding,
+    digits_of,
     length_of_unit,
+    number_at,
     resolve_axes,
 )
 from hypercomm.layout.parsing import nearest_multiples
 from hypercomm.layout.text import shown, some_of
 
-ZIGZAG = "zigzag"
+Shards = tuple[tuple[str, int], ...]
+"""Which dim cuts which tensor axis."""
 
-TensorAxis = int | tuple[str, int]
-"""A tensor axis that is cut in contiguous blocks, or ("zigzag", axis)."""
-
-Shards = tuple[tuple[str, TensorAxis], ...]
-"""Which dim cuts which axis."""
-
-Cell = tuple[int, ...]
-"""A part of a tensor: the index of its shard along each axis that is cut."""
-
-Given = int | str | tuple[str, int]
-"""A tensor axis, "zigzag", or ("zigzag", axis)."""
+GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
 """The dims that are named by default, whether or not a layout has them."""
@@ -90,9 +85,7 @@ class RankMapping:
         shards: Further dims that cut the tensor, and the axis of each, in contiguous blocks. Dims
             may cut the same axis: `along` is outermost, then they are in the order given. Any size
             may become any other. Default: where there is a batch, "cp" cuts the sequence: axis 1,
-            or 0 if the batch is 1. {"cp": "zigzag"} is that axis in Megatron's causal order, chunks
-            i and 2 * cp - 1 - i on rank i of cp, {"cp": ("zigzag", 2)} another one. Where one end
-            alone has it so, rename the dim at the other: {"cp": "zigzag", "sp": 1}.
+            or 0 if the batch is 1.
         pipeline: The dim of the pipeline. None, or one that a layout lacks: all ranks take part.
         leaders: Whether only the first of the ranks with the same elements sends, and only the
             first of those that want them receives; the others get them from that one.
@@ -145,31 +138,26 @@ class RankMapping:
         along: str | None = "dp",
         *,
         batch_axis: int = 0,
-        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
+        shards: GivenShards = None,
         pipeline: str | None = "pp",
         leaders: bool = False,
         backward: bool = False,
     ) -> None:
         source, target = read_layout(source), read_layout(target)
         batch_axis = as_int(batch_axis, "batch_axis")
-        sequence = 0 if batch_axis == 1 else 1
         if shards is None:
             dims = {*source.dim_names, *target.dim_names} - {along, pipeline}
-            shards = {"cp": sequence} if along and "cp" in dims else {}
-        pairs = as_shards(shards, sequence)
+            shards = {"cp": 0 if batch_axis == 1 else 1} if along and "cp" in dims else {}
+        pairs = as_shards(shards)
         self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, leaders, backward)
         self._check_roles()
         axes = dims_of_axes(along, batch_axis, pairs).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
-        zigzag = [dim for dim, axis in pairs if isinstance(axis, tuple)]
         before, after = (
-            Sharding(layout, cuts.values(), self._stage(layout, last), zigzag, leaders=leaders)
+            Sharding(layout, cuts.values(), self._stage(layout, last), leaders=leaders)
             for layout, last in ((source, not backward), (target, backward))
         )
-        numbers = [
-            Cut(axis, here.count * here.held, there.count * there.held, here.held, there.held)
-            for axis, here, there in zip(cuts, before.axes, after.axes, strict=True)
-        ]
+        numbers = map(Cut, cuts, before.counts, after.counts)
         object.__setattr__(self, "_before", before)
         object.__setattr__(self, "_after", after)
         object.__setattr__(self, "cuts", tuple(numbers))
@@ -179,7 +167,7 @@ class RankMapping:
         cls,
         source: AnyLayout,
         target: AnyLayout,
-        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
+        shards: GivenShards = None,
         *,
         at: Mapping[str, int] | None = None,
     ) -> RankMapping:
@@ -225,8 +213,7 @@ class RankMapping:
             words = [f"{self.kind} {before} -> {after} along {self.along}"]
         for cut in self.cuts:
             if axes[cut.axis] != (self.along,):
-                how = " in zigzag" if cut.source_held + cut.target_held > 2 else ""
-                words.append(f"{cut.sources} -> {cut.targets} on axis {cut.axis}{how}")
+                words.append(f"{cut.source} -> {cut.target} on axis {cut.axis}")
         words = words or ["whole"]
         words += ["leaders only"] * self.leaders + ["backward"] * self.backward
         roles = {self.along, self.pipeline, *dict(self.shards)}
@@ -276,7 +263,7 @@ class RankMapping:
             hint = "ask about single ranks, or give the mapping leaders=True"
             raise LayoutError(f"these are {count} messages, more than {_MOST_MESSAGES}; {hint}")
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
-        messages.sort(key=_by_place)
+        messages.sort(key=attrgetter("source", "target"))
         ends = [(name, np.int64) for name in ("source", "target")]
         units = [(name, np.int64, (len(self.cuts),)) for name in ("start", "stop")]
         rows = np.empty(len(messages), dtype=[*ends, *units])
@@ -302,10 +289,9 @@ class RankMapping:
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
-        messages: list[Message] = []
-        for cell in self._before.shards_of(rank):
-            messages += self._sent_from(cell, rank)
-        return tuple(sorted(messages, key=_by_place))
+        here = self._before.cell_of(rank)
+        messages = [] if here is None else self._sent_from(here, rank)
+        return tuple(sorted(messages, key=attrgetter("target")))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank receives, by source; () where it is not on the stage that receives.
@@ -321,18 +307,17 @@ class RankMapping:
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
-        messages: list[Message] = []
-        for cell in self._after.shards_of(rank):
-            messages += self._received_at(cell, rank)
-        return tuple(sorted(messages, key=_by_place))
+        there = self._after.cell_of(rank)
+        messages = [] if there is None else self._received_at(there, rank)
+        return tuple(sorted(messages, key=attrgetter("source")))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank sends to, ascending; arguments and errors as for `sends`."""
-        return tuple(dict.fromkeys(message.target for message in self.sends(rank)))
+        return tuple([message.target for message in self.sends(rank)])
 
     def sources_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank receives from, ascending; else as for `receives`."""
-        return tuple(dict.fromkeys(message.source for message in self.receives(rank)))
+        return tuple([message.source for message in self.receives(rank)])
 
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target's ranks that want the same elements as `rank`, itself included.
@@ -363,53 +348,46 @@ class RankMapping:
         """
         lengths = [as_int(length, "every length in shape", 0) for length in shape]
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
-            length_of_unit(cut.axis, lengths[axis], cut.units // cut.sources)
-            lengths[axis] = lengths[axis] * cut.sources // cut.targets
+            length_of_unit(cut.axis, lengths[axis], cut.units // cut.source)
+            lengths[axis] = lengths[axis] * cut.source // cut.target
         return tuple(lengths)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _sent_from(self, cell: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank sends of one of its cells."""
-        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
-        for own in _shards_of(self._after, rank):
-            if all(shard in some for shard, some in zip(own, choices, strict=True)):
-                yield self._message(cell, own, rank, rank)
-        consumers = math.prod(map(len, choices)) * self._after.active
+    def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
+        """Return what a rank sends of its cell."""
+        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
+        own = _cell_of(self._after, rank)
+        if own is not None and all(shard in some for shard, some in zip(own, choices, strict=True)):
+            yield self._message(here, own, rank, rank)
+        counts = [*map(len, choices), self._after.active]
+        consumers = math.prod(counts)
         replica, senders = self._before.replica_of(rank), self._before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
-            rest, receiver = divmod(turn, self._after.active)
-            reversed_cell = []
-            for shards in reversed(choices):
-                rest, position = divmod(rest, len(shards))
-                reversed_cell.append(shards[position])
-            there = tuple(reversed_cell[::-1])
+            *positions, receiver = digits_of(turn, counts)
+            there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
             target = self._after.rank_at(there, receiver)
-            if cell not in _shards_of(self._before, target):  # else it keeps its own
-                yield self._message(cell, there, rank, target)
+            if _cell_of(self._before, target) != here:  # else it keeps its own
+                yield self._message(here, there, rank, target)
 
-    def _received_at(self, cell: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank receives of one cell."""
-        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
-        own = _shards_of(self._before, rank)
+    def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
+        """Return what a rank receives of its cell."""
+        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
+        own, replica = _cell_of(self._before, rank), self._after.replica_of(rank)
         for here in product(*choices):
-            if here in own:
-                yield self._message(here, cell, rank, rank)
+            if here == own:
+                yield self._message(here, there, rank, rank)
                 continue
-            position, cells = 0, 1
-            for cut, source, target in zip(self.cuts, here, cell, strict=True):
-                shards = cut.targets_of(source)
-                position = position * len(shards) + target - shards.start
-                cells *= len(shards)
-            turn = position * self._after.active + self._after.replica_of(rank)
-            sender = turn * self._before.active // (cells * self._after.active)
-            yield self._message(here, cell, self._before.rank_at(here, sender), rank)
+            shards = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
+            positions = [at - some.start for at, some in zip(there, shards, strict=True)]
+            counts = [*map(len, shards), self._after.active]
+            turn = number_at([*positions, replica], counts)
+            sender = turn * self._before.active // math.prod(counts)
+            yield self._message(here, there, self._before.rank_at(here, sender), rank)
 
     def _message(self, here: Cell, there: Cell, source: int, target: int) -> Message:
-        slots = zip(self._before.slots_of(here), self._after.slots_of(there), strict=True)
-        shards = zip(self.cuts, here, there, slots, strict=True)
-        parts = [cut.part(one, other, both) for cut, one, other, both in shards]
+        parts = [cut.part(*shards) for cut, *shards in zip(self.cuts, here, there, strict=True)]
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
@@ -426,12 +404,6 @@ class RankMapping:
                 raise UnknownDimError(
                     f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
                     f"{names[0]}, the target {names[1]}{hint}"
-                )
-        for dim, axis in self.shards:
-            if self.along is not None and axis == (ZIGZAG, self.batch_axis):
-                raise LayoutError(
-                    f"dim {dim!r} in shards cuts axis {self.batch_axis} in zigzag, which is the "
-                    f"batch's; give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
                 )
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         if before % after and after % before:
@@ -450,13 +422,9 @@ class RankMapping:
         return {self.pipeline: layout.size_of(self.pipeline) - 1 if is_last else 0}
 
 
-def _shards_of(sharding: Sharding, rank: int) -> list[Cell]:
-    """Return the cells of any rank; none if the layout does not hold it."""
-    return sharding.shards_of(rank) if rank in sharding.layout else []
-
-
-def _by_place(message: Message) -> tuple[int, int, list[int]]:
-    return message.source, message.target, [part.start for part in message.parts]
+def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
+    """Return the cell of any rank; None if the layout does not hold it."""
+    return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
 def _with_ranks(layout: RankLayout) -> str:
@@ -468,33 +436,21 @@ def _with_ranks(layout: RankLayout) -> str:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def as_shards(value: object, sequence: int) -> Shards:
+def as_shards(value: object) -> Shards:
     """Return the tensor axis that each dim cuts, from a mapping or from pairs.
 
-    Args:
-        value: The mapping or the pairs; "zigzag" alone stands for the axis of the sequence.
-        sequence: That axis.
-
     Raises:
-        LayoutError: It is neither, a dim is not a string, or an axis is not an int.
+        LayoutError: It is neither, or an axis is not an int.
 
     Example:
-        >>> as_shards({"cp": "zigzag", "tp": -1}, sequence=1)
-        (('cp', ('zigzag', 1)), ('tp', -1))
+        >>> as_shards({"cp": 1, "tp": -1})
+        (('cp', 1), ('tp', -1))
     """
-    pairs = as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards")
-    shards: list[tuple[str, TensorAxis]] = []
-    for pair in pairs:
+    shards = []
+    for pair in as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards"):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LayoutError(f"shards must be such as {{'cp': 1}}, got {shown(value)}")
-        dim, axis = pair
-        what = f"the axis of dim {dim!r} in shards"
-        if axis == ZIGZAG:
-            axis = ZIGZAG, sequence
-        if isinstance(axis, tuple) and len(axis) == 2 and axis[0] == ZIGZAG:
-            shards.append((dim, (ZIGZAG, as_int(axis[1], what))))
-        else:
-            shards.append((dim, as_int(axis, what)))
+        shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards")))
     return tuple(shards)
 
 
@@ -507,8 +463,7 @@ def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int
     """
     axes: dict[int, tuple[str, ...]] = {}
     batch = [] if along is None else [(along, batch_axis)]
-    plain = [(dim, axis[1] if isinstance(axis, tuple) else axis) for dim, axis in shards]
-    for dim, axis in (*batch, *plain):
+    for dim, axis in (*batch, *shards):
         axes[axis] = (*axes.get(axis, ()), dim)
     return axes
 
