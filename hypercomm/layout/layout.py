@@ -57,7 +57,6 @@ from hypercomm.layout.parsing import (
     close_sizes,
     known_size,
     nearest_multiples,
-    parse_order,
     parse_sizes,
     read_sizes,
     sizes_of_environment,
@@ -265,41 +264,6 @@ class RankLayout:
         """
         sizes = close_sizes(parse_sizes(text), world_size)
         return cls._of(tuple(sizes.values()), tuple(sizes), as_offset(rank_offset))
-
-    @classmethod
-    def from_order(
-        cls,
-        order: str,
-        /,
-        *,
-        world_size: int | None = None,
-        rank_offset: int = 0,
-        **sizes: int,
-    ) -> RankLayout:
-        """Make a layout from an order of dims, first one fastest, and their sizes by name.
-
-        A dim of the order without a size has size 1; but with `world_size`, the one dim without
-        a size (or with size -1) is inferred. Sizes of 1 that the order does not name are dims
-        at its end, as in Megatron's `RankGenerator`.
-
-        Raises:
-            LayoutError: The order cannot be read, several sizes are unspecified, or one larger
-                than 1 belongs to no dim of the order.
-            WorldSizeError: The sizes do not multiply to `world_size`.
-
-        Example:
-            >>> from hypercomm import RankLayout
-            >>> str(RankLayout.from_order("tp-cp-ep-dp-pp", tp=2, cp=1, ep=1, pp=4, world_size=16))
-            'tp=2,cp=1,ep=1,dp=2,pp=4'
-        """
-        names = parse_order(order)
-        for name, size in sizes.items():
-            if name not in names and as_size(name, size) != 1:
-                where = f"order {shown(order)} does not name it; add it to the order"
-                raise LayoutError(f"dim {name!r} has size {size}, but {where}")
-        default = 1 if world_size is None or OPEN in sizes.values() else OPEN
-        every = {name: sizes.get(name, default) for name in (*names, *sizes)}
-        return cls(close_sizes(read_sizes(every), world_size), rank_offset=rank_offset)
 
     @classmethod
     def fit(

@@ -252,9 +252,7 @@ def test_one_open_size_is_inferred(order, sizes, open_name, offset):
     expected = RankLayout([sizes[name] for name in names], names, offset)
     known = {name: size for name, size in sizes.items() if name != open_name}
     text = ",".join(f"{name}={known[name]}" if name in known else name for name in names)
-    assert RankLayout.from_order(order, rank_offset=offset, **sizes) == expected
-    assert RankLayout.from_order(order, **known, **world) == expected
-    assert RankLayout.from_order(order, **known, **{open_name: -1}, **world) == expected
+    assert RankLayout({name: known.get(name, -1) for name in names}, **world) == expected
     assert RankLayout.parse(text, **world) == expected
     assert RankLayout.parse(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 

@@ -104,7 +104,6 @@ def listed(ranks, **arguments):
         (lambda: LAYOUT.reorder("tp", "dp"), LayoutError, "every dim"),
         (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, .* has 24"),
         (lambda: RankLayout.from_json("[]"), LayoutError, "'.*' is not the JSON form"),
-        (lambda: RankLayout.from_order("tp-tp", tp=2), LayoutError, "'tp-tp'"),
         (lambda: RankLayout.fit(8, tp=3, dp=0), LayoutError, "'dp' .*0"),
         (lambda: LAYOUT.split("dp", a=0, b=-1), LayoutError, "'dp' .*'a' .*0"),
         (lambda: RankLayout.parse(" "), LayoutError, "the text is empty"),

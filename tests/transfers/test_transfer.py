@@ -22,7 +22,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.launch import run_ranks
-from hypercomm.layout.messages import Sharding
+from hypercomm.layout.mapping import Sharding
 from hypercomm.testing import fake_world
 from hypercomm.transfers import transfer as module
 
