@@ -161,8 +161,6 @@ class RankLayout:
         world_size: int | None = None,
         **dims: int,
     ) -> None:
-        if isinstance(ranks, Listing):  # from attrs.evolve, which passes every field
-            ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
