@@ -89,6 +89,8 @@ TEXTS = [
     (lambda: RankLayout.parse("tp=x"), errors.LayoutError, "'tp=x'"),
     (lambda: RankLayout.parse("tp=2 dp=4"), errors.LayoutError, "comma", "tp=2,dp=4"),
     (lambda: RankLayout.parse("tp=2;dp=4"), errors.LayoutError, "comma", "tp=2,dp=4"),
+    (lambda: RankLayout.parse("tp=2|dp=4"), errors.LayoutError, "comma", "tp=2,dp=4"),
+    (lambda: RankLayout.parse("2,4"), errors.LayoutError, "'2'", "dim name"),
     (lambda: RankLayout.parse("tp2,dp4"), errors.LayoutError, "tp=2,dp=4"),
     (lambda: RankLayout.parse("tp2dp4"), errors.LayoutError, "tp=2,dp=4"),
     (lambda: RankLayout.parse("t\x1bp=2"), errors.LayoutError, "'t\\x1bp'", "printable"),

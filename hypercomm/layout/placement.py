@@ -239,7 +239,7 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(f"grid {name!r}: no ranks are left")
+        raise WorldSizeError(f"grid {name!r}: no ranks are left; make another grid smaller")
     try:
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
     except (LayoutError, WorldSizeError) as error:

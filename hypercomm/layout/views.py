@@ -167,8 +167,11 @@ class Views(Mapping[str, View]):
         """Check that shared dims make the same groups in the base and the view, also jointly."""
         if not wanted:
             return ()
-        layout.order_dims(wanted)
-        shared = self.base.order_dims(wanted)
+        try:
+            layout.order_dims(wanted)
+            shared = self.base.order_dims(wanted)
+        except UnknownDimError as error:
+            raise UnknownDimError(f"shared_dims of view {name!r}: {error}") from error
         for dims in [*((dim,) for dim in shared), shared]:
             here, there = self.base.groups(*dims), layout.groups(*dims)
             if here != there:
