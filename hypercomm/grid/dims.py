@@ -127,7 +127,7 @@ class GridDims:
         view, rank = self._view, world.rank()
         views, known = view._state.views, self._known
         if known is None or known[0] is not views or known[1] != rank:
-            place = views.layout_of(view._view)[self.dims].at(rank)
+            place = views.layout_of(view._view).place(rank, self.dims)
             known = self._known = views, rank, place
         return known[2]
 

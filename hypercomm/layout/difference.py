@@ -6,9 +6,9 @@ Groups are the same when they have the same ranks in the same order, whatever th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Literal
 
 import attrs
@@ -18,7 +18,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import LARGEST_WORLD
 from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.text import aligned, format_ranks, shown
+from hypercomm.layout.text import aligned, format_ranks, format_sizes, shown
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
@@ -197,32 +197,19 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
     """
     ours, theirs = _every_groups(before, "before"), _every_groups(after, "after")
     kept = _count_kept(ours, theirs)
-    matched_before, matched_after = {here for here, _ in kept}, {there for _, there in kept}
+    both = {here for here, _ in kept}, {there for _, there in kept}
+    pairs = [*kept, *((dims, ()) for dims in ours if dims not in both[0])]
     number = {dims: number for number, dims in enumerate(ours)}
-    pairs = [*kept, *((dims, ()) for dims in ours if dims not in matched_before)]
     pairs.sort(key=lambda pair: number[pair[0]])
-    pairs += [((), dims) for dims in theirs if dims not in matched_after]
-    shared, moved = _count_moved(before, after)
-    return LayoutDifference(
-        before=before,
-        after=after,
-        changes=tuple(
-            GroupsChange(
-                here,
-                there,
-                groups_before=len(ours.get(here, ())),
-                groups_after=len(theirs.get(there, ())),
-                size=(ours.get(here) or theirs[there]).group_size,
-                kept=kept.get((here, there), 0),
-            )
-            for here, there in pairs
-        ),
-        groups_before=sum(map(len, ours.values())),
-        groups_after=sum(map(len, theirs.values())),
-        groups_kept=sum(kept.values()),
-        ranks_shared=shared,
-        ranks_moved=moved,
-    )
+    pairs += [((), dims) for dims in theirs if dims not in both[1]]
+    changes = []
+    for here, there in pairs:
+        groups, others = ours.get(here, ()), theirs.get(there, ())
+        size = (ours.get(here) or theirs[there]).group_size
+        count = kept.get((here, there), 0)
+        changes.append(GroupsChange(here, there, len(groups), len(others), size, count))
+    counts = sum(map(len, ours.values())), sum(map(len, theirs.values())), sum(kept.values())
+    return LayoutDifference(before, after, tuple(changes), *counts, *_count_moved(before, after))
 
 
 def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
@@ -237,16 +224,12 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     if len(long) > MOST_DIMS:
         wrong = f"{what} has {len(long)} dims larger than 1, {long}"
         raise LayoutError(f"{wrong}; up to {MOST_DIMS} are compared: merge() some of them")
-    return {dims: layout.groups(*dims) for dims in _combinations(long, len(long))}
+    some = [dims for count in range(1, len(long) + 1) for dims in combinations(long, count)]
+    return {dims: layout.groups(*dims) for dims in some}
 
 
 def _long_dims(layout: RankLayout) -> _Dims:
     return tuple(dim for dim in layout.dim_names if layout.size_of(dim) > 1)
-
-
-def _combinations(dims: _Dims, most: int) -> Iterator[_Dims]:
-    """All combinations of at least one and at most so many dims, few first."""
-    return chain.from_iterable(combinations(dims, count) for count in range(1, most + 1))
 
 
 def _count_kept(
@@ -290,7 +273,7 @@ def _named(layout: RankLayout) -> str:
 
 @attrs.frozen(slots=False)
 class Lost:
-    """The shards that are lost with the ranks that another layout lacks; `str()` is a sentence.
+    """The shards that are lost with the ranks that another layout lacks.
 
     State that is sharded over some dims and replicated along the others has a shard for each
     combination of coordinates along those dims. A shard is lost if no rank is left that held it.
@@ -304,8 +287,8 @@ class Lost:
         >>> lost = Lost(before, RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7]))
         >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
         ((4, 5), (), ({'dp': 2},))
-        >>> print(lost)
-        tp=2,dp=4 loses 2 of 8 ranks: 4..5: dp=2
+        >>> lost.words
+        '4..5: dp=2'
     """
 
     before: RankLayout
@@ -340,25 +323,11 @@ class Lost:
     @property
     def words(self) -> str:
         """The lost ranks, and the lost shards over the fewest dims, as "3: tp=1,dp=1"."""
-        long = self._long
-        for count in range(1, min(len(long), MOST_DIMS) + 1):
-            found = [one for dims in combinations(long, count) for one in self.shards(*dims)]
-            if found:
-                return f"{format_ranks(self.ranks)}: {_some(found)}"
-        return format_ranks(self.ranks) or "none"
-
-    def __str__(self) -> str:
-        total = f"{len(self.ranks):,} of {self.before.size:,} ranks"
-        return f"{self.before} loses {total}: {self.words}"
-
-    @property
-    def _long(self) -> _Dims:
-        """The dims larger than 1; of a layout of one rank its first dim."""
-        return _long_dims(self.before) or self.before.dim_names[:1]
-
-
-def _some(shards: Sequence[Mapping[str, int]]) -> str:
-    """Write the first ones of some shards, in the notation of sizes."""
-    texts = [",".join(f"{dim}={at}" for dim, at in one.items()) for one in shards[:4]]
-    more = len(shards) - len(texts)
-    return "; ".join(texts) + (f" and {more:,} more" if more else "")
+        ranks, dims = format_ranks(self.ranks) or "none", _long_dims(self.before)
+        for count in range(1, min(len(dims), MOST_DIMS) + 1):
+            shards = [one for some in combinations(dims, count) for one in self.shards(*some)]
+            if shards:
+                texts = [format_sizes(tuple(one), tuple(one.values())) for one in shards[:4]]
+                more = "; ..." if len(shards) > len(texts) else ""
+                return f"{ranks}: {'; '.join(texts)}{more}"
+        return ranks

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import attrs
@@ -55,11 +55,9 @@ from hypercomm.layout.parsing import (
     as_dims,
     as_size,
     close_sizes,
-    completions,
+    known_size,
     nearest_multiples,
-    parse_order,
     parse_sizes,
-    read_choices,
     read_sizes,
     sizes_of_environment,
 )
@@ -152,9 +150,6 @@ class RankLayout:
     _is_dense: bool = attrs.field(eq=False, init=False)
     """Whether there are no gaps between offsets."""
 
-    __iter__ = None
-    """Over ranks or over dims? `ranks` and `dim_names` say."""
-
     def __init__(
         self,
         shape: str | Mapping[str, int] | Iterable[int] | RankLayout | None = None,
@@ -166,8 +161,6 @@ class RankLayout:
         world_size: int | None = None,
         **dims: int,
     ) -> None:
-        if isinstance(ranks, Listing):  # from attrs.evolve, which passes every field
-            ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
@@ -271,80 +264,22 @@ class RankLayout:
         return cls._of(tuple(sizes.values()), tuple(sizes), as_offset(rank_offset))
 
     @classmethod
-    def from_order(
-        cls,
-        order: str,
-        /,
-        *,
-        world_size: int | None = None,
-        rank_offset: int = 0,
-        **sizes: int,
-    ) -> RankLayout:
-        """Make a layout from an order of dims, first one fastest, and their sizes by name.
-
-        A dim of the order without a size has size 1; but with `world_size`, the one dim without
-        a size (or with size -1) is inferred. Sizes of 1 that the order does not name are dims
-        at its end, as in Megatron's `RankGenerator`.
-
-        Raises:
-            LayoutError: The order cannot be read, several sizes are unspecified, or one larger
-                than 1 belongs to no dim of the order.
-            WorldSizeError: The sizes do not multiply to `world_size`.
-
-        Example:
-            >>> from hypercomm import RankLayout
-            >>> str(RankLayout.from_order("tp-cp-ep-dp-pp", tp=2, cp=1, ep=1, pp=4, world_size=16))
-            'tp=2,cp=1,ep=1,dp=2,pp=4'
-        """
-        names = parse_order(order)
-        for name, size in sizes.items():
-            if name not in names and as_size(name, size) != 1:
-                where = f"order {shown(order)} does not name it; add it to the order"
-                raise LayoutError(f"dim {name!r} has size {size}, but {where}")
-        default = 1 if world_size is None or OPEN in sizes.values() else OPEN
-        every = {name: sizes.get(name, default) for name in (*names, *sizes)}
-        return cls(close_sizes(read_sizes(every), world_size), rank_offset=rank_offset)
-
-    @classmethod
-    def suggest(
-        cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
-    ) -> list[RankLayout]:
-        """List the layouts that fill `world_size` ranks, given what is known of each dim.
-
-        Args:
-            world_size: The number of ranks that the sizes must multiply to.
-            rank_offset: The smallest rank.
-            sizes: For each dim, first one fastest: its size, or the sizes to choose from, or -1
-                for any size.
-
-        Returns:
-            The layouts, sizes of the earlier dims ascending; empty when nothing fits.
-
-        Example:
-            >>> from hypercomm import RankLayout
-            >>> [str(layout) for layout in RankLayout.suggest(8, tp=[1, 2, 4], pp=2, dp=-1)]
-            ['tp=1,pp=2,dp=4', 'tp=2,pp=2,dp=2', 'tp=4,pp=2,dp=1']
-        """
-        total, choices = as_int(world_size, "world_size", 1, LARGEST_RANK), read_choices(sizes)
-        shapes = completions([*choices.values()], total)
-        return [cls(shape, tuple(choices), rank_offset) for shape in shapes]
-
-    @classmethod
     def fit(
         cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
     ) -> RankLayout:
-        """Return the best of the layouts that `suggest` lists, as an elastic job needs it.
+        """Make the best layout that fills `world_size` ranks, as an elastic job needs it.
 
         The sizes are as large as can be, that of the first dim above all; those of -1 do not count.
 
         Args:
             world_size: The number of ranks that the sizes must multiply to.
             rank_offset: The smallest rank.
-            sizes: As for `suggest`.
+            sizes: For each dim, first one fastest: its size, or the sizes to choose from; one
+                may be -1, for any size.
 
         Raises:
             WorldSizeError: Nothing fits; names numbers of ranks that would.
-            LayoutError: As for `suggest`.
+            LayoutError: A size is wrong, or several are -1.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -353,17 +288,22 @@ class RankLayout:
             >>> str(RankLayout.fit(3, tp=[1, 2, 4], dp=-1))
             'tp=1,dp=3'
         """
-        choices = read_choices(sizes)
-        layouts = cls.suggest(world_size, rank_offset=rank_offset, **choices)
-        known = [name for name, choice in choices.items() if OPEN not in choice]
-        if not layouts:
-            near = nearest_multiples(world_size, math.prod([min(choices[name]) for name in known]))
-            hint = " with a dim of size -1" if len(known) == len(choices) else ""
-            raise WorldSizeError(
-                f"no sizes of {shown(choices)} multiply to {world_size} ranks; {near} ranks would "
-                f"do{hint}, or allow more sizes"
+        total, choices = positive(world_size, "world_size"), {}
+        for name, given in sizes.items():
+            several = (
+                given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
             )
-        return max(layouts, key=lambda layout: [layout.sizes[dim] for dim in known])
+            choices[name] = sorted([as_size(name, size) for size in several], reverse=True)
+        for shape in product(*choices.values()):
+            fitting = dict(zip(choices, shape, strict=True))
+            known = known_size(fitting)
+            if known == total or (OPEN in shape and total % known == 0):
+                return cls(fitting, rank_offset=rank_offset, world_size=total)
+        smallest = math.prod([abs(min(choice, default=1)) for choice in choices.values()])
+        raise WorldSizeError(
+            f"no sizes of {shown(choices)} multiply to {total} ranks; with a dim of size -1, "
+            f"{nearest_multiples(total, smallest)} ranks would do; or allow more sizes"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> RankLayout:
@@ -562,18 +502,21 @@ class RankLayout:
         """
         return groups_over(self, self.order_dims(dims))
 
-    def __getitem__(self, dims: Dims) -> LayoutDims:
-        """Return some dims, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
+    def place(self, rank: int, /, *dims: Dims) -> Place:
+        """Return a rank's place in its group over dims.
 
         Raises:
+            RankOutsideError: The layout does not hold `rank`.
             UnknownDimError, LayoutError: As for `order_dims`.
 
         Example:
-            >>> tp = RankLayout.parse("tp=2,pp=3")["tp"]
-            >>> tp.size, tp.at(3).rank, tp.at(3).ranks
-            (2, 1, (2, 3))
+            >>> pp = RankLayout.parse("tp=2,pp=3").place(3, "pp")
+            >>> pp.rank, pp.ranks, pp.next(), pp.prev()
+            (1, (1, 3, 5), 5, 1)
         """
-        return LayoutDims(self, self.order_dims(dims))
+        self._index(rank)  # its error is about the layout, not about the groups
+        groups = self.groups(*dims)
+        return Place(groups.of(rank), groups.position_of(rank))
 
     def enumerate_ranks(self, dims: Dims) -> NDArray[np.int64]:
         """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
@@ -794,45 +737,6 @@ class RankLayout:
                 return None
             reversed_index.append(coordinate)
         return None if rest else reversed_index[::-1]
-
-
-@attrs.frozen
-class LayoutDims:
-    """Some dims of a layout, and the groups over them: `layout["tp"]`, `layout["dp", "cp"]`.
-
-    Attributes:
-        layout: The layout.
-        dims: The dims, in its order.
-
-    Example:
-        >>> from hypercomm import RankLayout
-        >>> pp = RankLayout.parse("tp=2,pp=3")["pp"]
-        >>> pp.size, pp.at(3).rank, pp.at(3).ranks, pp.at(3).next(), pp.at(5).next()
-        (3, 1, (1, 3, 5), 5, None)
-    """
-
-    layout: RankLayout
-    dims: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in each group."""
-        return self.layout.size_of(self.dims)
-
-    @property
-    def groups(self) -> RankGroups:
-        """The groups, as `RankLayout.groups` returns them."""
-        return groups_over(self.layout, self.dims)
-
-    def at(self, rank: int) -> Place:
-        """Return a rank's place in its group.
-
-        Raises:
-            RankOutsideError: The rank is not in the layout.
-        """
-        self.layout._index(rank)  # its error is about the layout, not about the groups
-        groups = self.groups
-        return Place(groups.of(rank), groups.position_of(rank))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from operator import attrgetter
 from typing import Literal, Protocol
 
 import attrs
@@ -24,29 +25,16 @@ from numpy.typing import NDArray
 from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
-from hypercomm.layout.messages import (
-    Cut,
-    Message,
-    Sharding,
-    length_of_unit,
-    resolve_axes,
-)
 from hypercomm.layout.parsing import nearest_multiples
 from hypercomm.layout.text import shown, some_of
-
-ZIGZAG = "zigzag"
-
-TensorAxis = int | tuple[str, int]
-"""A tensor axis that is cut in contiguous blocks, or ("zigzag", axis)."""
-
-Shards = tuple[tuple[str, TensorAxis], ...]
-"""Which dim cuts which axis."""
 
 Cell = tuple[int, ...]
 """A part of a tensor: the index of its shard along each axis that is cut."""
 
-Given = int | str | tuple[str, int]
-"""A tensor axis, "zigzag", or ("zigzag", axis)."""
+Shards = tuple[tuple[str, int], ...]
+"""Which dim cuts which tensor axis."""
+
+GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
 """The dims that are named by default, whether or not a layout has them."""
@@ -65,6 +53,293 @@ class HasLayout(Protocol):
 
 AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 """A layout, a grid that has one, or sizes as text or by name."""
+
+
+# ---- what is sent -------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Cut:
+    """A tensor axis that the source cuts into some shards and the target into others.
+
+    Both are counted in units, the largest pieces of the axis that no border of a shard cuts:
+    there are as many as the least common multiple of both numbers of shards.
+
+    Attributes:
+        axis: The tensor axis; -1 is the last.
+        source: The number of shards on the source.
+        target: The number of shards on the target.
+
+    Example:
+        >>> cut = Cut(axis=0, source=2, target=3)
+        >>> cut.units, list(cut.targets_of(0)), list(cut.sources_of(1))
+        (6, [0, 1], [0, 1])
+        >>> cut.part(1, 1)
+        Part(axis=0, start=3, stop=4, units=6, source_units=3, target_units=2)
+    """
+
+    axis: int
+    source: int
+    target: int
+
+    @property
+    def units(self) -> int:
+        """The number of units of the whole axis."""
+        return math.lcm(self.source, self.target)
+
+    def targets_of(self, shard: int) -> range:
+        """Return the target's shards that overlap a shard of the source."""
+        return _overlapping(shard, self.source, self.target)
+
+    def sources_of(self, shard: int) -> range:
+        """Return the source's shards that overlap a shard of the target."""
+        return _overlapping(shard, self.target, self.source)
+
+    def part(self, source: int, target: int) -> Part:
+        """Return what a shard of the source and one of the target have in common."""
+        wide, narrow = self.units // self.source, self.units // self.target
+        start = max(source * wide, target * narrow)
+        stop = min((source + 1) * wide, (target + 1) * narrow)
+        return Part(self.axis, start, stop, self.units, wide, narrow)
+
+
+def _overlapping(shard: int, own: int, others: int) -> range:
+    """Return the other shards that overlap one."""
+    return range(shard * others // own, -(-(shard + 1) * others // own))
+
+
+@attrs.frozen
+class Part:
+    """Units start .. stop - 1 of a tensor axis: from one shard of the source to one of the target.
+
+    Attributes:
+        axis: The tensor axis.
+        start: The first unit.
+        stop: The unit after the last.
+        units: The number of units of the whole axis.
+        source_units: The number of units of each shard of the source.
+        target_units: The number of units of each shard of the target.
+    """
+
+    axis: int
+    start: int
+    stop: int
+    units: int
+    source_units: int
+    target_units: int
+
+
+@attrs.frozen
+class Message:
+    """A part of a tensor that one rank sends to another: a box, whole along every axis not cut.
+
+    Attributes:
+        source: The rank that sends.
+        target: The rank that receives; perhaps the same.
+        parts: The units of each axis that is cut, the axis of the batch first.
+
+    Example:
+        The source cuts 12 rows in two, the target in three: 3 of the source's 6, and 2 of them
+        are the last half of the middle shard.
+
+        >>> message = Message(5, 8, (Cut(axis=0, source=2, target=3).part(1, 1),))
+        >>> message.global_slices([12, 7])
+        (slice(6, 8, None), slice(None, None, None))
+        >>> message.source_slices([6, 7])[0], message.target_slices([4, 7])[0]
+        (slice(0, 2, None), slice(2, 4, None))
+    """
+
+    source: int
+    target: int
+    parts: tuple[Part, ...]
+
+    def global_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return its slices of the whole tensor.
+
+        Args:
+            shape: The whole tensor's, in elements.
+
+        Returns:
+            A slice for each axis: `tensor[message.global_slices(tensor.shape)]`.
+
+        Raises:
+            LayoutError: A length is not a multiple of the units of its axis, or an axis that is
+                cut is not there.
+        """
+        return self._slices(shape, [part.units for part in self.parts])
+
+    def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return its slices of the sender's tensor, of this shape; as `global_slices`."""
+        return self._slices(shape, [part.source_units for part in self.parts])
+
+    def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return its slices of the receiver's tensor, of this shape; as `global_slices`."""
+        return self._slices(shape, [part.target_units for part in self.parts])
+
+    def _slices(self, shape: Sequence[int], units: Sequence[int]) -> tuple[slice, ...]:
+        """Return slices of a tensor that has so many units of each axis that is cut."""
+        lengths = [as_int(one, "every length in shape", 0) for one in shape]
+        slices = [slice(None)] * len(lengths)
+        axes = resolve_axes(self.parts, len(lengths))
+        for part, axis, count in zip(self.parts, axes, units, strict=True):
+            step = length_of_unit(part.axis, lengths[axis], count)
+            first = part.start % count
+            slices[axis] = slice(first * step, (first + part.stop - part.start) * step)
+        return tuple(slices)
+
+
+def length_of_unit(axis: int, length: int, units: int) -> int:
+    """Return the number of elements of each unit of a tensor axis.
+
+    Raises:
+        LayoutError: The length is not a multiple of the number of units.
+
+    Example:
+        >>> length_of_unit(0, 12, 6)
+        2
+    """
+    if length % units:
+        raise LayoutError(
+            f"tensor axis {axis} has length {length}, and must be a multiple of {units} to be cut; "
+            f"the nearest lengths that work are {nearest_multiples(length, units)}"
+        )
+    return length // units
+
+
+def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
+    """Return the axes that are cut of a tensor of `ndim` axes, counted from the front.
+
+    Raises:
+        LayoutError: The tensor has no such axis, or one axis is cut twice.
+
+    Example:
+        >>> resolve_axes([Cut(0, 2, 2), Cut(-1, 2, 2)], ndim=3)
+        [0, 2]
+    """
+    axes: list[int] = []
+    for cut in cuts:
+        if not -ndim <= cut.axis < ndim:
+            raise LayoutError(
+                f"the mapping cuts tensor axis {cut.axis}, but the tensor has {ndim} axes"
+            )
+        axis = cut.axis % ndim
+        if axis in axes:
+            raise LayoutError(
+                f"the mapping cuts axes {axis} and {axis - ndim}, which are one axis of a tensor "
+                f"of {ndim} axes; give both dims the same number"
+            )
+        axes.append(axis)
+    return axes
+
+
+# ---- which ranks hold which part ----------------------------------------------------------------
+
+
+def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
+    """Return the number with these digits, the last one varying fastest.
+
+    >>> number_at([1, 2], [2, 3]), digits_of(5, [2, 3])
+    (5, (1, 2))
+    """
+    number = 0
+    for digit, size in zip(digits, sizes, strict=True):
+        number = number * size + digit
+    return number
+
+
+def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the digits of a number, as `number_at` reads them."""
+    digits = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        digits.append(digit)
+    return tuple(digits[::-1])
+
+
+class Sharding:
+    """How the ranks of one pipeline stage of a layout hold a tensor.
+
+    A dim that cuts the tensor gives each of its coordinates another shard of an axis; every other
+    dim replicates. Ranks that hold the same cell are its replicas, in the order of the layout.
+
+    Args:
+        layout: The ranks.
+        cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
+            the layout lacks count as dims of size 1.
+        stage: The coordinate of the stage along the dim of the pipeline; none: all ranks.
+        leaders: Whether only the first replica of a cell sends or receives.
+
+    Attributes:
+        counts: The number of shards of each axis that is cut.
+        active: The number of replicas of a cell that send or receive.
+
+    Example:
+        >>> sharding = Sharding(RankLayout.parse("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
+        >>> sharding.active, sharding.ranks, sharding.replicas_of(7)
+        (2, (4, 5, 6, 7), (6, 7))
+        >>> sharding.cell_of(7), sharding.cell_of(3), sharding.rank_at((1,), 1)
+        ((1,), None, 7)
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        cuts: Iterable[Sequence[str]],
+        stage: Mapping[str, int],
+        *,
+        leaders: bool = False,
+    ) -> None:
+        self.layout, self.stage = layout, stage
+        self._axes = [tuple(filter(layout.dim_names.__contains__, dims)) for dims in cuts]
+        taken = {*stage, *[dim for dims in self._axes for dim in dims]}
+        self._copying = tuple([dim for dim in reversed(layout.dim_names) if dim not in taken])
+        self._sizes = layout.sizes
+        self.counts = [math.prod(map(self._sizes.__getitem__, dims)) for dims in self._axes]
+        copies = math.prod(map(self._sizes.__getitem__, self._copying))
+        self.active = 1 if leaders else copies
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the stage, in the order of the layout."""
+        return self.layout.ranks_where(**self.stage)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the number of a rank among the replicas of its cell."""
+        return self._number(self._copying, self.layout.coords(rank))
+
+    def cell_of(self, rank: int) -> Cell | None:
+        """Return the cell that a rank of the layout sends or receives.
+
+        None off the stage, and for a replica that only the leader acts for.
+        """
+        coords = self.layout.coords(rank)
+        is_idle = self._number(self._copying, coords) >= self.active
+        if is_idle or not self.stage.items() <= coords.items():
+            return None
+        return tuple([self._number(dims, coords) for dims in self._axes])
+
+    def rank_at(self, cell: Cell, replica: int) -> int:
+        """Return the rank that holds a cell as one of its replicas."""
+        coords = dict(self.stage)
+        for dims, number in zip((*self._axes, self._copying), (*cell, replica), strict=True):
+            sizes = [self._sizes[dim] for dim in dims]
+            coords.update(zip(dims, digits_of(number, sizes), strict=True))
+        return self.layout.rank(**coords)
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold what `rank` holds, itself included; () off the stage."""
+        coords = self.layout.coords(rank)
+        if not self.stage.items() <= coords.items():
+            return ()
+        others = {dim: at for dim, at in coords.items() if dim not in self._copying}
+        return self.layout.ranks_where(**others)
+
+    def _number(self, dims: tuple[str, ...], coords: Mapping[str, int]) -> int:
+        """Return the position of coordinates along dims, the last one varying fastest."""
+        return number_at([coords[dim] for dim in dims], [self._sizes[dim] for dim in dims])
+
+
+# ---- the mapping --------------------------------------------------------------------------------
 
 
 @attrs.frozen(repr=False, init=False)
@@ -90,9 +365,7 @@ class RankMapping:
         shards: Further dims that cut the tensor, and the axis of each, in contiguous blocks. Dims
             may cut the same axis: `along` is outermost, then they are in the order given. Any size
             may become any other. Default: where there is a batch, "cp" cuts the sequence: axis 1,
-            or 0 if the batch is 1. {"cp": "zigzag"} is that axis in Megatron's causal order, chunks
-            i and 2 * cp - 1 - i on rank i of cp, {"cp": ("zigzag", 2)} another one. Where one end
-            alone has it so, rename the dim at the other: {"cp": "zigzag", "sp": 1}.
+            or 0 if the batch is 1.
         pipeline: The dim of the pipeline. None, or one that a layout lacks: all ranks take part.
         leaders: Whether only the first of the ranks with the same elements sends, and only the
             first of those that want them receives; the others get them from that one.
@@ -145,31 +418,26 @@ class RankMapping:
         along: str | None = "dp",
         *,
         batch_axis: int = 0,
-        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
+        shards: GivenShards = None,
         pipeline: str | None = "pp",
         leaders: bool = False,
         backward: bool = False,
     ) -> None:
         source, target = read_layout(source), read_layout(target)
         batch_axis = as_int(batch_axis, "batch_axis")
-        sequence = 0 if batch_axis == 1 else 1
         if shards is None:
             dims = {*source.dim_names, *target.dim_names} - {along, pipeline}
-            shards = {"cp": sequence} if along and "cp" in dims else {}
-        pairs = as_shards(shards, sequence)
+            shards = {"cp": 0 if batch_axis == 1 else 1} if along and "cp" in dims else {}
+        pairs = as_shards(shards)
         self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, leaders, backward)
         self._check_roles()
         axes = dims_of_axes(along, batch_axis, pairs).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
-        zigzag = [dim for dim, axis in pairs if isinstance(axis, tuple)]
         before, after = (
-            Sharding(layout, cuts.values(), self._stage(layout, last), zigzag, leaders=leaders)
+            Sharding(layout, cuts.values(), self._stage(layout, last), leaders=leaders)
             for layout, last in ((source, not backward), (target, backward))
         )
-        numbers = [
-            Cut(axis, here.count * here.held, there.count * there.held, here.held, there.held)
-            for axis, here, there in zip(cuts, before.axes, after.axes, strict=True)
-        ]
+        numbers = map(Cut, cuts, before.counts, after.counts)
         object.__setattr__(self, "_before", before)
         object.__setattr__(self, "_after", after)
         object.__setattr__(self, "cuts", tuple(numbers))
@@ -179,7 +447,7 @@ class RankMapping:
         cls,
         source: AnyLayout,
         target: AnyLayout,
-        shards: Mapping[str, Given] | Iterable[tuple[str, Given]] | None = None,
+        shards: GivenShards = None,
         *,
         at: Mapping[str, int] | None = None,
     ) -> RankMapping:
@@ -225,8 +493,7 @@ class RankMapping:
             words = [f"{self.kind} {before} -> {after} along {self.along}"]
         for cut in self.cuts:
             if axes[cut.axis] != (self.along,):
-                how = " in zigzag" if cut.source_held + cut.target_held > 2 else ""
-                words.append(f"{cut.sources} -> {cut.targets} on axis {cut.axis}{how}")
+                words.append(f"{cut.source} -> {cut.target} on axis {cut.axis}")
         words = words or ["whole"]
         words += ["leaders only"] * self.leaders + ["backward"] * self.backward
         roles = {self.along, self.pipeline, *dict(self.shards)}
@@ -276,7 +543,7 @@ class RankMapping:
             hint = "ask about single ranks, or give the mapping leaders=True"
             raise LayoutError(f"these are {count} messages, more than {_MOST_MESSAGES}; {hint}")
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
-        messages.sort(key=_by_place)
+        messages.sort(key=attrgetter("source", "target"))
         ends = [(name, np.int64) for name in ("source", "target")]
         units = [(name, np.int64, (len(self.cuts),)) for name in ("start", "stop")]
         rows = np.empty(len(messages), dtype=[*ends, *units])
@@ -302,10 +569,9 @@ class RankMapping:
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
-        messages: list[Message] = []
-        for cell in self._before.shards_of(rank):
-            messages += self._sent_from(cell, rank)
-        return tuple(sorted(messages, key=_by_place))
+        here = self._before.cell_of(rank)
+        messages = [] if here is None else self._sent_from(here, rank)
+        return tuple(sorted(messages, key=attrgetter("target")))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
         """Return what a rank receives, by source; () where it is not on the stage that receives.
@@ -321,18 +587,17 @@ class RankMapping:
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
-        messages: list[Message] = []
-        for cell in self._after.shards_of(rank):
-            messages += self._received_at(cell, rank)
-        return tuple(sorted(messages, key=_by_place))
+        there = self._after.cell_of(rank)
+        messages = [] if there is None else self._received_at(there, rank)
+        return tuple(sorted(messages, key=attrgetter("source")))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank sends to, ascending; arguments and errors as for `sends`."""
-        return tuple(dict.fromkeys(message.target for message in self.sends(rank)))
+        return tuple([message.target for message in self.sends(rank)])
 
     def sources_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank receives from, ascending; else as for `receives`."""
-        return tuple(dict.fromkeys(message.source for message in self.receives(rank)))
+        return tuple([message.source for message in self.receives(rank)])
 
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target's ranks that want the same elements as `rank`, itself included.
@@ -363,53 +628,46 @@ class RankMapping:
         """
         lengths = [as_int(length, "every length in shape", 0) for length in shape]
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
-            length_of_unit(cut.axis, lengths[axis], cut.units // cut.sources)
-            lengths[axis] = lengths[axis] * cut.sources // cut.targets
+            length_of_unit(cut.axis, lengths[axis], cut.units // cut.source)
+            lengths[axis] = lengths[axis] * cut.source // cut.target
         return tuple(lengths)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _sent_from(self, cell: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank sends of one of its cells."""
-        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
-        for own in _shards_of(self._after, rank):
-            if all(shard in some for shard, some in zip(own, choices, strict=True)):
-                yield self._message(cell, own, rank, rank)
-        consumers = math.prod(map(len, choices)) * self._after.active
+    def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
+        """Return what a rank sends of its cell."""
+        choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
+        own = _cell_of(self._after, rank)
+        if own is not None and all(shard in some for shard, some in zip(own, choices, strict=True)):
+            yield self._message(here, own, rank, rank)
+        counts = [*map(len, choices), self._after.active]
+        consumers = math.prod(counts)
         replica, senders = self._before.replica_of(rank), self._before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
-            rest, receiver = divmod(turn, self._after.active)
-            reversed_cell = []
-            for shards in reversed(choices):
-                rest, position = divmod(rest, len(shards))
-                reversed_cell.append(shards[position])
-            there = tuple(reversed_cell[::-1])
+            *positions, receiver = digits_of(turn, counts)
+            there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
             target = self._after.rank_at(there, receiver)
-            if cell not in _shards_of(self._before, target):  # else it keeps its own
-                yield self._message(cell, there, rank, target)
+            if _cell_of(self._before, target) != here:  # else it keeps its own
+                yield self._message(here, there, rank, target)
 
-    def _received_at(self, cell: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank receives of one cell."""
-        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, cell, strict=True)]
-        own = _shards_of(self._before, rank)
+    def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
+        """Return what a rank receives of its cell."""
+        choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
+        own, replica = _cell_of(self._before, rank), self._after.replica_of(rank)
         for here in product(*choices):
-            if here in own:
-                yield self._message(here, cell, rank, rank)
+            if here == own:
+                yield self._message(here, there, rank, rank)
                 continue
-            position, cells = 0, 1
-            for cut, source, target in zip(self.cuts, here, cell, strict=True):
-                shards = cut.targets_of(source)
-                position = position * len(shards) + target - shards.start
-                cells *= len(shards)
-            turn = position * self._after.active + self._after.replica_of(rank)
-            sender = turn * self._before.active // (cells * self._after.active)
-            yield self._message(here, cell, self._before.rank_at(here, sender), rank)
+            shards = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
+            positions = [at - some.start for at, some in zip(there, shards, strict=True)]
+            counts = [*map(len, shards), self._after.active]
+            turn = number_at([*positions, replica], counts)
+            sender = turn * self._before.active // math.prod(counts)
+            yield self._message(here, there, self._before.rank_at(here, sender), rank)
 
     def _message(self, here: Cell, there: Cell, source: int, target: int) -> Message:
-        slots = zip(self._before.slots_of(here), self._after.slots_of(there), strict=True)
-        shards = zip(self.cuts, here, there, slots, strict=True)
-        parts = [cut.part(one, other, both) for cut, one, other, both in shards]
+        parts = [cut.part(*shards) for cut, *shards in zip(self.cuts, here, there, strict=True)]
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
@@ -426,12 +684,6 @@ class RankMapping:
                 raise UnknownDimError(
                     f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
                     f"{names[0]}, the target {names[1]}{hint}"
-                )
-        for dim, axis in self.shards:
-            if self.along is not None and axis == (ZIGZAG, self.batch_axis):
-                raise LayoutError(
-                    f"dim {dim!r} in shards cuts axis {self.batch_axis} in zigzag, which is the "
-                    f"batch's; give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
                 )
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         if before % after and after % before:
@@ -450,13 +702,9 @@ class RankMapping:
         return {self.pipeline: layout.size_of(self.pipeline) - 1 if is_last else 0}
 
 
-def _shards_of(sharding: Sharding, rank: int) -> list[Cell]:
-    """Return the cells of any rank; none if the layout does not hold it."""
-    return sharding.shards_of(rank) if rank in sharding.layout else []
-
-
-def _by_place(message: Message) -> tuple[int, int, list[int]]:
-    return message.source, message.target, [part.start for part in message.parts]
+def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
+    """Return the cell of any rank; None if the layout does not hold it."""
+    return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
 def _with_ranks(layout: RankLayout) -> str:
@@ -468,33 +716,21 @@ def _with_ranks(layout: RankLayout) -> str:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def as_shards(value: object, sequence: int) -> Shards:
+def as_shards(value: object) -> Shards:
     """Return the tensor axis that each dim cuts, from a mapping or from pairs.
 
-    Args:
-        value: The mapping or the pairs; "zigzag" alone stands for the axis of the sequence.
-        sequence: That axis.
-
     Raises:
-        LayoutError: It is neither, a dim is not a string, or an axis is not an int.
+        LayoutError: It is neither, or an axis is not an int.
 
     Example:
-        >>> as_shards({"cp": "zigzag", "tp": -1}, sequence=1)
-        (('cp', ('zigzag', 1)), ('tp', -1))
+        >>> as_shards({"cp": 1, "tp": -1})
+        (('cp', 1), ('tp', -1))
     """
-    pairs = as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards")
-    shards: list[tuple[str, TensorAxis]] = []
-    for pair in pairs:
+    shards = []
+    for pair in as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards"):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LayoutError(f"shards must be such as {{'cp': 1}}, got {shown(value)}")
-        dim, axis = pair
-        what = f"the axis of dim {dim!r} in shards"
-        if axis == ZIGZAG:
-            axis = ZIGZAG, sequence
-        if isinstance(axis, tuple) and len(axis) == 2 and axis[0] == ZIGZAG:
-            shards.append((dim, (ZIGZAG, as_int(axis[1], what))))
-        else:
-            shards.append((dim, as_int(axis, what)))
+        shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards")))
     return tuple(shards)
 
 
@@ -507,8 +743,7 @@ def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int
     """
     axes: dict[int, tuple[str, ...]] = {}
     batch = [] if along is None else [(along, batch_axis)]
-    plain = [(dim, axis[1] if isinstance(axis, tuple) else axis) for dim, axis in shards]
-    for dim, axis in (*batch, *plain):
+    for dim, axis in (*batch, *shards):
         axes[axis] = (*axes.get(axis, ()), dim)
     return axes
 

@@ -25,8 +25,9 @@ Dims = str | Iterable["Dims"]
 """Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
 
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
-_SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;]+|$)"  # "tp:2;", "tp 2 "
+_SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;|/+&]+|$)"  # "tp:2;", "tp 2 "
 _JOINED_SIZE = r"([^\W\d]+)(-1|[1-9][0-9]{0,17})[\s,;]*"  # "tp2"
+_NO_NAME = re.compile(r":|^\s*[0-9]+\s*$")  # "tp:2", "2"
 _LONGEST_CORRECTED = 200
 
 
@@ -51,7 +52,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     for number, part in enumerate(text.split(","), 1):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or OPEN) if match else 0
-        if not match or size == 0 or (match[2] is None and ":" in part):
+        if not match or size == 0 or (match[2] is None and _NO_NAME.search(part)):
             raise _unreadable(text, part, number)
         if not match[1].isprintable():
             raise LayoutError(f"dim name {shown(match[1])} must be printable")
@@ -277,16 +278,10 @@ def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
     product = math.prod(sizes.values())
     if world_size % product == 0:
         return None
-    fitting = [
-        f"{name} of {nearest_divisors(world_size // (product // size), size)}"
-        for name, size in sizes.items()
-        if world_size % (product // size) == 0
-    ]
-    worlds = f"a world of {nearest_multiples(world_size, product).replace('and', 'or')} ranks"
     factors = " * ".join([f"{name}={size}" for name, size in sizes.items()])
     return (
         f"{factors} = {product} does not divide the world of {world_size} ranks; "
-        f"what would do: {', or '.join([*fitting, worlds])}"
+        f"{nearest_multiples(world_size, product)} ranks would do"
     )
 
 
@@ -323,22 +318,6 @@ def as_size(name: str, size: object) -> int:
     return OPEN if number == OPEN else positive(number, what)
 
 
-def read_choices(sizes: Mapping[str, int | Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes that each dim may have: the one given, or each of several.
-
-    >>> read_choices({"tp": [1, 2], "dp": -1})
-    {'tp': (1, 2), 'dp': (-1,)}
-    """
-    if not sizes:
-        raise LayoutError("at least one dim is needed, as in suggest(64, tp=8, dp=-1)")
-    choices = {}
-    for name in as_names(tuple(sizes)):
-        given = sizes[name]
-        several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-        choices[name] = tuple([as_size(name, size) for size in several])
-    return choices
-
-
 def nearest_multiples(number: int, factor: int) -> str:
     """Name the positive multiples of `factor` around `number`, for error messages.
 
@@ -369,16 +348,3 @@ def divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     large = [number // divisor for divisor in reversed(small)]
     return small + large[small[-1] == large[0] :]
-
-
-def completions(choices: Sequence[Sequence[int]], total: int) -> list[tuple[int, ...]]:
-    """List all shapes with one size of each choice (-1 for any) that multiply to `total`.
-
-    >>> completions([[2, 4], [-1]], 8)
-    [(2, 4), (4, 2)]
-    """
-    if not choices:
-        return [()] if total == 1 else []
-    first, *rest = choices
-    sizes = [size for size in divisors(total) if OPEN in first or size in first]
-    return [(size, *others) for size in sizes for others in completions(rest, total // size)]

@@ -221,21 +221,17 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
     """Return the sizes of a layout that can be moved; one may be unspecified."""
-    if isinstance(given, (str, Mapping)):
-        sizes = read_sizes(given)
-    elif not isinstance(given, RankLayout):
-        raise LayoutError(
-            f"grid {name!r} needs sizes such as 'tp=2,dp=4', or a RankLayout, got {shown(given)}"
-        )
-    elif not isinstance(given.ranks, range):
+    if not isinstance(given, RankLayout):
+        try:
+            return read_sizes(given)
+        except LayoutError as error:
+            raise LayoutError(f"grid {name!r}: {error}") from error
+    if not isinstance(given.ranks, range):
         raise LayoutError(
             f"grid {name!r} ({given}) has ranks with gaps, or in their own order, and cannot "
             f"be moved; give its place too: GridSet({{{name!r}: layout, ...}})"
         )
-    else:
-        sizes = given.sizes
-    check_one_open([f"{dim} of grid {name!r}" for dim, size in sizes.items() if size == OPEN])
-    return sizes
+    return given.sizes
 
 
 def _placed(
@@ -243,11 +239,11 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(f"grid {name!r}: no ranks are left")
+        raise WorldSizeError(f"grid {name!r}: no ranks are left; make another grid smaller")
     try:
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
-    except WorldSizeError as error:
-        raise WorldSizeError(f"grid {name!r}: {error}") from error
+    except (LayoutError, WorldSizeError) as error:
+        raise type(error)(f"grid {name!r}: {error}") from error
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:

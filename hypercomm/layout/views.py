@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
-from hypercomm.layout.checks import as_names, as_strings
+from hypercomm.layout.checks import as_names
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, shown
@@ -88,8 +88,7 @@ class Views(Mapping[str, View]):
         except WorldSizeError as error:
             raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
-        lone = (shared_dims,) if isinstance(shared_dims, str) else shared_dims
-        shared = self._shared(name, layout, () if lone is None else as_strings(lone, "shared_dims"))
+        shared = self._shared(name, layout, () if shared_dims is None else as_dims(shared_dims))
         self._views[name] = View(name, layout, shared, shared)
         return self._views[name]
 
@@ -129,9 +128,9 @@ class Views(Mapping[str, View]):
         Raises:
             UnknownDimError: There is no such view or dim; names the view that has the dim, if any.
         """
-        found = None if view is None else self.asked(view)
+        found = self.asked(view)
         try:
-            ordered = (self.base if found is None else found.layout).order_dims(dims)
+            ordered = self.layout_of(view).order_dims(dims)
         except UnknownDimError as error:
             if not self:
                 raise
@@ -168,21 +167,17 @@ class Views(Mapping[str, View]):
         """Check that shared dims make the same groups in the base and the view, also jointly."""
         if not wanted:
             return ()
-        as_names(wanted, "shared dim")
-        for dim in wanted:
-            for where, names in (("the base view", self.base), ("the view's dim_names", layout)):
-                if dim not in names.dim_names:
-                    raise UnknownDimError(
-                        f"Shared dim {dim!r} of view {name!r} is not in {where} {names.dim_names}"
-                    )
-        shared = self.base.order_dims(wanted)
+        try:
+            layout.order_dims(wanted)
+            shared = self.base.order_dims(wanted)
+        except UnknownDimError as error:
+            raise UnknownDimError(f"shared_dims of view {name!r}: {error}") from error
         for dims in [*((dim,) for dim in shared), shared]:
             here, there = self.base.groups(*dims), layout.groups(*dims)
             if here != there:
-                several = f"s {list(dims)} have" if len(dims) > 1 else f" {dims[0]!r} has"
                 raise LayoutError(
-                    f"Shared dim{several} different membership across views: the grid's groups are "
-                    f"{here!r}, those of view {name!r} are {there!r}; give the dim another name in "
-                    f"the view, or other sizes or another order"
+                    f"Shared dim {'+'.join(dims)!r} has different membership across views: the "
+                    f"grid's groups are {here!r}, those of view {name!r} are {there!r}; give it "
+                    f"another name in the view, or other sizes or another order"
                 )
         return shared

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import world_too_small
-from hypercomm.layout.messages import Message
+from hypercomm.layout.mapping import Message
 from hypercomm.layout.text import shown
 from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified

@@ -255,13 +255,13 @@ def test_explicit_places():
         (lambda: GridSet({"a": "tp=2"}, nam="x", world_size=8), TypeError, "'nam'.*'name'"),
         (lambda: GridSet({1: RankLayout.parse("tp=2")}, world_size=8), LayoutError, "got 1"),
         (lambda: GridSet.tile(8, **{"": "tp=8"}), LayoutError, "non-empty text, got ''"),
-        (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a' needs sizes such as"),
+        (lambda: GridSet.tile(8, a=8), LayoutError, "grid 'a': .*got 8"),
         (lambda: GridSet.tile(8, a="tp"), None, None),
         (lambda: GridSet.tile(8, a="tp=x"), LayoutError, "'tp=x'"),
         (
             lambda: GridSet.tile(8, a="tp,dp", b="pp"),
             LayoutError,
-            "tp of grid 'a'.*dp of grid 'a'.* unspecified",
+            "tp of a.*dp of a.* unspecified",
         ),
         (lambda: GridSet.tile(8, a="tp", b="pp"), LayoutError, "tp of a.*pp of b.* unspecified"),
         (
@@ -308,7 +308,7 @@ def test_explicit_places():
         (
             lambda: GridSet.colocated(8, a="tp,dp"),
             LayoutError,
-            "tp of grid 'a'.*unspecified",
+            "grid 'a': .*tp.*dp.* unspecified",
         ),
         (
             lambda: GridSet(

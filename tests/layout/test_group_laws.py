@@ -6,7 +6,7 @@ import operator
 import numpy as np
 import pytest
 from effort import examples
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import grouped, in_order, numbered
 
@@ -23,21 +23,6 @@ many = settings(max_examples=examples(600))
 
 
 # ---- groups of dims -----------------------------------------------------------------------------
-
-
-# The groups of any dims partition the ranks; those of disjoint dims meet at most once.
-@many
-@given(numbered(min_dims=2), st.data())
-def test_groups_partition_the_ranks(case, data):
-    layout, table = case
-    some = data.draw(dim_subsets(layout))
-    members = itertools.chain.from_iterable(layout.groups(*some))
-    assert sorted(members) == sorted(in_order(table))
-    others = [name for name in layout.dim_names if name not in some]
-    assume(others)
-    one, other = layout.groups(*some), layout.groups(*data.draw(st.permutations(others)))
-    for rank in layout.ranks:
-        assert set(one.of(rank)) & set(other.of(rank)) == {rank}
 
 
 # Enumerated ranks are numpy's transpose with the dims as named; reversed ones give the groups.
@@ -88,16 +73,6 @@ def test_all_ways_to_read_groups_agree(case):
             groups.of(rank)
     with pytest.raises((TypeError, LayoutError)):
         groups[:]
-
-
-# Sixteen ranks in levels of 2, 2 and 4 are the groups that Megatron documents for this case.
-def test_levels_of_sixteen_ranks():
-    levels = RankLayout.parse("cp=16").groups("cp").levels([2, 2, 4])
-    assert [level.to_lists() for level in levels] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
-        [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
-        [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
-    ]
 
 
 # A function that picks no rank, a stranger or unevenly is told so, however its groups are asked.

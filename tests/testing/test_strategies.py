@@ -97,7 +97,7 @@ def test_parts_of_layouts(layout, data):
     assert set(dims) <= set(layout.dim_names)
     assert data.draw(ranks_of(layout)) in layout.ranks
     order = data.draw(orders(layout.dim_names))
-    assert sorted(RankLayout.from_order(order).dim_names) == sorted(layout.dim_names)
+    assert sorted(order.split("-")) == sorted(layout.dim_names)
     assert eval(hypothesis.vendor.pretty.pretty(layout)) == layout  # what is printed can be pasted
 
 

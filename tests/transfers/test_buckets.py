@@ -14,7 +14,6 @@ from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
 from hypercomm.transfers.buckets import Parameter, segments, split
 
-ZIGZAG = ("zigzag", 1)
 some = settings(max_examples=examples(200), deadline=None)
 
 
@@ -24,7 +23,7 @@ def parameter_of(name, shape, dtype, mapping):
     for layout in (mapping.source, mapping.target):
         lengths = list(shape)
         for dim, axis in mapping.shards:
-            lengths[1 if axis == ZIGZAG else axis] //= layout.size_of(dim, default=1)
+            lengths[axis] //= layout.size_of(dim, default=1)
         shapes.append(tuple(lengths))
     return Parameter(name, *shapes, dtype, mapping)
 
@@ -32,8 +31,7 @@ def parameter_of(name, shape, dtype, mapping):
 def whole_shape(parameter):
     lengths = list(parameter.source_shape)
     for dim, axis in parameter.mapping.shards:
-        size = parameter.mapping.source.size_of(dim, default=1)
-        lengths[1 if axis == ZIGZAG else axis] *= size
+        lengths[axis] *= parameter.mapping.source.size_of(dim, default=1)
     return lengths
 
 
@@ -46,15 +44,13 @@ def plans(draw):
     dims = sorted({*source.dim_names, *target.dim_names})
     parameters = []
     for number in range(draw(st.integers(1, 3))):
-        cuts = draw(st.dictionaries(st.sampled_from(dims), st.sampled_from([0, -1, ZIGZAG])))
+        cuts = draw(st.dictionaries(st.sampled_from(dims), st.sampled_from([0, 1, -1])))
         mapping = RankMapping(source, target, along=None, shards=cuts)
         shape = [draw(st.integers(0, 4)), draw(st.integers(1, 40)), draw(st.integers(1, 3))]
         for axis in range(3):
             for side in (source, target):
                 for dim, at in cuts.items():
-                    if at == ZIGZAG and axis == 1:
-                        shape[axis] *= 2 * side.size_of(dim, default=1)
-                    elif at != ZIGZAG and at % 3 == axis:
+                    if at % 3 == axis:
                         shape[axis] *= side.size_of(dim, default=1)
         dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float64]))
         parameters.append(parameter_of(str(number), shape, dtype, mapping))
@@ -68,11 +64,7 @@ def held(parameter, layout, rank):
     coords = layout.coords(rank)
     for dim, axis in parameter.mapping.shards:  # in order, outermost first
         size, at = layout.size_of(dim, default=1), coords.get(dim, 0)
-        if axis == ZIGZAG:
-            chunks = np.split(whole, 2 * size, 1)
-            whole = np.concatenate([chunks[at], chunks[2 * size - 1 - at]], 1)
-        else:
-            whole = np.split(whole, size, axis)[at]
+        whole = np.split(whole, size, axis)[at]
     return whole
 
 

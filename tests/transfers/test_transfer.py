@@ -22,7 +22,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.launch import run_ranks
-from hypercomm.layout.messages import Sharding
+from hypercomm.layout.mapping import Sharding
 from hypercomm.testing import fake_world
 from hypercomm.transfers import transfer as module
 
@@ -178,32 +178,6 @@ def test_any_layouts(count):
     cases = [random_case(random) for _ in range(count)]
     modes = [(False, False), (True, False), (False, True), (True, True)]
     assert deliveries(cases, modes) == [(True, True)] * 4 * count
-
-
-# A sequence in zigzag order arrives in zigzag order on other ranks, and in contiguous blocks.
-@pytest.mark.parametrize("is_zigzag", [True, False])
-@pytest.mark.ranks(4)
-def test_zigzag(is_zigzag):
-    rank = dist.get_rank()
-    whole = torch.arange(2 * 24 * 3).reshape(2, 24, 3)
-
-    def zigzag(size, at):
-        chunks = whole.chunk(2 * size, 1)
-        return torch.cat([chunks[at], chunks[2 * size - 1 - at]], 1)
-
-    def move(mapping, mine, wanted):
-        got = transfer(mapping, mine if mine is not None else torch.full_like(wanted, -1))
-        assert wanted is None or torch.equal(got, wanted)
-
-    dim = "cp" if is_zigzag else "sp"
-    shards = {"cp": "zigzag"} if is_zigzag else {"cp": "zigzag", "sp": 1}
-    mapping = RankMapping("cp=2", RankLayout([3], [dim], 1), None, shards=shards)
-    mine = zigzag(2, rank) if rank < 2 else None
-    wanted = None
-    if rank >= 1:
-        wanted = zigzag(3, rank - 1) if is_zigzag else whole.chunk(3, 1)[rank - 1]
-    move(mapping, mine, wanted)
-    move(mapping.inverse(), wanted, mine)
 
 
 # Tensors of any dtype and strides arrive, empty ones too; a rank of neither layout does nothing.
@@ -434,7 +408,7 @@ def test_messages_are_kept(monkeypatch):
         for owner, name in (
             (RankMapping, "sends"),
             (RankMapping, "receives"),
-            (Sharding, "shards_of"),
+            (Sharding, "cell_of"),
             (Sharding, "rank_at"),
         ):
             monkeypatch.setattr(owner, name, computed_again)

@@ -129,7 +129,8 @@ def order_layout(
         if size > 1 and name not in parse_order(order):
             where = f"order {shown(given)} does not name it; add it to the order"
             raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
-    return RankLayout.from_order(order, rank_offset=rank_offset, **ordered)
+    shape = {name: ordered.get(name, 1) for name in (*parse_order(order), *ordered)}
+    return RankLayout(shape, rank_offset=rank_offset)
 
 
 def inject_gtp(order_str: str, after: str = "tp") -> str:

@@ -39,7 +39,8 @@ def twin_orders(draw):
     by_name = dict.fromkeys(MEGATRON_NAMES, 1) | {name: draw(sizes) for name in named}
     by_name[draw(st.sampled_from(["ep", "cp"]))] = 1
     order, rank_offset = draw(orders(named)), draw(st.integers(0, 9))
-    ours = RankLayout.from_order(order, rank_offset=rank_offset, **by_name)
+    in_order = {name: by_name[name] for name in (*order.split("-"), *by_name)}
+    ours = RankLayout(in_order, rank_offset=rank_offset)
     return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 

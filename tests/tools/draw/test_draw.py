@@ -245,7 +245,7 @@ def test_change(before, after):
     [
         ("tp=2,dp=4", "tp=4,dp=2", {}),
         ("dp=2", "tp=3", {"along": None, "shards": {"tp": 0, "dp": 0}}),
-        ("cp=2,dp=2", "cp=4", {"shards": {"cp": "zigzag"}}),
+        ("cp=2,dp=2", "cp=4", {}),
         ("tp=4,dp=64", "dp=128", {}),
     ],
 )
