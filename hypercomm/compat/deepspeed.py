@@ -9,7 +9,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -28,43 +28,39 @@ __all__ = ["Mpu", "process_topology", "topology_axes"]
 Dims = str | Iterable[str] | None
 """The dims of a role: one, several, or none."""
 
-_GROUPS = (("tp",), ("pp",), ("dp",), ("sp",), ("sp", "dp"), ("tp", "pp"))
-"""The roles that make a group; the last two are sequence data and model parallel."""
-
 _ALONE = "deepspeed.alone"
 """The name of the group of one rank, for roles without dims."""
 
 
-def _group(*parts: str) -> Callable[[Mpu], ProcessGroup]:
-    """Return a method that returns the group over the dims of some roles."""
+_NAMES = {
+    "tensor_model": ("tp",),
+    "slice": ("tp",),
+    "pipeline_model": ("pp",),
+    "pipe": ("pp",),
+    "model": ("tp", "pp"),
+    "data": ("dp",),
+    "sequence": ("sp",),
+    "sequence_data": ("sp", "dp"),
+}
+"""The roles that make a group, by DeepSpeed's names of it."""
 
-    def get(self: Mpu) -> ProcessGroup:
-        return self._find(*parts)
+_FACTS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
+    "group": ("the calling rank's", lambda group: group),
+    "rank": ("the calling rank's position in its", lambda group: group.rank()),
+    "world_size": ("the size of the", lambda group: group.size()),
+    "src_rank": ("the first rank of the", lambda group: dist.get_process_group_ranks(group)[0]),
+}
+"""What DeepSpeed asks about a group, with the words for it."""
 
-    get.__doc__ = f"Return the calling rank's {' x '.join(parts)} group."
+
+def _method(roles: tuple[str, ...], fact: str) -> Callable[[Mpu], Any]:
+    words, answer = _FACTS[fact]
+
+    def get(self: Mpu) -> Any:
+        return answer(self._find(*roles))
+
+    get.__doc__ = f"Return {words} {' x '.join(roles)} group."
     return get
-
-
-def _number(
-    words: str, number: Callable[[ProcessGroup], int]
-) -> Callable[..., Callable[[Mpu], int]]:
-    """Return a factory of methods, which takes the roles that make a group."""
-
-    def of(*parts: str) -> Callable[[Mpu], int]:
-        def get(self: Mpu) -> int:
-            return number(self._find(*parts))
-
-        get.__doc__ = f"Return {words} {' x '.join(parts)} group."
-        return get
-
-    return of
-
-
-_rank = _number("the calling rank's position in its", lambda group: group.rank())
-_world_size = _number("the size of the", lambda group: group.size())
-_src_rank = _number(
-    "the first rank of the calling rank's", lambda group: dist.get_process_group_ranks(group)[0]
-)
 
 
 def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tuple[str, ...]]:
@@ -175,7 +171,7 @@ class Mpu:
         self.grid = grid
         roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
         self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
-        wanted = {self._dims(*parts): self._request(*parts) for parts in _GROUPS}
+        wanted = {self._dims(*parts): self._request(*parts) for parts in _NAMES.values()}
         held = {(key.dims, key.name) for key in grid.pgs}
         missing = [
             request
@@ -210,39 +206,10 @@ class Mpu:
             return {"dims": dims}
         return {"dims": self.grid.dim_names[0], "name": _ALONE, "derive": _each_alone}
 
-    get_tensor_model_parallel_group = _group("tp")
-    get_tensor_model_parallel_rank = _rank("tp")
-    get_tensor_model_parallel_world_size = _world_size("tp")
-    get_tensor_model_parallel_src_rank = _src_rank("tp")
-    get_slice_parallel_group = _group("tp")
-    get_slice_parallel_rank = _rank("tp")
-    get_slice_parallel_world_size = _world_size("tp")
+    if TYPE_CHECKING:
 
-    get_pipeline_model_parallel_group = _group("pp")
-    get_pipeline_model_parallel_rank = _rank("pp")
-    get_pipeline_model_parallel_world_size = _world_size("pp")
-    get_pipe_parallel_group = _group("pp")
-    get_pipe_parallel_rank = _rank("pp")
-    get_pipe_parallel_world_size = _world_size("pp")
-
-    get_model_parallel_group = _group("tp", "pp")
-    get_model_parallel_rank = _rank("tp", "pp")
-    get_model_parallel_world_size = _world_size("tp", "pp")
-    get_model_parallel_src_rank = _src_rank("tp", "pp")
-
-    get_data_parallel_group = _group("dp")
-    get_data_parallel_rank = _rank("dp")
-    get_data_parallel_world_size = _world_size("dp")
-    get_data_parallel_src_rank = _src_rank("dp")
-
-    get_sequence_parallel_group = _group("sp")
-    get_sequence_parallel_rank = _rank("sp")
-    get_sequence_parallel_world_size = _world_size("sp")
-    get_sequence_parallel_src_rank = _src_rank("sp")
-
-    get_sequence_data_parallel_group = _group("sp", "dp")
-    get_sequence_data_parallel_rank = _rank("sp", "dp")
-    get_sequence_data_parallel_world_size = _world_size("sp", "dp")
+        def __getattr__(self, name: str) -> Callable[[], Any]:
+            """Return a method that is generated below the class."""
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the ranks of the calling rank's dp group."""
@@ -260,6 +227,9 @@ def _each_alone(groups: RankGroups) -> RankGroups:
     return groups.chunks(1)
 
 
+for _name, _roles in _NAMES.items():
+    for _fact in _FACTS:
+        setattr(Mpu, f"get_{_name}_parallel_{_fact}", _method(_roles, _fact))
 name_functions(vars(Mpu), __name__, "Mpu.")
 
 

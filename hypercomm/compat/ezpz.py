@@ -14,6 +14,7 @@ Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairsca
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import sys
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat import aliases
-from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
+from hypercomm.compat.module_state import CurrentState, ModuleState, check_job, name_functions
 from hypercomm.errors import ConfigurationError, HyperCommError, LayoutError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
@@ -37,6 +38,10 @@ from hypercomm.layout.text import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    def __getattr__(name: str) -> Any:
+        """Return a global, or a getter that is generated at the end of this module."""
+
 
 __all__ = ["install", "tp"]
 
@@ -105,33 +110,20 @@ class TensorParallelState(ModuleState):
         state.initialize(**arguments)
         return state
 
-    def initialize(
-        self,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        tensor_parallel_backend: str | None = None,
-        pipeline_parallel_backend: str | None = None,
-        context_parallel_backend: str | None = None,
-        data_parallel_backend: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+    def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
-        if not dist.is_initialized():
-            raise StateError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
-            )
+        check_job()
+        call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
+        call.apply_defaults()
+        given = call.arguments
         sizes = {
-            "tensor_parallel_size": tensor_parallel_size,
-            "context_parallel_size": context_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
+            name: given[name]
+            for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
         }
         backends = {
-            "dp": data_parallel_backend,
-            "tp": tensor_parallel_backend,
-            "pp": pipeline_parallel_backend,
-            "cp": context_parallel_backend,
+            dim: given[f"{words.replace(' ', '_')}_backend"] for dim, (words, *_) in _GROUPS.items()
         }
+        timeout = given["timeout"]
         try:
             self._create(_fitting_layout(sizes), backends, timeout)
         except HyperCommError as error:
@@ -283,68 +275,40 @@ def tensor_parallel_is_initialized() -> bool:
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
 
-def _read(dim: str, which: int = 1) -> Any:
-    """Return the group of a dim, or with `which=2` its ranks."""
-    words, name = _GROUPS[dim][0], _GROUPS[dim][which]
-    value = current.get().read(name)
-    if value is None:
-        raise StateError(
-            f"{words} group is not initialized: {name} is None; call "
-            f"initialize_tensor_parallel() first, or make the state in use with "
-            f"TensorParallelState.create()"
-        )
-    return value
+def _getter(words: str, name: str, answer: Callable[[Any], Any], doc: str) -> Callable[[], Any]:
+    """Return a getter of what a function answers about the value of a global."""
 
-
-def _group(dim: str) -> Callable[[], ProcessGroup]:
     def get() -> Any:
-        return _read(dim)
+        value = current.get().read(name)
+        if value is None:
+            raise StateError(
+                f"{words} group is not initialized: {name} is None; call "
+                f"initialize_tensor_parallel() first, or make the state in use with "
+                f"TensorParallelState.create()"
+            )
+        return answer(value)
 
-    get.__doc__ = f"Return the calling rank's {_GROUPS[dim][0]} group."
+    get.__doc__ = doc
     return get
 
 
-def _ranks(dim: str) -> Callable[[], list[int]]:
-    def get() -> Any:
-        return _read(dim, which=2)
-
-    get.__doc__ = f"Return the ranks of the {_GROUPS[dim][0]} group, ascending."
-    return get
-
-
-def _world_size(dim: str) -> Callable[[], int]:
-    def get() -> int:
-        return int(_read(dim).size())
-
-    get.__doc__ = f"Return the size of the {_GROUPS[dim][0]} group."
-    return get
-
-
-def _rank(dim: str) -> Callable[[], int]:
-    def get() -> int:
-        return int(_read(dim).rank())
-
-    get.__doc__ = f"Return the calling rank's position in its {_GROUPS[dim][0]} group."
-    return get
-
-
-get_tensor_parallel_group = _group("tp")
-get_tensor_parallel_ranks = _ranks("tp")
-
-get_context_parallel_group = _group("cp")
-get_context_parallel_ranks = _ranks("cp")
-get_context_parallel_world_size = _world_size("cp")
-get_context_parallel_rank = _rank("cp")
-
-get_pipeline_parallel_group = _group("pp")
-get_pipeline_parallel_ranks = _ranks("pp")
-get_pipeline_parallel_world_size = _world_size("pp")
-get_pipeline_parallel_rank = _rank("pp")
-
-get_data_parallel_group = _group("dp")
-get_data_parallel_ranks = _ranks("dp")
-get_data_parallel_world_size = _world_size("dp")
-get_data_parallel_rank = _rank("dp")
+def _getters() -> dict[str, Callable[[], Any]]:
+    """Return the getters of the group, the ranks, the size and the position along each dim."""
+    made = {}
+    for words, group, ranks in _GROUPS.values():
+        for what, name, answer, doc in [
+            ("group", group, lambda held: held, f"Return the calling rank's {words} group."),
+            ("ranks", ranks, lambda held: held, f"Return the ranks of the {words} group."),
+            (
+                "world_size",
+                group,
+                lambda held: held.size(),
+                f"Return the size of the {words} group.",
+            ),
+            ("rank", group, lambda held: held.rank(), f"Return the rank in the {words} group."),
+        ]:
+            made[f"get_{words.replace(' ', '_')}_{what}"] = _getter(words, name, answer, doc)
+    return made
 
 
 def get_tensor_parallel_world_size() -> int:
@@ -432,6 +396,8 @@ def split_tensor_along_last_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
+for _name, _function in _getters().items():
+    globals().setdefault(_name, _function)
 tp = sys.modules[__name__]
 name_functions(globals(), __name__)
 current.bind(tp, _GLOBALS)

@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch.distributed as dist
+
 from hypercomm.errors import StateError
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ class ModuleState:
         >>> state = ModuleState({"_SIZE": lambda: None})
         >>> state.write("_SIZE", 4)
         >>> state.delete("_SIZE")
-        >>> state.values["_SIZE"], state.names()
-        (None, [])
+        >>> state.values
+        {}
     """
 
     strict = False
@@ -47,7 +49,6 @@ class ModuleState:
 
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self._deleted: set[str] = set()
         self.values: dict[str, Any] = {name: make() for name, make in self._empty.items()}
         self.fill(self.values)
 
@@ -63,9 +64,10 @@ class ModuleState:
 
     def read(self, name: str) -> Any:
         """Return the value of a global, as `module.name` does."""
-        if name in self._deleted:
-            raise AttributeError(f"the global {name!r} was deleted")
-        return self.values[name]
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(f"the global {name!r} was deleted") from None
 
     def write(self, name: str, value: Any) -> None:
         """Set a global, as `module.name = value` does."""
@@ -74,17 +76,24 @@ class ModuleState:
     def delete(self, name: str) -> None:
         """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
         self.read(name)
-        self.write(name, self._empty[name]())
-        self._deleted.add(name)
+        self.fill({name: None})
+        del self.values[name]
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals."""
         self.values.update(values)
-        self._deleted -= values.keys()
 
-    def names(self) -> list[str]:
-        """List the globals that were not deleted."""
-        return [name for name in self.values if name not in self._deleted]
+
+def check_job() -> None:
+    """Raise unless torch.distributed is initialised.
+
+    Raises:
+        StateError: It is not.
+    """
+    if not dist.is_initialized():
+        raise StateError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+        )
 
 
 State = TypeVar("State", bound=ModuleState)
@@ -187,7 +196,7 @@ class CurrentState(Generic[State]):
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        members["__dir__"] = lambda module: [*ModuleType.__dir__(module), *self.get().names()]
+        members["__dir__"] = lambda module: [*ModuleType.__dir__(module), *self.get().values]
         # Functions that use the module travel to other processes by cloudpickle.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)

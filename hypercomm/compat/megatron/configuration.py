@@ -26,7 +26,6 @@ _DENSE = {
     "cp": "context_parallel_size",
     GTP: "gtp_remat_size",
 }
-_OPTIONAL_SIZES = ("gtp_remat_size", "expert_gtp_remat_size")
 _EXPERT = {
     "tp": "expert_tensor_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -36,14 +35,12 @@ _EXPERT = {
 """The argument with the size of each dim, except dp, which gets the remaining ranks."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Configuration:
     """One Megatron configuration; `initialize_model_parallel` documents the arguments.
 
     Example:
-        >>> layouts = Configuration(
-        ...     tensor_model_parallel_size=2, expert_model_parallel_size=4
-        ... ).layouts(16)
+        >>> layouts = Configuration(2, expert_model_parallel_size=4).layouts(16)
         >>> str(layouts.dense), str(layouts.expert)
         ('tp=2,cp=1,ep=1,dp=8,pp=1', 'tp=2,cp=1,ep=4,dp=2,pp=1')
     """
@@ -56,8 +53,6 @@ class Configuration:
     context_parallel_size: int = 1
     hierarchical_context_parallel_sizes: Sequence[int] | None = None
     expert_model_parallel_size: int = 1
-    gtp_remat_size: int = 1
-    expert_gtp_remat_size: int = 1
     num_distributed_optimizer_instances: int = 1
     expert_tensor_parallel_size: int | None = None
     nccl_communicator_config_path: str | None = None
@@ -68,16 +63,18 @@ class Configuration:
     create_gloo_process_groups: bool = True
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
-    hybrid_context_parallel: bool = False
-    create_all_gather_group: bool = False
-    rank_offset: int = 0
-    local_world_size: int | None = None
-    share: Share = "never"
-    strict: bool = False
+    hybrid_context_parallel: bool = attrs.field(default=False, kw_only=True)
+    create_all_gather_group: bool = attrs.field(default=False, kw_only=True)
+    gtp_remat_size: int = attrs.field(default=1, kw_only=True)
+    expert_gtp_remat_size: int = attrs.field(default=1, kw_only=True)
+    rank_offset: int = attrs.field(default=0, kw_only=True)
+    local_world_size: int | None = attrs.field(default=None, kw_only=True)
+    share: Share = attrs.field(default="never", kw_only=True)
+    strict: bool = attrs.field(default=False, kw_only=True)
     version: version.Version = attrs.field(factory=version.current, init=False)
 
     def __attrs_post_init__(self) -> None:
-        for name in (*_OPTIONAL_SIZES, "num_distributed_optimizer_instances"):
+        for name in (_DENSE[GTP], _EXPERT[GTP], "num_distributed_optimizer_instances"):
             positive(getattr(self, name), name)
         for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
             function = getattr(self, name)
@@ -93,6 +90,12 @@ class Configuration:
                 f"{_LONGEST_MINUTES:.3g}, got {shown(minutes)}"
             )
         check_choice("share", self.share, SHARES)
+        if self.has_gtp and (instances := self.num_distributed_optimizer_instances) > 1:
+            raise ConfigurationError(
+                f"gtp_remat_size={self.gtp_remat_size} and expert_gtp_remat_size="
+                f"{self.expert_gtp_remat_size} above 1 work with one optimizer instance only, got "
+                f"num_distributed_optimizer_instances={instances}"
+            )
 
     @property
     def has_gtp(self) -> bool:
@@ -106,19 +109,13 @@ class Configuration:
 
     def creates_gloo(self, grid: str) -> bool:
         """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
-        sizes = {"dense": self.gtp_remat_size, "expert": self.expert_gtp_remat_size}
-        with_gtp = self.gtp_remat_size > 1 or sizes[grid] > 1
+        with_gtp = self.gtp_remat_size > 1 or (grid == "expert" and self.has_gtp)
         return bool(self.create_gloo_process_groups) and not with_gtp
 
     @property
     def timeout(self) -> timedelta:
         """The timeout of every group."""
         return timedelta(minutes=self.distributed_timeout_minutes)
-
-    @property
-    def sharp_group(self) -> str | None:
-        """The group whose communicator uses SHARP: "dp", "dp_replica" or None."""
-        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
 
     def layouts(self, world_size: int) -> Layouts:
         """Check all arguments, and return the dense and the expert layout.
@@ -132,10 +129,14 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        self.check_gtp()
-        dense = self._sizes(_DENSE, world_size)
-        self._check_virtual_pipeline()
-        expert = self._sizes(_EXPERT, world_size)
+        dense, expert = self._sizes(_DENSE, world_size), self._sizes(_EXPERT, world_size)
+        if (stages := self.virtual_pipeline_model_parallel_size) is not None:
+            positive(stages, "virtual_pipeline_model_parallel_size")
+            if dense["pp"] == 1:
+                raise ConfigurationError(
+                    f"virtual_pipeline_model_parallel_size={stages} needs a "
+                    f"pipeline_model_parallel_size of at least 2, got 1"
+                )
         layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
         factors = {dim: name for dim, name in _EXPERT.items() if dim != GTP or self.has_gtp}
         problem = pipeline_problem(layouts, self.order, factors)
@@ -150,7 +151,7 @@ class Configuration:
     def _sizes(self, arguments: Mapping[str, str], world_size: int) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
         given = {dim: getattr(self, name) for dim, name in arguments.items()}
-        if self.expert_tensor_parallel_size is None:
+        if given["tp"] is None:
             given["tp"] = self.tensor_model_parallel_size
         sizes = {
             dim: size
@@ -175,27 +176,6 @@ class Configuration:
                 f"least 2, got {instances}"
             )
 
-    def check_gtp(self) -> None:
-        """Raise if there are several optimizer instances with GTP."""
-        instances = self.num_distributed_optimizer_instances
-        if self.has_gtp and instances > 1:
-            raise ConfigurationError(
-                f"gtp_remat_size={self.gtp_remat_size} and expert_gtp_remat_size="
-                f"{self.expert_gtp_remat_size} above 1 work with one optimizer instance only, got "
-                f"num_distributed_optimizer_instances={instances}"
-            )
-
-    def _check_virtual_pipeline(self) -> None:
-        stages = self.virtual_pipeline_model_parallel_size
-        if stages is None:
-            return
-        positive(stages, "virtual_pipeline_model_parallel_size")
-        if self.pipeline_model_parallel_size == 1:
-            raise ConfigurationError(
-                f"virtual_pipeline_model_parallel_size={stages} needs a "
-                f"pipeline_model_parallel_size of at least 2, got 1"
-            )
-
     def _check_derived(self, replicas: int, expert_replicas: int) -> None:
         """Check optimizer instances, levels of cp, and hybrid groups."""
         instances = self.num_distributed_optimizer_instances
@@ -216,11 +196,11 @@ class Configuration:
 
     def check_hybrid(self, replicas: int) -> None:
         """Raise if hybrid groups do not divide the `replicas` ranks of dp and cp."""
-        uneven = [size for size in hybrid_sizes(replicas) if replicas % size]
-        if self.hybrid_context_parallel and (replicas % 2 or uneven):
+        sizes = hybrid_sizes(replicas) or [2]
+        if self.hybrid_context_parallel and any(replicas % size for size in sizes):
             raise ConfigurationError(
                 f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
-                f"groups of {hybrid_sizes(replicas) or 2}, which must divide them; "
+                f"groups of {sizes}, which must divide them; "
                 f"choose sizes for which dp * cp is a power of 2"
             )
 

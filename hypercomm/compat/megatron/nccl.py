@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.table import NCCL_KEYS
 from hypercomm.errors import ConfigurationError
-from hypercomm.layout.checks import as_ordered
+from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 
@@ -39,42 +39,32 @@ _UCC_DEFAULTS = {
 }
 
 
-def load(config: Configuration) -> NcclConfig:
-    """Return the NCCL options of a configuration: its file, and the groups of high priority.
-
-    Raises:
-        OSError: The file cannot be read.
-        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
-            the extra `nccl-config` installs, is missing.
-    """
+def _load(config: Configuration) -> NcclConfig:
+    """Return the NCCL options of a configuration: its file, and the groups of high priority."""
     path = config.nccl_communicator_config_path
     options: NcclConfig = {} if path is None else _read(path)
     for key in as_ordered(config.high_priority_stream_groups or (), "high_priority_stream_groups"):
         overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
     for key, own in options.items():
-        if key not in NCCL_KEYS:
-            raise ConfigurationError(
-                f"NCCL options are given for {shown(key)}; there are the groups {NCCL_KEYS}"
-            )
-        unknown = sorted(map(str, _mapping(own, f"group {key!r}").keys() - _OPTIONS))
-        if unknown:
-            raise ConfigurationError(f"group {key!r} has no option {unknown[0]!r}; use {_OPTIONS}")
+        check_choice("a group of the NCCL configuration", key, NCCL_KEYS, ConfigurationError)
+        for name in _mapping(own, f"group {key!r}"):
+            check_choice(f"an option of group {key!r}", name, _OPTIONS, ConfigurationError)
     return options
 
 
-def _read(path: str | os.PathLike[str]) -> NcclConfig:
+def _read(path: str) -> NcclConfig:
     try:
         import yaml
+
+        content = yaml.safe_load(Path(path).read_bytes())
     except ImportError as error:
         raise ConfigurationError(
-            f"nccl_communicator_config_path={str(path)!r} needs pyyaml; "
+            f"nccl_communicator_config_path={path!r} needs pyyaml; "
             f"pip install 'hypercomm[nccl-config]'"
         ) from error
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigurationError(f"{path} is not yaml: {error}") from error
-    return dict(_mapping(content, str(path)))
+    return dict(_mapping(content, path))
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -92,15 +82,11 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
     if own is None:
         return None
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        raise ConfigurationError(
-            f"NCCL options {dict(own)} for group {pg_name!r} need a torch that is built with NCCL"
-        )
     try:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.get(_PRIORITY, False))
         for name in own.keys() & {*_OPTIONS} - {_PRIORITY}:
             setattr(options.config, name, own[name])
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"NCCL does not take the options {dict(own)} of group {pg_name!r}: {error}"
         ) from error
@@ -114,19 +100,21 @@ def options_by_key(config: Configuration) -> Callable[[str], Any]:
     of WORLD does not take are left out with a warning in the log.
 
     Raises:
-        OSError, ConfigurationError: As for `load`.
+        OSError: The file cannot be read.
+        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
+            the extra `nccl-config` installs, is missing.
         NotInitializedError: There are options, but no job, whose backend decides if they have an
             effect.
     """
-    options = load(config)
+    options = _load(config)
     if not options:
         return lambda _: None
     backend = c10d.default_backend()
-    takes = any(map(c10d.takes_options, c10d.single_backends(backend)))
-    if not takes:
+    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+        return lambda _: None
     made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
-    return lambda key: made.get(repr(options.get(key))) if takes else None
+    return lambda key: made.get(repr(options.get(key)))
 
 
 def overwrite_nccl_comm_cfgs(

@@ -12,12 +12,14 @@ names that of Megatron-DeepSpeed, at 4efb479.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,33 +28,38 @@ from torch.distributed import ProcessGroup
 from hypercomm.compat.megatron import layouts as _layouts
 from hypercomm.compat.megatron import memory, nccl
 from hypercomm.compat.megatron import table as _table
-from hypercomm.compat.megatron.configuration import (
-    Configuration,
-    RanksFunction,
-    hybrid_sizes,
-)
-from hypercomm.compat.megatron.getters import (
-    data_fact_getter,
-    data_group_getter,
-    expert_fact_getter,
-    first_getter,
-    group_getter,
-    rank_getter,
-    rank_setter,
-    size_getter,
-    size_setter,
-)
+from hypercomm.compat.megatron.configuration import Configuration, hybrid_sizes
 from hypercomm.compat.megatron.install import warn_of_their_own
-from hypercomm.compat.megatron.state import GLOBALS, NEEDS_CP, RANK, SIZE, ParallelState, current
-from hypercomm.compat.megatron.table import GLOO, WITH_GTP
+from hypercomm.compat.megatron.state import GLOBALS, NO_PART, RANK, SIZE, ParallelState, current
+from hypercomm.compat.megatron.table import (
+    DP,
+    DP_CP,
+    DP_CP_AG,
+    EXPERT_DP,
+    EXPERT_MP,
+    GLOO,
+    INTRA_DP_CP,
+    INTRA_EXPERT_DP,
+    ROWS,
+    TP,
+    WITH_GTP,
+)
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
-from hypercomm.grid.arguments import Share
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, live_pg_options
+
+P = ParamSpec("P")
+Function = TypeVar("Function")
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a global, or a getter or setter that is generated at the end of this module."""
+
 
 _state = current.get
 
@@ -88,35 +95,25 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     return current.use(state)
 
 
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_model_parallel_comm_backend: str | None = None,
-    use_sharp: bool = False,
-    context_parallel_size: int = 1,
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    expert_model_parallel_size: int = 1,
-    num_distributed_optimizer_instances: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    nccl_communicator_config_path: str | None = None,
-    distributed_timeout_minutes: float = 30,
-    order: str = "tp-cp-ep-dp-pp",
-    get_embedding_ranks: RanksFunction | None = None,
-    get_position_embedding_ranks: RanksFunction | None = None,
-    create_gloo_process_groups: bool = True,
-    high_priority_stream_groups: Sequence[str] | None = None,
-    sharp_enabled_group: str | None = None,
-    *,
-    hybrid_context_parallel: bool = False,
-    create_all_gather_group: bool = False,
-    gtp_remat_size: int = 1,
-    expert_gtp_remat_size: int = 1,
-    rank_offset: int = 0,
-    local_world_size: int | None = None,
-    share: Share = "never",
-    strict: bool = False,
-) -> None:
+def _takes_arguments_of(
+    kind: Callable[P, Configuration],
+) -> Callable[[Callable[[Configuration], None]], Callable[P, None]]:
+    """Return a decorator: the function takes the arguments of a configuration in its place."""
+
+    def decorate(function: Callable[[Configuration], None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def take(*args: P.args, **kwargs: P.kwargs) -> None:
+            warn_of_their_own()
+            function(kind(*args, **kwargs))
+
+        take.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        return take
+
+    return decorate
+
+
+@_takes_arguments_of(Configuration)
+def initialize_model_parallel(configuration: Configuration) -> None:  # noqa: D417
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
     A failure leaves globals, groups and environment as they were. A `MegatronNotReplacedWarning`
@@ -171,9 +168,7 @@ def initialize_model_parallel(
         ...     destroy_model_parallel()
         1 9
     """
-    arguments = dict(locals())  # exactly the fields of a configuration
-    warn_of_their_own()
-    current.default.initialize(Configuration(**arguments))
+    current.default.initialize(configuration)
 
 
 def destroy_model_parallel() -> None:
@@ -187,23 +182,22 @@ def destroy_model_parallel() -> None:
 
 def is_initialized() -> bool:
     """Return whether the parallel state is initialised."""
-    return _has("_DATA_PARALLEL_GROUP")
+    return _has(DP)
 
 
 def model_parallel_is_initialized() -> bool:
     """Return whether the tensor, pipeline and data parallel groups exist."""
-    needed = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP")
-    return _has(*needed, "_DATA_PARALLEL_GROUP")
+    return _has(TP, "_PIPELINE_MODEL_PARALLEL_GROUP", DP)
 
 
 def sequence_parallel_is_initialized() -> bool:
     """Return whether the groups of dp and cp, DeepSpeed's sequence parallel, exist."""
-    return _has("_CONTEXT_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
+    return _has("_CONTEXT_PARALLEL_GROUP", DP)
 
 
 def sequence_data_parallel_is_initialized() -> bool:
     """Return whether the group over data and context parallel exists."""
-    return _has("_DATA_PARALLEL_GROUP_WITH_CP")
+    return _has(DP_CP)
 
 
 def _has(*names: str) -> bool:
@@ -223,50 +217,71 @@ def _deprecated(message: str) -> None:
 
 # ---- groups -----------------------------------------------------------------------------------
 
-get_model_parallel_group = group_getter("_MODEL_PARALLEL_GROUP")
-get_tensor_model_parallel_group = group_getter("_TENSOR_MODEL_PARALLEL_GROUP")
-get_gtp_weight_remat_group = group_getter("_GTP_WEIGHT_REMAT_GROUP")
-get_gtp_weight_remat_global_ranks = group_getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_expert_gtp_weight_remat_group = group_getter("_EXPERT_GTP_WEIGHT_REMAT_GROUP")
-get_expert_gtp_weight_remat_global_ranks = group_getter("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_pipeline_model_parallel_group = group_getter("_PIPELINE_MODEL_PARALLEL_GROUP")
-get_context_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
-get_context_parallel_global_ranks = group_getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_hierarchical_context_parallel_groups = group_getter("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS")
-get_embedding_group = group_getter("_EMBEDDING_GROUP")
-get_position_embedding_group = group_getter("_POSITION_EMBEDDING_GROUP")
-get_tensor_and_context_parallel_group = group_getter("_TENSOR_AND_CONTEXT_PARALLEL_GROUP")
-get_expert_model_parallel_group = group_getter("_EXPERT_MODEL_PARALLEL_GROUP")
-get_expert_tensor_parallel_group = group_getter("_EXPERT_TENSOR_PARALLEL_GROUP")
-get_expert_tensor_and_model_parallel_group = group_getter("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
-get_intra_distributed_optimizer_instance_group = group_getter(
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
-)
-get_inter_distributed_optimizer_instance_group = group_getter(
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-)
-
-# Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
-# is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
-get_sequence_parallel_group = group_getter("_CONTEXT_PARALLEL_GROUP")
-get_sequence_data_parallel_group = data_group_getter("_DATA_PARALLEL_GROUP_WITH_CP")
-_DP, _DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
-_INTRA_DP_CP = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
-_EDP, _INTRA_EDP = "_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-
-_TP_DP, _TP_DP_CP = "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-_EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+_PART = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
+_WITH_PEERS = {name: name + WITH_GTP for name in _PART} | {
+    NO_PART: NO_PART,
+    INTRA_DP_CP: INTRA_DP_CP + WITH_GTP,
+    INTRA_EXPERT_DP: INTRA_EXPERT_DP + WITH_GTP,
+}
+"""The part of a data parallel group in one optimizer instance, and the group with GTP peers."""
 
 
-def _held(name: str, check_initialized: bool = True, with_gtp: bool = False) -> Any:
-    """Return the value of a global, or of the one with GTP peers if the state has it so."""
+def _held(name: str, check_initialized: bool = True) -> Any:
     state = current.alone or _state()
-    if with_gtp and state.answers_gtp:
-        name += WITH_GTP
     held = state.values[name]
     if held is None and check_initialized:
         raise state.missing(name)
     return held
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    """Return a getter of a global; as `_held`, whose call would double its time."""
+
+    def get(check_initialized: bool = True) -> Any:
+        state = current.alone or _state()
+        held = state.values[name]
+        if held is None and check_initialized:
+            raise state.missing(name)
+        return held
+
+    return _described(get, f"Return the {_words(name)} of the calling rank.")
+
+
+def _fact_getter(name: str, fact: str) -> Callable[[], int]:
+    def get() -> Any:
+        state = current.alone or _state()
+        known = state.facts[fact][name]
+        return state.ask(fact, name) if known is None else known
+
+    return _described(get, f"Return the {_FACTS[fact]} {_words(name)}.")
+
+
+def _first_getter(name: str) -> Callable[[], int]:
+    return _described(lambda: _held(name)[0], f"Return the first of the {_words(name)}.")
+
+
+def _setter(name: str) -> Callable[[int | None], None]:
+    def set_world_size(world_size: int | None) -> None:
+        _state().write(name, world_size)
+
+    def set_rank(rank: int | None) -> None:
+        _state().write(name, rank)
+
+    function = set_rank if name.endswith(RANK) else set_world_size
+    return _described(function, f"Set {name}, which getters prefer to what the group says.")
+
+
+def _words(name: str) -> str:
+    return name.strip("_").replace("_", " ").lower()
+
+
+def _described(function: Function, doc: str) -> Function:
+    function.__doc__ = doc
+    return function
+
+
+_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
+_stages, _stage = (_fact_getter("_PIPELINE_MODEL_PARALLEL_GROUP", fact) for fact in _FACTS)
 
 
 def get_data_parallel_group(
@@ -285,27 +300,35 @@ def get_data_parallel_group(
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
-    if partial_data_parallel and not with_context_parallel:
-        raise StateError(NEEDS_CP)
-    if independent_all_gather and with_context_parallel and not partial_data_parallel:
-        return _held("_DATA_PARALLEL_GROUP_WITH_CP_AG")
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
-    return _held(name, with_gtp=with_gtp_remat)
+    name = DP_CP if with_context_parallel else DP
+    if partial_data_parallel:
+        name = _PART[name]
+    elif independent_all_gather and with_context_parallel:
+        return _held(DP_CP_AG)
+    state = current.alone or _state()
+    if with_gtp_remat and state.answers_gtp:
+        name = _WITH_PEERS[name]
+    held = state.values.get(name)
+    if held is None:
+        raise state.missing(name)
+    return held
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
-    if partial_data_parallel and not with_context_parallel:
-        raise StateError(NEEDS_CP)
-    name = _INTRA_DP_CP if partial_data_parallel else _DP_CP if with_context_parallel else _DP
+    name = DP_CP if with_context_parallel else DP
+    if partial_data_parallel:
+        name = _PART[name]
+        if name == NO_PART:
+            raise _state().missing(name)
     return _held(name + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
     """Return whether the second dp-cp group for all-gathers exists."""
-    return _has("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    return _has(DP_CP_AG)
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -317,7 +340,7 @@ def get_hybrid_data_context_parallel_groups(
         GroupMissingError: There is no group of that size (a KeyError).
     """
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
-        return _held(_DP_CP, check_initialized)
+        return _held(DP_CP, check_initialized)
     groups = _state().values["_HYBRID_DP_CP_GROUPS"]
     if group_size not in groups:
         raise GroupMissingError(
@@ -332,9 +355,7 @@ def get_amax_reduction_group(
 ) -> ProcessGroup:
     """Return the group over which FP8 reduces its maxima."""
     if tp_only_amax_red:
-        if with_context_parallel:
-            return get_tensor_and_context_parallel_group()
-        return get_tensor_model_parallel_group()
+        return _held("_TENSOR_AND_CONTEXT_PARALLEL_GROUP" if with_context_parallel else TP)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
@@ -342,14 +363,17 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Return the group over tensor and data parallel, and context parallel if asked."""
-    return _held(_TP_DP_CP if with_context_parallel else _TP_DP, check_initialized)
+    return _held(
+        "_TENSOR_AND_DATA_PARALLEL_GROUP" + "_WITH_CP" * bool(with_context_parallel),
+        check_initialized,
+    )
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over the tensors, experts and stages, and GTP peers if asked."""
-    return _held(_EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
+    return _held(EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -365,13 +389,16 @@ def get_expert_data_parallel_group(
         with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
-    name = _INTRA_EDP if partial_expert_data_parallel else _EDP
-    return _held(name, check_initialized, with_gtp_remat)
+    state = current.alone or _state()
+    name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+    if with_gtp_remat and state.answers_gtp:
+        name = _WITH_PEERS[name]
+    return _held(name, check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return the gloo group of expert data parallel ranks."""
-    return _held((_INTRA_EDP if partial_expert_data_parallel else _EDP) + GLOO)
+    return _held((INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP) + GLOO)
 
 
 def get_data_modulo_expert_parallel_group(
@@ -386,114 +413,85 @@ def get_data_modulo_expert_parallel_group(
 
 # ---- sizes and ranks --------------------------------------------------------------------------
 
-_TP, _MPU_TP = "_TENSOR_MODEL_PARALLEL_GROUP", "_MPU_TENSOR_MODEL_PARALLEL_"
-_PP, _MPU_PP = "_PIPELINE_MODEL_PARALLEL_GROUP", "_MPU_PIPELINE_MODEL_PARALLEL_"
-_EP, _MPU_EP = "_EXPERT_MODEL_PARALLEL_GROUP", "_MPU_EXPERT_MODEL_PARALLEL_"
-_ETP, _MPU_ETP = "_EXPERT_TENSOR_PARALLEL_GROUP", "_MPU_EXPERT_TENSOR_PARALLEL_"
-_MP, _CP = "_MODEL_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP"
-_TP_CP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
-_TP_EP = "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
-_MPU_DP = "_MPU_DATA_PARALLEL_"
-_GTP, _EGTP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 
-set_tensor_model_parallel_world_size = size_setter(_MPU_TP + SIZE)
-set_tensor_model_parallel_rank = rank_setter(_MPU_TP + RANK)
-set_pipeline_model_parallel_world_size = size_setter(_MPU_PP + SIZE)
-set_pipeline_model_parallel_rank = rank_setter(_MPU_PP + RANK)
-set_data_parallel_rank = rank_setter(_MPU_DP + RANK)
-set_expert_model_parallel_world_size = size_setter(_MPU_EP + SIZE)
-set_expert_model_parallel_rank = rank_setter(_MPU_EP + RANK)
-set_expert_tensor_parallel_world_size = size_setter(_MPU_ETP + SIZE)
-set_expert_tensor_parallel_rank = rank_setter(_MPU_ETP + RANK)
-set_virtual_pipeline_model_parallel_world_size = size_setter(
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
-)
+def _data_fact(fact: str) -> Callable[..., int]:
+    def get(
+        with_context_parallel: bool = False,
+        *,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> Any:
+        name = DP_CP if with_context_parallel else DP
+        if partial_data_parallel:
+            name = _PART[name]
+        state = current.alone or _state()
+        if with_gtp_remat and state.answers_gtp:
+            name = _WITH_PEERS[name]
+        known = state.facts[fact][name]
+        return state.ask(fact, name) if known is None else known
 
-get_tensor_model_parallel_world_size = size_getter(_TP, _MPU_TP)
-get_tensor_model_parallel_rank = rank_getter(_TP, _MPU_TP)
-get_pipeline_model_parallel_world_size = size_getter(_PP, _MPU_PP)
-get_pipeline_model_parallel_rank = rank_getter(_PP, _MPU_PP)
-get_model_parallel_world_size = size_getter(_MP)  # DeepSpeed asks for these: tp x pp
-get_model_parallel_rank = rank_getter(_MP)
-get_context_parallel_world_size = size_getter(_CP, offline=True)
-get_context_parallel_rank = rank_getter(_CP, offline=True)
-get_sequence_parallel_world_size = size_getter(_CP)
-get_sequence_parallel_rank = rank_getter(_CP)
-get_sequence_data_parallel_world_size = size_getter(_DP_CP, with_gtp=True)
-get_sequence_data_parallel_rank = rank_getter(_DP_CP, with_gtp=True)
-get_tensor_and_context_parallel_world_size = size_getter(_TP_CP, offline=True)
-get_tensor_and_context_parallel_rank = rank_getter(_TP_CP, offline=True)
-get_expert_model_parallel_world_size = size_getter(_EP, _MPU_EP, offline=True)
-get_expert_model_parallel_rank = rank_getter(_EP, _MPU_EP, offline=True)
-get_expert_tensor_and_model_parallel_world_size = size_getter(_TP_EP, offline=True)
-get_expert_tensor_and_model_parallel_rank = rank_getter(_TP_EP, offline=True)
-get_gtp_weight_remat_world_size = size_getter(_GTP, offline=True, absent=0)
-get_gtp_weight_remat_rank = rank_getter(_GTP, offline=True, absent=0)
-get_expert_gtp_weight_remat_world_size = size_getter(_EGTP, offline=True, absent=0)
-get_expert_gtp_weight_remat_rank = rank_getter(_EGTP, offline=True, absent=0)
-# Without an expert group, the values that were set for tensors.
-get_expert_tensor_parallel_world_size = size_getter(_ETP, _MPU_ETP, absent=_MPU_TP + SIZE)
-get_expert_tensor_parallel_rank = rank_getter(_ETP, _MPU_ETP, absent=_MPU_TP + RANK)
+    get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
+    return get
 
 
-get_data_parallel_world_size = data_fact_getter(SIZE, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
-get_data_parallel_rank = data_fact_getter(RANK, _DP, _DP_CP, _INTRA_DP_CP, _MPU_DP)
-get_expert_data_parallel_world_size = expert_fact_getter(SIZE, _EDP, _INTRA_EDP)
-get_expert_data_parallel_rank = expert_fact_getter(RANK, _EDP, _INTRA_EDP)
+def _expert_data_fact(fact: str) -> Callable[..., int]:
+    def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+        state = current.alone or _state()
+        if with_gtp_remat and state.answers_gtp:
+            name = _WITH_PEERS[name]
+        known = state.facts[fact][name]
+        return state.ask(fact, name) if known is None else known
+
+    get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
+    return get
+
+
+get_data_parallel_world_size, get_data_parallel_rank = map(_data_fact, _FACTS)
+get_expert_data_parallel_world_size, get_expert_data_parallel_rank = map(_expert_data_fact, _FACTS)
 
 
 def get_all_ranks() -> str:
     """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
-    ranks = (
-        get_tensor_model_parallel_rank(),
-        *([get_gtp_weight_remat_rank()] * _state().answers_gtp),
-        get_data_parallel_rank(),
-        get_context_parallel_rank(),
-        get_pipeline_model_parallel_rank(),
-        get_expert_model_parallel_rank(),
-    )
-    return "_".join(str(rank or 0) for rank in ranks)
+    module: Any = sys.modules[__name__]
+    peers = ["gtp_weight_remat"] * _state().answers_gtp
+    names = ("tensor_model_parallel", *peers, "data_parallel", "context_parallel")
+    names = (*names, "pipeline_model_parallel", "expert_model_parallel")
+    return "_".join(str(getattr(module, f"get_{name}_rank")() or 0) for name in names)
 
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
 
-get_tensor_model_parallel_src_rank = first_getter("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = first_getter("_MODEL_PARALLEL_GLOBAL_RANKS")
-get_sequence_parallel_src_rank = first_getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = first_getter("_EXPERT_MODEL_PARALLEL_RANKS")
-get_pipeline_model_parallel_first_rank = first_getter("_PIPELINE_GLOBAL_RANKS")
-_dp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS")
-_dp_cp_src_rank = first_getter("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
-_stage, _stages = get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size
 
-
-def _pipeline_ranks() -> Any:
-    return _state().require("_PIPELINE_GLOBAL_RANKS")
+def _pipeline(step: int) -> Any:
+    """Return the rank some stages after that of the calling rank, which come round."""
+    ranks = _held("_PIPELINE_GLOBAL_RANKS")
+    return ranks[(_stage() + step) % _stages()]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _pipeline_ranks()[_stages() - 1]
+    return _held("_PIPELINE_GLOBAL_RANKS")[_stages() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the rank of the next stage, the first one after the last."""
-    return _pipeline_ranks()[(_stage() + 1) % _stages()]
+    return _pipeline(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the rank of the previous stage, the last one before the first."""
-    return _pipeline_ranks()[(_stage() - 1) % _stages()]
+    return _pipeline(-1)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first rank of a data parallel group."""
-    return _dp_cp_src_rank() if with_context_parallel else _dp_src_rank()
+    return _held("_DATA_PARALLEL_GLOBAL_RANKS" + "_WITH_CP" * bool(with_context_parallel))[0]
 
 
 def get_data_parallel_group_ranks() -> list[int]:
     """Return the ranks of the data parallel group, as DeepSpeed asks for them."""
-    return list(_state().require("_DATA_PARALLEL_GLOBAL_RANKS"))
+    return list(_held("_DATA_PARALLEL_GLOBAL_RANKS"))
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -581,7 +579,7 @@ def _set_global_symmetric_memory_buffer() -> None:
     """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
     _check_absent(_SYMMETRIC)
     kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, get_tensor_model_parallel_group()))
+    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, _held(TP)))
 
 
 def _check_absent(name: str) -> None:
@@ -747,6 +745,40 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         c10d.set_timeout(timeout, group)
 
 
+# ---- getters and setters that are all alike ----------------------------------------------------
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Return a getter of each group, of its size, position and ranks, and setters of the last."""
+    made: dict[str, Callable[..., Any]] = {}
+    for name, row in ROWS.items():
+        made[f"get{name.lower()}"] = _getter(name)
+        stem = name.lower().removesuffix("_group")
+        made[f"get{stem}_world_size"] = _fact_getter(name, SIZE)
+        made[f"get{stem}_rank"] = _fact_getter(name, RANK)
+        if row.ranks is not None:
+            made[f"get{row.ranks.lower()}"] = _getter(row.ranks)
+            made[f"get{stem}_src_rank"] = _first_getter(row.ranks)
+    for name in GLOBALS:
+        if name.endswith((SIZE, RANK)):
+            made[f"set{name.removeprefix('_MPU').lower()}"] = _setter(name)
+    made["get_pipeline_model_parallel_first_rank"] = _first_getter("_PIPELINE_GLOBAL_RANKS")
+    made["get_inter_distributed_optimizer_instance_group"] = _getter(_table.INTER_INSTANCES)
+    # Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel.
+    # There is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model
+    # parallel.
+    for what in ("group", "world_size", "rank", "src_rank"):
+        made[f"get_sequence_parallel_{what}"] = made[f"get_context_parallel_{what}"]
+    for what in ("group", "world_size", "rank"):
+        getter = globals()[f"get_data_parallel_{what}"]
+        made[f"get_sequence_data_parallel_{what}"] = functools.partial(
+            getter, with_context_parallel=True
+        )
+    return made
+
+
+for _name, _function in _functions().items():
+    globals().setdefault(_name, _function)
 name_functions(globals(), __name__)
 current.default.reset()  # which was made before the getters
 current.bind(sys.modules[__name__], GLOBALS)

@@ -231,7 +231,6 @@ def megatron_requests(
         gtp_remat_size=gtp_size(grid.layout, "dense"),
         expert_gtp_remat_size=gtp_size(grid.views.get(EXPERT, grid.layout), "expert"),
     )
-    configuration.check_gtp()
     replicas = own_dims(grid.layout, "dp-cp", "dense")
     configuration.check_hybrid(math.prod(grid.layout.size_of(dim) for dim in replicas))
     options = nccl.options_by_key(configuration)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.state import ParallelState, current
+from hypercomm.compat.megatron.state import ParallelState, collected, current
 from hypercomm.compat.megatron.table import (
     EXPERT,
     EXPERT_ALL_GATHER,
@@ -326,19 +326,17 @@ def _groups_of(grid: GridView, row: Row) -> dict[str, object]:
     created = {key: pg for key, pg in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is not None:
         start = f"{row.field or row.key}_{row.part}"
-        names = {(key.name or ""): pg for key, pg in created.items()}
-        ends = {name.removeprefix(start): pg for name, pg in names.items() if start in name}
-        parts = {int(end): pg for end, pg in ends.items() if end.isdecimal() and pg is not None}
-        return {row.field or HYBRID: row.gather(parts)} if parts else {}
+        named = {key.name.removeprefix(start): pg for key, pg in created.items() if key.name}
+        parts = {int(end): pg for end, pg in named.items() if end.isdecimal() and pg is not None}
+        return {row.field or HYBRID: collected(row, parts)} if parts else {}
     if row.field is None:
         return {}
     dims = own_dims(grid.layout, row.dims, row.grid)
-    is_plain = row.derive is None and bool(dims)
     return {
         row.field + TWIN * twin: pg
         for twin in (False, True)
         for key, pg in created.items()
-        if key.name == row.filed_as(dims, twin=twin) and (key.dims == dims or not is_plain)
+        if key.name == row.filed_as(dims, twin=twin) and (key.dims == dims or row.is_named(dims))
     }
 
 

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as torch_c10d
 
 from hypercomm.compat.megatron import nccl, version
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.layouts import Layouts
 from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.compat.megatron.table import (
+    DP_CP,
+    DP_CP_AG,
     EXPERT,
     EXPERT_ALL_GATHER,
+    EXPERT_GTP_GROUP,
+    EXPERT_TP,
     GLOO,
+    GTP_GROUP,
+    INTER_INSTANCES,
     ROWS,
     TABLE,
-    WITH_GTP,
+    TP,
+    Row,
     WantedGroup,
     rows,
 )
-from hypercomm.compat.module_state import CurrentState, ModuleState
+from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
 from hypercomm.errors import NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
 
@@ -35,11 +41,12 @@ if TYPE_CHECKING:
     from hypercomm.grid.connect import Connections
     from hypercomm.grid.grid import GridView
 
-Kind = Literal["WORLD_SIZE", "RANK"]
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
 """The two facts about a group, as the suffix of the global that overrides them."""
 
+_LIST = "_global_process_group_list"
+_STAGE, _STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
 _OVERRIDES = [
     f"_MPU_{what}_PARALLEL_{fact}"
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
@@ -47,76 +54,34 @@ _OVERRIDES = [
 ]
 """Sizes and ranks set by callers, which win over those of the groups."""
 
-_LIST = "_global_process_group_list"
-_STAGE, _STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
+_RANKS = [row.ranks for row in TABLE if row.ranks]
 _OTHERS = (_STAGE, _STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
-
-_ranks = (row.ranks for row in TABLE if row.ranks)
 GLOBALS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys((*ROWS, *_ranks, *_OVERRIDES, *_OTHERS), lambda: None),
+    **dict.fromkeys((*ROWS, *_RANKS, *_OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
-_SHARP: dict[str | None, str] = {
-    "dp": "_DATA_PARALLEL_GROUP_WITH_CP",
-    "dp_replica": "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-}
+NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
+"""Stands for a part of the data parallel group without context parallel, which does not exist."""
+
+_SHARP = {"dp": DP_CP, "dp_replica": INTER_INSTANCES}
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
-
-NEEDS_CP = "partial_data_parallel=True needs with_context_parallel=True"
-
-
-_KNOWS_JOB = hasattr(getattr(torch_c10d, "_world", None), "_default_pg")
-"""Whether torch has the private name by which a getter finds, without a call, that no job is on."""
+_NEED_A_JOB = (TP, "_PIPELINE_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", EXPERT_TP)
+"""Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
-@attrs.frozen(eq=False)
-class Fact:
-    """The size of a group, or the calling rank's position in it, as a getter returns it.
-
-    Attributes:
-        kind: `SIZE` or `RANK`.
-        group: The global that holds the group; "" for a group that does not exist.
-        override: Prefix of the global whose value wins; "" for none.
-        with_gtp: Whether the group with GTP peers is used, if the state has GTP.
-        offline: Whether the value is 0 without torch.distributed, as Megatron has it.
-        absent: The value without a group, or the global that has it; default: an error.
-    """
-
-    kind: Kind
-    group: str
-    override: str = ""
-    with_gtp: bool = False
-    offline: bool = False
-    absent: int | str | None = None
-
-    @property
-    def words(self) -> str:
-        """The start of a sentence about the group."""
-        return "size of the" if self.kind == SIZE else "position of the calling rank in the"
-
-    def ask(self, state: ParallelState) -> Any:
-        """Return the value, also that of a mock, of no group, and without torch.distributed."""
-        given = state.values.get(self.override + self.kind)
-        if given is not None:
-            return given
-        if self.offline and not dist.is_initialized():
-            return 0
-        if not self.group:
-            raise StateError(NEEDS_CP)
-        name = state.chosen(self.group) if self.with_gtp else self.group
-        group = state.values[name]
-        if group is not None:
-            return group.size() if self.kind == SIZE else group.rank()
-        if self.absent is None:
-            raise state.missing(name)
-        return state.values[self.absent] if isinstance(self.absent, str) else self.absent
+def _override(group: str, fact: str) -> str:
+    """Return the global that overrides a fact about the group of another global."""
+    return f"_MPU{group.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
 
 
-FACTS: dict[str, Fact] = {}
-"""The facts that getters return, by the key under which a state holds them."""
+_AFFECTED: dict[str, list[str]] = {}
+"""The groups whose facts change with a global."""
+for _name in (*ROWS, NO_PART):
+    for _global in (_name, _override(_name, SIZE), _override(_name, RANK)):
+        _AFFECTED.setdefault(_global, []).append(_name)
 
 
 class ParallelState(ModuleState):
@@ -129,7 +94,8 @@ class ParallelState(ModuleState):
         configuration: The arguments that it was created from; None while it is empty.
         grids: The "dense" grid, and its view "expert" of the expert layers; empty while it is.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
-        facts: The sizes and ranks of the real groups that it holds, by key, for the getters.
+        facts: `SIZE` and `RANK` of the real groups that it holds, by global; None where a getter
+            must ask.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -139,7 +105,7 @@ class ParallelState(ModuleState):
     """
 
     def __init__(self) -> None:
-        self.facts: dict[str, int | None] = {}
+        self.facts: dict[str, dict[str, int | None]] = {SIZE: {}, RANK: {}}
         super().__init__(GLOBALS)
 
     def reset(self) -> None:
@@ -151,19 +117,36 @@ class ParallelState(ModuleState):
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Set several globals, and update the facts."""
+        """Set several globals, and update the facts about their groups."""
         super().fill(values)
-        if _OTHERS_ONLY.issuperset(values):
-            return
-        held, suffix = self.values, WITH_GTP if self.answers_gtp else ""
-        for key, fact in FACTS.items():
-            known = held.get(fact.override + fact.kind)
-            group: Any = held.get(fact.group + suffix if fact.with_gtp else fact.group)
-            if known is None and issubclass(type(group), ProcessGroup):  # no mock, which may change
-                known = group.size() if fact.kind == SIZE else group.rank()
-            elif known is None and group is None and fact.absent == 0:
-                known = 0
-            self.facts[key] = None if fact.offline and not _KNOWS_JOB else known
+        for name in {group for each in values for group in _AFFECTED.get(each, ())}:
+            group: Any = self.values.get(name)
+            is_real = issubclass(type(group), ProcessGroup)  # no mock, whose answers may change
+            for fact, known in self.facts.items():
+                given = self.values.get(_override(name, fact))
+                if given is None and is_real:
+                    given = group.size() if fact == SIZE else group.rank()
+                known[name] = given
+
+    def ask(self, fact: str, name: str) -> Any:
+        """Return a fact that is not known: of a mock, of no group, or without torch.distributed.
+
+        Raises:
+            StateError: There is no group.
+        """
+        given = self.values.get(_override(name, fact))
+        if given is not None:
+            return given
+        if name not in _NEED_A_JOB and not dist.is_initialized():
+            return 0
+        group = self.values.get(name)
+        if group is not None:
+            return group.size() if fact == SIZE else group.rank()
+        if name == EXPERT_TP:
+            return self.values[_override(TP, fact)]
+        if name in (GTP_GROUP, EXPERT_GTP_GROUP):
+            return 0
+        raise self.missing(name)
 
     @classmethod
     def create(cls, **arguments: Any) -> Self:
@@ -185,10 +168,7 @@ class ParallelState(ModuleState):
         Raises:
             HyperCommError: As for `parallel_state.initialize_model_parallel`.
         """
-        if not dist.is_initialized():
-            raise StateError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
-            )
+        check_job()
         layouts = configuration.layouts(dist.get_world_size())
         options = nccl.options_by_key(configuration)
         self._check_empty()
@@ -268,7 +248,7 @@ class ParallelState(ModuleState):
                 "initialize_model_parallel() first"
             )
         grid, layouts = self.grids["dense"], Layouts(*(each.layout for each in self.grids.values()))
-        table = [ROWS["_DATA_PARALLEL_GROUP_WITH_CP_AG"]]
+        table = [ROWS[DP_CP_AG]]
         if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
             table.append(EXPERT_ALL_GATHER)
         options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
@@ -278,7 +258,7 @@ class ParallelState(ModuleState):
             arguments: dict[str, Any] = {
                 **wanted.arguments,
                 "timeout": config.timeout if timeout is None else timeout,
-                "group_desc": wanted.row.description(None, twin=False),
+                "group_desc": wanted.description,
             }
             groups.append(grid.ensure_pg(**arguments))
         self.list_groups(groups)
@@ -296,10 +276,6 @@ class ParallelState(ModuleState):
 
     # ---- what getters read ----------------------------------------------------------------------
 
-    def chosen(self, name: str) -> str:
-        """Return the global of a data parallel group that answers by default."""
-        return name + WITH_GTP if self.answers_gtp else name
-
     def require(self, name: str) -> Any:
         """Return the value of a global that is set.
 
@@ -314,7 +290,9 @@ class ParallelState(ModuleState):
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
         words = name.strip("_").replace("_", " ").lower()
-        if self.configuration is None:
+        if name == NO_PART:
+            reason = "partial_data_parallel=True needs with_context_parallel=True"
+        elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
         elif name.endswith(GLOO) and not self.configuration.create_gloo_process_groups:
             reason = "the state was initialised with create_gloo_process_groups=False"
@@ -338,10 +316,6 @@ class ParallelState(ModuleState):
             )
 
 
-_OTHERS_ONLY = {*_OTHERS, "_HYBRID_DP_CP_GROUPS"}
-"""The globals that no fact depends on."""
-
-
 def _grid_of(layouts: Layouts) -> HyperCommGrid:
     """Return the grid of the dense layers, with a view of the expert layers."""
     grid = HyperCommGrid.from_layout(layouts.dense, name="megatron")
@@ -354,7 +328,7 @@ def _create(
     grid: HyperCommGrid, wanted: list[WantedGroup], config: Configuration
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call, except that the one with SHARP is created on its own."""
-    sharp = _SHARP.get(config.sharp_group)
+    sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
     names = [each.name for each in wanted]
     place = names.index(sharp) if sharp is not None else 0
     requests, timeout = [], config.timeout
@@ -363,7 +337,7 @@ def _create(
         if each.name == sharp:
             more["share"] = "never"
         if config.share == "never" or each.name == sharp or each.row.overlaps:
-            more["group_desc"] = each.row.description(each.part, twin=each.name != each.row.name)
+            more["group_desc"] = each.description
         requests.append(each.arguments | more)
     if sharp is None:
         return grid.create_pgs(requests)
@@ -378,23 +352,29 @@ def _values_of(
     wanted: list[WantedGroup], groups: list[ProcessGroup | None], config: Configuration
 ) -> dict[str, Any]:
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
-    held: dict[str, dict[int | None, ProcessGroup]] = {}
+    held: dict[str, dict[Any, ProcessGroup]] = {}
     values: dict[str, Any] = {}
-    rank = dist.get_rank()
     for each, group in zip(wanted, groups, strict=True):
         parts = held.setdefault(each.name, {})
         if group is not None:
             parts[each.part] = group
             if each.row.ranks and each.name == each.row.name:
-                values[each.row.ranks] = list(each.groups.of(rank))
+                values[each.row.ranks] = dist.get_process_group_ranks(group)
     for row in TABLE:
         other = row.otherwise(config) if callable(row.otherwise) else row.otherwise
         for twin in ("", GLOO) if row.gloo else ("",):
             if row.name + twin in held:
-                values[row.name + twin] = row.gather(held[row.name + twin])
+                values[row.name + twin] = collected(row, held[row.name + twin])
             elif other is not None:
                 values[row.name + twin] = values.get(other + twin)
     return values
+
+
+def collected(row: Row, parts: Mapping[Any, ProcessGroup]) -> Any:
+    """Return what the global of a row holds: a group, a list of levels, or a dict by size."""
+    if row.part is None:
+        return parts.get(None)
+    return dict(parts) if row.field is None else list(parts.values()) or None
 
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)

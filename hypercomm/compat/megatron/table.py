@@ -6,22 +6,22 @@ Creating, listing, collecting and finding groups all read this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import attrs
 import numpy as np
 
-from hypercomm.compat.megatron.configuration import Configuration, RanksFunction, hybrid_sizes
+from hypercomm.compat.megatron.configuration import Configuration, hybrid_sizes
 from hypercomm.compat.megatron.layouts import GTP, Layouts
 from hypercomm.errors import LayoutError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.groups import Axis, StridedGroups
-from hypercomm.layout.parsing import divisors
+from hypercomm.layout.parsing import nearest_divisors
 
 EXPERT = "expert"
 """The view of a grid over the dims of the expert layers."""
@@ -33,94 +33,70 @@ WITH_GTP = "_WITH_GTP_REMAT"
 """Suffix of the global that holds a data parallel group including all GTP peers."""
 
 Side = Literal["dense", "expert"]
-_SIDES: tuple[Side, Side] = ("dense", "expert")
-Derived = RankGroups | list[RankGroups] | dict[int, RankGroups] | None
-Value = TypeVar("Value")
 
 # ---- groups derived from those over some dims ---------------------------------------------------
 
 
-def no_groups(_: Configuration, __: RankGroups) -> Derived:
-    """Return no groups: another row's are used."""
-    return None
+def hierarchy(config: Configuration, groups: RankGroups, level: Any) -> RankGroups:
+    """Return one level of hierarchical context parallelism, 0 the innermost."""
+    return groups.levels(config.hierarchical_context_parallel_sizes or ())[int(level)]
 
 
-def all_gather(config: Configuration, groups: RankGroups) -> Derived:
-    """Return the same groups again."""
-    return groups if config.create_all_gather_group else None
+def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
+    """Return groups of `size` neighbours."""
+    return groups.chunks(size)
 
 
-def hierarchy(config: Configuration, groups: RankGroups) -> Derived:
-    """Return the levels of hierarchical context parallelism, innermost first."""
-    sizes = config.hierarchical_context_parallel_sizes
-    return list(groups.levels(sizes)) if sizes else None
-
-
-def hybrid(config: Configuration, groups: RankGroups) -> Derived:
-    """Return groups of 2, 4, 8, ... neighbours."""
-    wanted = hybrid_sizes(groups.group_size) if config.hybrid_context_parallel else []
-    return {size: groups.chunks(size) for size in wanted}
-
-
-def embedding(config: Configuration, groups: RankGroups) -> Derived:
+def embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return the ranks of each pipeline that hold word embeddings."""
-    return _picked(groups, config.get_embedding_ranks, default_embedding_ranks)
+    return _picked(groups, config.get_embedding_ranks or default_embedding_ranks)
 
 
-def position_embedding(config: Configuration, groups: RankGroups) -> Derived:
+def position_embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return the ranks of each pipeline that hold position embeddings."""
-    return _picked(groups, config.get_position_embedding_ranks, default_position_embedding_ranks)
+    return _picked(groups, config.get_position_embedding_ranks or default_position_embedding_ranks)
 
 
-def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """Return the ranks of a pipeline that hold word embeddings: its first and last stage.
 
     Example:
         >>> default_embedding_ranks([0, 4, 8]), default_embedding_ranks([3])
         ([0, 8], [3])
     """
-    ranks = _pipeline(pp_ranks)
-    return [ranks[0], ranks[-1]] if len(ranks) > 1 else [ranks[0]]
+    return list(dict.fromkeys([*default_position_embedding_ranks(pp_ranks), pp_ranks[-1]]))
 
 
-def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """Return the ranks of a pipeline that hold position embeddings: its first stage.
 
     Example:
         >>> default_position_embedding_ranks([0, 4, 8])
         [0]
     """
-    return [_pipeline(pp_ranks)[0]]
-
-
-def _pipeline(pp_ranks: Sequence[int]) -> tuple[int, ...]:
-    ranks = as_ordered(pp_ranks, "pp_ranks")
-    if not ranks:
+    if not as_ordered(pp_ranks, "pp_ranks"):
         raise LayoutError("pp_ranks is empty; give the ranks of a pipeline")
-    return ranks
+    return [pp_ranks[0]]
 
 
-def _picked(groups: RankGroups, function: RanksFunction | None, default: RanksFunction) -> Derived:
-    own = function or default
-    picked = groups.pick(lambda ranks: own(list(ranks)))
-    if function is not None:
+def _picked(groups: RankGroups, function: Callable[[list[int]], Sequence[int]]) -> RankGroups:
+    picked = groups.pick(lambda ranks: function(list(ranks)))
+    if function not in (default_embedding_ranks, default_position_embedding_ranks):
         picked.to_array()  # an error of one pipeline must be raised on all ranks
     return picked
 
 
-def one_instance(config: Configuration, groups: RankGroups) -> Derived:
+def one_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return the part of each group within one optimizer instance."""
-    part = _part(config, groups)
-    return groups.chunks(part) if part < groups.group_size else None
+    return groups.chunks(_part(config, groups))
 
 
-def across_instances(config: Configuration, groups: RankGroups) -> Derived:
+def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return groups of the ranks with equal positions in all optimizer instances."""
-    instances = config.num_distributed_optimizer_instances
-    return groups.levels([_part(config, groups), instances])[1] if instances > 1 else None
+    return groups.levels([_part(config, groups), config.num_distributed_optimizer_instances])[1]
 
 
-def whole_instance(config: Configuration, groups: RankGroups) -> RankGroups:
+def whole_instance(config: Configuration, groups: RankGroups, _: Any = None) -> RankGroups:
     """Return groups of all ranks of each optimizer instance.
 
     Example:
@@ -137,9 +113,7 @@ def whole_instance(config: Configuration, groups: RankGroups) -> RankGroups:
         return StridedGroups(groups.origin, [Axis(instances, part * step)], members)
     parts = groups.to_array().reshape(len(groups), instances, part).swapaxes(0, 1)
     ranks = np.sort(parts.reshape(instances, -1), axis=1)
-    layout = RankLayout(
-        [ranks.shape[1], instances], ["rank", "instance"], ranks=ranks.ravel().tolist()
-    )
+    layout = RankLayout([ranks.shape[1], instances], ["rank", "instance"], ranks=ranks.ravel())
     return layout.groups("rank")
 
 
@@ -148,9 +122,35 @@ def _part(config: Configuration, groups: RankGroups) -> int:
     if groups.group_size % instances:
         raise LayoutError(
             f"num_distributed_optimizer_instances={instances} does not divide the "
-            f"{groups.group_size} ranks of each group; use one of {divisors(groups.group_size)}"
+            f"{groups.group_size} ranks of dp; use {nearest_divisors(groups.group_size, instances)}"
         )
     return groups.group_size // instances
+
+
+# ---- which groups there are, depending on the configuration -------------------------------------
+
+ONE = (None,)
+"""The parts of a row that makes one group."""
+
+
+def _if_all_gather(config: Configuration, _: int) -> Iterable[Any]:
+    return ONE if config.create_all_gather_group else ()
+
+
+def _if_instances(config: Configuration, _: int) -> Iterable[Any]:
+    return ONE if config.num_distributed_optimizer_instances > 1 else ()
+
+
+def _levels(config: Configuration, _: int) -> Iterable[Any]:
+    return range(len(config.hierarchical_context_parallel_sizes or ()))
+
+
+def _sizes(config: Configuration, size: int) -> Iterable[Any]:
+    return hybrid_sizes(size) if config.hybrid_context_parallel else ()
+
+
+def _never(_: Configuration, __: int) -> Iterable[Any]:
+    return ()
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -168,7 +168,8 @@ class Row:
         name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        derive: Derives the groups, one or several, from those over `dims`; None: those.
+        parts: Lists the groups of the row, given the ranks of a group over `dims`; default: one.
+        derive: Derives the groups of one part from those over `dims`; default: these.
         gtp: Whether the group exists because of GTP.
         otherwise: The global whose group is used if there is none, or a function that returns it.
         option: The argument that enables these groups, for error messages.
@@ -183,75 +184,72 @@ class Row:
     name: str
     ranks: str | None = None
     gloo: bool = False
-    derive: Callable[[Configuration, RankGroups], Derived] | None = None
+    parts: Callable[[Configuration, int], Iterable[Any]] | None = None
+    derive: Callable[[Configuration, RankGroups, Any], RankGroups] | None = None
     gtp: bool = False
     otherwise: str | Callable[[Configuration], str] | None = None
     option: str | None = None
     overlaps: bool = False
     part: str | None = None
 
+    def is_named(self, dims: Sequence[str]) -> bool:
+        """Return whether the group over `dims` has a name, as the plain one has none."""
+        return not dims or self.derive is not None or self.overlaps
+
     def filed_as(
-        self, dims: tuple[str, ...], part: int | None = None, *, twin: bool = False
+        self, dims: Sequence[str], part: object = None, *, twin: bool = False
     ) -> str | None:
         """Return the name of the group over `dims` in a grid; None for a group without a name."""
-        own = "" if self.derive is None and dims else self.field or self.key
+        own = (self.field or self.key) if self.is_named(dims) else ""
         if part is not None:
             own += f"_{self.part}{part}"
-        if twin:
-            own += "_gloo"
-        return own.lstrip("_") or None
-
-    def description(self, part: int | None, *, twin: bool) -> str:
-        """Return the description of a group in the logs of torch."""
-        name = self.name.lstrip("_").removesuffix("S") + GLOO * twin
-        return name if part is None else f"{name}_{self.part}{part}"
-
-    def gather(self, parts: Mapping[Any, Value]) -> Value | dict[Any, Value] | list[Value] | None:
-        """Return the value of the global: a group, a list of levels, or a dict by size."""
-        if self.part is None:
-            return parts.get(None)
-        return dict(parts) if self.field is None else list(parts.values()) or None
-
-
-def _part_with_gtp(config: Configuration) -> str:
-    return _DP_CP + WITH_GTP if config.gtp_remat_size > 1 else _INTRA_DP_CP
-
-
-def _expert_part_with_gtp(config: Configuration) -> str:
-    return _EXPERT_DP + WITH_GTP if config.expert_gtp_remat_size > 1 else _INTRA_EXPERT_DP
+        return (own + "_gloo" * twin).lstrip("_") or None
 
 
 _dense, _expert = partial(Row, "dense"), partial(Row, "expert")
-_DP, _EXPERT_DP = "_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"
-_DP_CP = f"{_DP}_WITH_CP"
-_INTRA_DP_CP, _INTRA_EXPERT_DP = f"_INTRA_PARTIAL{_DP_CP}", f"_INTRA_PARTIAL{_EXPERT_DP}"
-_EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+DP, DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
+DP_CP_AG, EXPERT_DP = f"{DP_CP}_AG", "_EXPERT_DATA_PARALLEL_GROUP"
+INTRA_DP_CP, INTRA_EXPERT_DP = f"_INTRA_PARTIAL{DP_CP}", f"_INTRA_PARTIAL{EXPERT_DP}"
+INTER_INSTANCES = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+TP, EXPERT_TP = "_TENSOR_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP"
+GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
+EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
 _INSTANCES = "num_distributed_optimizer_instances"
+
+
+def _part_with_gtp(config: Configuration) -> str:
+    return INTRA_DP_CP if config.num_distributed_optimizer_instances > 1 else DP_CP + WITH_GTP
+
+
+def _expert_part_with_gtp(config: Configuration) -> str:
+    has_instances = config.num_distributed_optimizer_instances > 1
+    return INTRA_EXPERT_DP if has_instances else EXPERT_DP + WITH_GTP
+
 
 # Columns: dims, NCCL key, field of a collection, global of the group, global of its ranks. The rows
 # are in the order of creation. dp-cp is first, because the first communicator can use SHARP.
 # fmt: off
 TABLE = (
-    _dense("dp-cp", "dp_cp", "dp_cp", _DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
-    _dense("dp-cp", "dp_cp", "dp_cp_ag", "_DATA_PARALLEL_GROUP_WITH_CP_AG",
-           derive=all_gather, option="create_all_gather_group", overlaps=True),
-    _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", _INTRA_DP_CP,
-           gloo=True, derive=one_instance, otherwise=_DP_CP),
+    _dense("dp-cp", "dp_cp", "dp_cp", DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
+    _dense("dp-cp", "dp_cp", "dp_cp_ag", DP_CP_AG,
+           parts=_if_all_gather, option="create_all_gather_group", overlaps=True),
+    _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
+           gloo=True, parts=_if_instances, derive=one_instance, otherwise=DP_CP),
     _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
-           derive=hybrid, option="hybrid_context_parallel", part=""),
-    _dense("dp", "dp", "dp", _DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
-    _dense("gtp_remat", "gtp_remat", "gtp_remat", "_GTP_WEIGHT_REMAT_GROUP",
+           parts=_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
+    _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
+    _dense("gtp_remat", "gtp_remat", "gtp_remat", GTP_GROUP,
            "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="gtp_remat_size"),
-    _dense("gtp_remat-dp", "gtp_remat_dp", None, _DP + WITH_GTP, gtp=True, otherwise=_DP),
-    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", "dp_cp_gtp_remat", _DP_CP + WITH_GTP,
-           gtp=True, otherwise=_DP_CP),
-    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, _INTRA_DP_CP + WITH_GTP,
-           derive=no_groups, otherwise=_part_with_gtp),
+    _dense("gtp_remat-dp", "gtp_remat_dp", None, DP + WITH_GTP, gtp=True, otherwise=DP),
+    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", "dp_cp_gtp_remat", DP_CP + WITH_GTP,
+           gtp=True, otherwise=DP_CP),
+    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP,
+           parts=_never, otherwise=_part_with_gtp),
     _dense("cp", "cp", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", parts=_levels,
            derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
     _dense("tp-gtp_remat-pp", "mp", "mp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
-    _dense("tp", "tp", "tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("pp", "pp", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
     _dense("pp", "embd", "embd", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
            derive=embedding),
@@ -260,34 +258,30 @@ TABLE = (
     _dense("tp-gtp_remat-dp-cp", "tp_dp_cp", "tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
     _dense("tp-gtp_remat-dp", "tp_dp", None, "_TENSOR_AND_DATA_PARALLEL_GROUP"),
     _dense("tp-cp", "tp_cp", "tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    _expert("gtp_remat", "expt_gtp_remat", "expt_gtp_remat", "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
-            "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True,
-            option="expert_gtp_remat_size"),
+    _expert("gtp_remat", "expt_gtp_remat", "expt_gtp_remat", EXPERT_GTP_GROUP,
+            "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="expert_gtp_remat_size"),
     _expert("ep", "ep", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
-    _expert("tp", "ep_tp", "expt_tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    _expert("tp", "ep_tp", "expt_tp", EXPERT_TP),
     _expert("tp-ep", "tp_ep_mp", "tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", _EXPERT_MP),
+    _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", EXPERT_MP),
     _expert("tp-ep-gtp_remat-pp", "tp_ep_gtp_remat_pp", "tp_ep_pp_with_egtp_remat",
-            f"{_EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=_EXPERT_MP),
-    _expert("dp", "ep_dp", "expt_dp", _EXPERT_DP, gloo=True),
-    _expert("dp", "intra_ep_dp", "intra_expt_dp", _INTRA_EXPERT_DP,
-            gloo=True, derive=one_instance, otherwise=_EXPERT_DP),
-    _expert("dp", "inter_ep_dp", "inter_dist_opt", "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-            derive=across_instances, option=_INSTANCES),
-    _expert("gtp_remat-dp", "ep_gtp_remat_dp", "expt_dp_gtp_remat", _EXPERT_DP + WITH_GTP,
-            gtp=True, otherwise=_EXPERT_DP),
-    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, _INTRA_EXPERT_DP + WITH_GTP,
-            derive=no_groups, otherwise=_expert_part_with_gtp),
+            f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=EXPERT_MP),
+    _expert("dp", "ep_dp", "expt_dp", EXPERT_DP, gloo=True),
+    _expert("dp", "intra_ep_dp", "intra_expt_dp", INTRA_EXPERT_DP,
+            gloo=True, parts=_if_instances, derive=one_instance, otherwise=EXPERT_DP),
+    _expert("dp", "inter_ep_dp", "inter_dist_opt", INTER_INSTANCES,
+            parts=_if_instances, derive=across_instances, option=_INSTANCES),
+    _expert("gtp_remat-dp", "ep_gtp_remat_dp", "expt_dp_gtp_remat", EXPERT_DP + WITH_GTP,
+            gtp=True, otherwise=EXPERT_DP),
+    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP,
+            parts=_never, otherwise=_expert_part_with_gtp),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
             "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
 )
 # fmt: on
 
 EXPERT_ALL_GATHER = _expert(
-    *("dp", "ep_dp", "expt_dp_ag", "_EXPERT_DATA_PARALLEL_GROUP_AG"),
-    derive=all_gather,
-    option="create_all_gather_group",
-    overlaps=True,
+    *("dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG"), parts=_if_all_gather, overlaps=True
 )
 """The expert group of `create_all_gather_groups`, which no global holds."""
 
@@ -345,7 +339,7 @@ def gtp_size(layout: RankLayout, grid: Side) -> int:
         >>> gtp_size(RankLayout.parse("tp=2,gtp_remat=4"), "dense")
         4
     """
-    return math.prod(layout.size_of(dim) for dim in own_dims(layout, GTP, grid))
+    return math.prod(map(layout.size_of, own_dims(layout, GTP, grid)))
 
 
 # ---- the one exit -------------------------------------------------------------------------------
@@ -359,15 +353,19 @@ class WantedGroup:
         row: The row.
         part: The position or size of one of several groups; None for a row of one group.
         name: The global that holds the group, or the list or dict that it is in.
-        groups: The ranks of all groups.
         arguments: The arguments of `create_pg`.
     """
 
     row: Row
-    part: int | None
+    part: Any
     name: str
-    groups: RankGroups
     arguments: GroupArguments
+
+    @property
+    def description(self) -> str:
+        """The description of the group in the logs of torch."""
+        name = self.name.lstrip("_").replace("GROUPS", "GROUP")
+        return name if self.part is None else f"{name}_{self.row.part}{self.part}"
 
 
 def rows(
@@ -391,54 +389,55 @@ def rows(
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
-        >>> wanted = rows(config, config.layouts(8), lambda key: None)
-        >>> print(*next(wanted).groups)
-        (0, 2, 4, 6) (1, 3, 5, 7)
+        >>> wanted = list(rows(config, config.layouts(8), lambda key: None))
+        >>> wanted[0].name, wanted[0].arguments
+        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
-    has_peers = {grid: bool(own_dims(getattr(layouts, grid), GTP, grid)) for grid in _SIDES}
-    has_gloo = {grid: config.creates_gloo(grid) for grid in _SIDES}
-    known: dict[tuple[Side, tuple[str, ...]], RankGroups] = {}
+    has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
+    own: dict[tuple[Side, str], tuple[str, ...]] = {}
     for row in table:
-        grid, layout = row.grid, getattr(layouts, row.grid)
+        grid, layout = row.grid, layouts.expert if row.grid == "expert" else layouts.dense
         cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
-        dims = own_dims(layout, "dp" if cuts_dp else row.dims, grid)
-        if row.gtp and not has_peers[grid] and not (lone_peers and row.dims == GTP):
+        asked = "dp" if cuts_dp else row.dims
+        for needed in (asked, GTP) if row.gtp else (asked,):
+            if (grid, needed) not in own:
+                own[grid, needed] = own_dims(layout, needed, grid)
+        dims = own[grid, asked]
+        if row.gtp and not own[grid, GTP] and not (lone_peers and row.dims == GTP):
             continue
         if not dims and row.field is None and row.part is None:
             continue  # no caller needs a group of one rank here
-        spanned = dims or layout.dim_names[:1]
-        if (grid, spanned) not in known:
-            known[grid, spanned] = layout.groups(*spanned)
-        shared = config.share == "identical" and not row.overlaps
-        backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
-        for part, derive, groups in _derivations(row, config, known[grid, spanned], not dims):
+        given: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
+        if view is not None and grid == "expert":
+            given["view"] = view
+        if not dims or (config.share == "identical" and not row.overlaps):
+            given["share"] = "identical"
+        size = math.prod(map(layout.size_of, dims)) if row.parts else 0
+        for part in row.parts(config, size) if row.parts else ONE:
             for twin in (False, True) if row.gloo and has_gloo[grid] else (False,):
-                arguments = {
-                    "dims": spanned,
-                    "name": row.filed_as(dims, part, twin=twin),
-                    "view": view if grid == "expert" else None,
-                    "derive": derive,
-                    "share": "identical" if shared or not dims else None,
-                    "backend": "gloo" if twin else backend,
-                    "pg_options": None if twin or backend == "ucc" else options(row.key),
-                }
-                given = {name: value for name, value in arguments.items() if value is not None}
-                name = row.name + GLOO * twin
-                yield WantedGroup(row, part, name, groups, cast("GroupArguments", given))
+                more = _arguments(row, config, dims, part, options, twin=twin)
+                arguments = cast("GroupArguments", given | more)
+                yield WantedGroup(row, part, row.name + GLOO * twin, arguments)
 
 
-def _derivations(
-    row: Row, config: Configuration, groups: RankGroups, is_alone: bool
-) -> list[tuple[int | None, _Derive | None, RankGroups]]:
-    """Return the function that derives each group of a row, with its part and its ranks."""
-    if row.derive is None and not is_alone:
-        return [(None, None, groups)]
-    derive = _Derive(row, config, is_alone)
-    made = derive.every(groups)
-    if made is None or isinstance(made, RankGroups):
-        return [] if made is None else [(None, derive, made)]
-    parts = made.items() if isinstance(made, dict) else enumerate(made)
-    return [(part, attrs.evolve(derive, part=part), each) for part, each in parts]
+def _arguments(
+    row: Row,
+    config: Configuration,
+    dims: tuple[str, ...],
+    part: Any,
+    options: Callable[[str], Any],
+    *,
+    twin: bool,
+) -> dict[str, Any]:
+    """Return the arguments in which a group differs from other groups over its dims."""
+    backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
+    given = {
+        "name": row.filed_as(dims, part, twin=twin),
+        "derive": None if dims and row.derive is None else _Derive(row, config, not dims, part),
+        "backend": "gloo" if twin else backend,
+        "pg_options": None if twin or backend == "ucc" else options(row.key),
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @attrs.frozen
@@ -455,26 +454,13 @@ class _Derive:
     row: Row
     config: Configuration
     is_alone: bool
-    part: int | None = None
+    part: Any
 
     def __call__(self, groups: RankGroups) -> RankGroups:
-        made = self.every(groups)
-        if self.part is not None and isinstance(made, (list, dict)):
-            try:
-                return made[self.part]
-            except LookupError:
-                raise LayoutError(
-                    f"{self.row.option} makes no groups {self.row.part}{self.part} of "
-                    f"{groups.group_size} ranks; keep these sizes, or destroy_pg() the group first"
-                ) from None
-        return made if isinstance(made, RankGroups) else groups
-
-    def every(self, groups: RankGroups) -> Derived:
-        """Return all groups of the row."""
         groups = groups.chunks(1) if self.is_alone else groups
         if self.row.derive is None:
             return groups
         try:
-            return self.row.derive(self.config, groups)
-        except LayoutError as error:
+            return self.row.derive(self.config, groups, self.part)
+        except (LayoutError, LookupError) as error:
             raise LayoutError(f"{self.row.option or self.row.field}: {error}") from error

@@ -1,14 +1,27 @@
 """Megatron's names on real gloo processes; the oracle says which ranks each group has."""
 
+import gc
 import re
+import sys
+import threading
+import time
+import warnings
 from functools import partial
 
+import cloudpickle
 import pytest
+import torch
+import torch.distributed as dist
 from megatron_facts import state_of, theirs
-from ranks import megatron_ranks
+from ranks.common import all_reduce_of, given_back, settle, threads_and_files
+from ranks.common import tables as registered
 
+from hypercomm.compat.megatron import ParallelState, install, parallel_state
 from hypercomm.compat.megatron.state import GLOBALS
 from hypercomm.launch import run_ranks
+
+# This module imports megatron.core, which ranks must not do before install().
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, twins.
 DENSE = {
@@ -52,13 +65,52 @@ def expected_sums(arguments, rank, world_size=8):
     return sums
 
 
+def groups_of(state):
+    """Each group that a state holds, by the name of its global; those in lists by their place."""
+    for name in sorted(set(state.values) - {"_global_process_group_list"}):
+        value = state.read(name)
+        items = enumerate(value) if isinstance(value, list) else [("", value)]
+        items = value.items() if isinstance(value, dict) else items
+        for place, group in items:
+            if isinstance(group, dist.ProcessGroup):
+                yield f"{name}{place}", group
+
+
+def sums_over_every_group(state):
+    """The sum of 2**rank over each group: its binary digits say which ranks took part."""
+    return {name: all_reduce_of(2 ** dist.get_rank(), group) for name, group in groups_of(state)}
+
+
+def cycles(count, arguments):
+    """Initialise, all-reduce over every group and destroy, many times; what is left over."""
+    state, sums = parallel_state.current.default, []
+    for cycle in range(count + 1):
+        parallel_state.initialize_model_parallel(**arguments)
+        sums.append(sums_over_every_group(state))
+        created = len(registered()[0])
+        parallel_state.destroy_model_parallel()
+        dist.barrier()  # nobody counts while a peer still closes its connections
+        gc.collect()
+        if cycle == 0:  # torch makes some threads and files at the first collective
+            settle()
+            before = registered(), threads_and_files()
+    return {
+        "sums": sums[0],
+        "always the same": all(each == sums[0] for each in sums),
+        "created": created - len(before[0][0]),
+        "before": before[1],
+        "after": given_back(before[1]),
+        "registered": registered() == before[0],
+    }
+
+
 # Over and over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
 # puts into a group takes part in its sums; groups, threads and files are back where they started.
 @pytest.mark.long
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
 def test_cycles(arguments, count):
-    found = run_ranks(partial(megatron_ranks.cycles, count, arguments), 8, timeout=300)
+    found = run_ranks(partial(cycles, count, arguments), 8, timeout=300)
     for rank, cycle in enumerate(found):
         assert cycle["sums"] == expected_sums(arguments, rank)
         assert cycle["always the same"]
@@ -67,20 +119,68 @@ def test_cycles(arguments, count):
         assert cycle["after"] == cycle["before"]
 
 
+def two_states():
+    """Two configurations in one process: in turns, nested, and each in a thread of its own."""
+    wide = ParallelState.create(tensor_model_parallel_size=4, create_gloo_process_groups=False)
+    narrow = ParallelState.create(tensor_model_parallel_size=2, create_gloo_process_groups=False)
+
+    def reduce():
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return size, all_reduce_of(
+            2 ** dist.get_rank(), parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+        )
+
+    answers, in_threads = [], {}
+    with wide, narrow:
+        for _ in range(3):
+            for state in (wide, narrow):
+                with parallel_state.use(state):
+                    answers.append(reduce())
+        with parallel_state.use(wide), parallel_state.use(narrow):
+            answers.append(reduce())
+
+        def own(name, state):
+            with parallel_state.use(state):
+                in_threads[name] = reduce()
+
+        threads = [threading.Thread(target=own, args=item) for item in [("w", wide), ("n", narrow)]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return answers, in_threads, parallel_state.is_initialized()
+
+
 # Two states live side by side: `use` switches, nests, and is each thread's own.
 def test_two_states():
-    for rank, (answers, in_threads, default) in enumerate(run_ranks(megatron_ranks.two_states, 4)):
+    for rank, (answers, in_threads, default) in enumerate(run_ranks(two_states, 4)):
         wide, narrow = (4, 0b1111), (2, 0b11 << rank // 2 * 2)
         assert answers == [wide, narrow] * 3 + [narrow]
         assert in_threads == {"w": wide, "n": narrow}
         assert not default
 
 
+def shared(arguments):
+    """With share="identical" there is one group for each distinct set of ranks."""
+    before = len(registered()[0])
+    with ParallelState.create(**arguments, share="identical") as state:
+        sets = {
+            tuple(dist.get_process_group_ranks(group))
+            for name, group in groups_of(state)
+            if not name.endswith("_AG")
+        }
+        created = len(registered()[0]) - before
+        sums = sums_over_every_group(state)
+        overlapping = state.values["_DATA_PARALLEL_GROUP_WITH_CP_AG"]
+        alone = [name for name, group in groups_of(state) if group is overlapping]
+    return len(sets), created, alone, sums, len(registered()[0]) - before
+
+
 # With share="identical" a rank has one group for each distinct set of ranks, and one more for the
 # group that exists to overlap.
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
 def test_share_identical(arguments):
-    found = run_ranks(partial(megatron_ranks.shared, arguments), 8)
+    found = run_ranks(partial(shared, arguments), 8)
     for rank, (sets, created, alone, sums, left) in enumerate(found):
         wanted = expected_sums(arguments, rank)
         assert sets == len(set(wanted.values()))
@@ -90,20 +190,57 @@ def test_share_identical(arguments):
         assert left == 0
 
 
+def one_rank_differs():
+    """Rank 1 asks for tp=4 in place of tp=2; then all ask for tp=2."""
+    before, began = registered(), time.monotonic()
+    try:
+        parallel_state.initialize_model_parallel(4 if dist.get_rank() == 1 else 2)
+    except RuntimeError as error:
+        kind = type(error).__name__
+    took = time.monotonic() - began
+    left = registered() == before and not parallel_state.is_initialized()
+    dist.barrier()
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    total = all_reduce_of(2 ** dist.get_rank(), group)
+    parallel_state.destroy_model_parallel()
+    return kind, took, left, total
+
+
 # After a mistake on one rank all ranks raise without waiting, and the next call by all succeeds.
+@pytest.mark.alone
 def test_one_rank_differs():
-    found = run_ranks(megatron_ranks.one_rank_differs, 4)
+    found = run_ranks(one_rank_differs, 4)
     for rank, (kind, took, left, total) in enumerate(found):
         assert kind == "PlanMismatchError"
-        assert took < 10  # the timeout of a group is 30 minutes
+        assert took < 1
         assert left
         assert total == 0b11 << rank // 2 * 2
+
+
+def one_rank_late(late):
+    """A creation that one rank comes too late for fails everywhere; then all try it again."""
+    before, rank = registered(), dist.get_rank()
+    if rank == late:
+        dist.barrier()
+    try:
+        parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=1 / 60)
+    except RuntimeError as error:  # our CreationError, or gloo in the late rank
+        said = str(error)
+    if rank != late:
+        dist.barrier()
+    left = registered() == before and not parallel_state.is_initialized()
+    dist.barrier()
+    parallel_state.initialize_model_parallel(2)
+    total = all_reduce_of(2**rank, parallel_state.get_data_parallel_group())
+    parallel_state.destroy_model_parallel()
+    return said, left, total
 
 
 # A rank that comes too late is named, nothing is left behind, and a second try works.
 @pytest.mark.long
 def test_a_late_rank():
-    found = run_ranks(partial(megatron_ranks.one_rank_late, 3), 4)
+    found = run_ranks(partial(one_rank_late, 3), 4)
     for rank, (said, left, total) in enumerate(found):
         assert left
         assert total == 0b101 << rank % 2
@@ -111,12 +248,49 @@ def test_a_late_rank():
     assert "rank 3 (tp=1, cp=0, ep=0, dp=1, pp=0)" in found[1][0]
 
 
+def train(arguments, ours):
+    """A few steps of megatron-core's own tensor parallel layers; the losses, exactly."""
+    warnings.simplefilter("ignore")
+    if ours:
+        install()
+    from megatron.core import ModelParallelConfig
+    from megatron.core import parallel_state as state
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    state.initialize_model_parallel(**arguments)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=arguments["tensor_model_parallel_size"],
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+    )
+    torch.manual_seed(1)
+    options = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": True}
+    first = ColumnParallelLinear(16, 32, gather_output=False, **options)
+    second = RowParallelLinear(32, 16, input_is_parallel=True, skip_bias_add=False, **options)
+    parameters = [*first.parameters(), *second.parameters()]
+    data = torch.Generator().manual_seed(state.get_data_parallel_rank())
+    group, losses = state.get_data_parallel_group(), []
+    for _ in range(4):
+        batch, target = torch.randn(2, 8, 16, generator=data)
+        output, _ = second(torch.relu(first(batch)[0]))
+        loss = (output - target).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.sub_(0.05 * parameter.grad / group.size())
+                parameter.grad = None
+        losses.append(loss.item().hex())
+    state.destroy_model_parallel()
+    return state.__name__, losses
+
+
 # megatron-core's own layers train to the same losses, bit for bit, on its state and on ours.
 @pytest.mark.clients
 def test_layers_train_alike():
     arguments = {"tensor_model_parallel_size": 2}
-    on_theirs = run_ranks(partial(megatron_ranks.train, arguments, False), 4)
-    on_ours = run_ranks(partial(megatron_ranks.train, arguments, True), 4)
+    on_theirs = run_ranks(partial(train, arguments, False), 4)
+    on_ours = run_ranks(partial(train, arguments, True), 4)
     assert {name for name, _ in on_theirs} == {"megatron.core.parallel_state"}
     assert {name for name, _ in on_ours} == {"hypercomm.compat.megatron.parallel_state"}
     assert [losses for _, losses in on_theirs] == [losses for _, losses in on_ours]
