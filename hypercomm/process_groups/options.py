@@ -85,7 +85,8 @@ class GroupOptions:
         if pg_options is not None:
             pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
-            backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
+            backend, singles = "fake", ("fake",)
+            pg_options = None if pg_options is None else _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
 

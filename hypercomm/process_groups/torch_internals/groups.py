@@ -86,11 +86,12 @@ def new_group(
         timeout = default_timeout(backend)
     members = list(ranks)
     place: Any = store()
+    singles = set(single_backends(backend))
     with (
-        lazy_init.set_to(lazily) as is_lazy,
+        lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
     ):
-        is_gloo = set(single_backends(backend)) == {"gloo"} and not uses_torchcomms()
+        is_gloo = singles == {"gloo"} and not uses_torchcomms()
         if not is_lazy and is_gloo:
             place = GlooStore(place, len(members), wait)
         try:
