@@ -27,7 +27,6 @@ Dims = str | Iterable["Dims"]
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
 _SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;|/+&]+|$)"  # "tp:2;", "tp 2 "
 _JOINED_SIZE = r"([^\W\d]+)(-1|[1-9][0-9]{0,17})[\s,;]*"  # "tp2"
-_NO_NAME = re.compile(r":|^\s*[0-9]+\s*$")  # "tp:2", "2"
 _LONGEST_CORRECTED = 200
 
 
@@ -52,7 +51,8 @@ def parse_sizes(text: str) -> dict[str, int]:
     for number, part in enumerate(text.split(","), 1):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or OPEN) if match else 0
-        if not match or size == 0 or (match[2] is None and _NO_NAME.search(part)):
+        is_no_name = match and match[2] is None and (":" in part or match[1].isdigit())
+        if not match or size == 0 or is_no_name:  # "tp:2", "2"
             raise _unreadable(text, part, number)
         if not match[1].isprintable():
             raise LayoutError(f"dim name {shown(match[1])} must be printable")

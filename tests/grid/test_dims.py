@@ -91,9 +91,8 @@ def test_a_seed_is_a_promise(monkeypatch):
 def test_layouts_have_dims():
     layout = RankLayout.parse("tp=2,dp=2,pp=2")
     for rank in range(8):
-        place = layout["pp", "tp"].at(rank)
+        place = layout.place(rank, "pp", "tp")
         assert (place.ranks, place.ranks[place.rank]) == (group_of(rank, ("tp", "pp")), rank)
-    assert layout["tp+pp"].groups == layout.groups("tp", "pp")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +219,6 @@ def test_tensors_are_ranks(rank):
     assert layout.coords(rank) == {"tp": 1, "dp": 2}
     assert layout.groups("dp").of(rank) == (1, 3, 5, 7)
     assert layout.rank(tp=torch.tensor(1), dp=2) == 5
-    assert layout["tp"].at(rank).rank == 1
+    assert layout.place(rank, "tp").rank == 1
     assert rank in layout
     assert RankLayout(tp=torch.tensor(2), dp=4) == layout
