@@ -48,7 +48,7 @@ class HasLayout(Protocol):
 
     @property
     def layout(self) -> RankLayout:
-        """The numbering of its ranks."""
+        """The layout of its ranks."""
 
 
 AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
@@ -304,13 +304,13 @@ class Sharding:
         return self.layout.ranks_where(**self.stage)
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of a rank among the replicas of its cell."""
+        """Return the index of a rank among the ranks that hold the same cell."""
         return self._number(self._copying, self.layout.coords(rank))
 
     def cell_of(self, rank: int) -> Cell | None:
         """Return the cell that a rank of the layout sends or receives.
 
-        None off the stage, and for a replica that only the leader acts for.
+        None outside the stage, or if only the first replica of its cell sends or receives.
         """
         coords = self.layout.coords(rank)
         is_idle = self._number(self._copying, coords) >= self.active
@@ -616,10 +616,10 @@ class RankMapping:
         return self._after.replicas_of(rank)
 
     def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of what a target rank receives, from that of what a source rank has.
+        """Return the shape that a target rank receives, given the shape on a source rank.
 
         Raises:
-            LayoutError: A length cannot be cut evenly, or an axis that is cut is not there.
+            LayoutError: A length cannot be cut evenly, or an axis that is cut does not exist.
 
         Example:
             >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
@@ -729,7 +729,9 @@ def as_shards(value: object) -> Shards:
     shards = []
     for pair in as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards"):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise LayoutError(f"shards must be such as {{'cp': 1}}, got {shown(value)}")
+            raise LayoutError(
+                f"shards must map dims to axes, as in {{'cp': 1}}, got {shown(value)}"
+            )
         shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards")))
     return tuple(shards)
 

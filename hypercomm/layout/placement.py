@@ -44,7 +44,7 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
             or several sizes are unspecified.
         WorldSizeError: The ranks left are not a multiple of that layout's other sizes.
 
@@ -83,7 +83,7 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
             or several of its sizes are unspecified.
         WorldSizeError: The layouts have different numbers of ranks.
 
@@ -215,7 +215,7 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
             raise LayoutError(f"the name of a grid must be a non-empty text, got {shown(name)}")
         if "." in name:
             hint = f"write {name.replace('.', '_')!r}"
-            raise LayoutError(f"the name of a grid must hold no '.', got {shown(name)}; {hint}")
+            raise LayoutError(f"the name of a grid must not contain '.', got {shown(name)}; {hint}")
     return layouts
 
 
@@ -239,7 +239,7 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(f"grid {name!r}: no ranks are left; make another grid smaller")
+        raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
     try:
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
     except (LayoutError, WorldSizeError) as error:

@@ -354,7 +354,7 @@ def test_explicit_places():
         (lambda: GridSet.tile(8, a="tp=8", backend="bogus"), GroupOptionsError, "bogus"),
         (lambda: GridSet.tile(8, a="tp=8", name=""), GroupOptionsError, "name must be"),
         (lambda: GridSet.tile(8, name="run=x", a="tp"), None, None),
-        (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, r"hold no '.', .* write 'a_b'"),
+        (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, r"not contain '.', .* write 'a_b'"),
         (
             lambda: GridSet.tile(8, a="tp=2,dp", rank_offset=9),
             WorldSizeError,
