@@ -115,36 +115,6 @@ def test_the_module_is_pickled_by_name():
     assert cloudpickle.loads(cloudpickle.dumps(lambda: ours))() is ours
 
 
-# Size, rank and group follow what is written, however often they were asked before.
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(("name", "what"), GROUPS.items())
-def test_getters_follow_a_written_group(name, what):
-    size, rank, group = (
-        getattr(ours, f"get_{what}_{end}") for end in ("world_size", "rank", "group")
-    )
-    for _ in range(2):
-        size(), rank(), group()
-    written = mock.Mock(size=lambda: 41, rank=lambda: 40)
-    setattr(ours, name, written)
-    assert (size(), rank(), group()) == (41, 40, written)
-    assert getattr(ours, name) is written
-
-
-# A deleted global is gone: from attributes, for getters, for a second delete; writing mends it.
-@pytest.mark.usefixtures("job")
-def test_delete():
-    held = ours._TENSOR_MODEL_PARALLEL_GROUP
-    del ours._TENSOR_MODEL_PARALLEL_GROUP
-    with pytest.raises(AttributeError, match=TP):
-        ours._TENSOR_MODEL_PARALLEL_GROUP  # noqa: B018
-    with pytest.raises(AttributeError, match=TP):
-        del ours._TENSOR_MODEL_PARALLEL_GROUP
-    with pytest.raises((AssertionError, NameError)):
-        ours.get_tensor_model_parallel_world_size()
-    ours._TENSOR_MODEL_PARALLEL_GROUP = held
-    assert ours.get_tensor_model_parallel_group() is held
-
-
 # Destruction undoes whatever was written, and may come twice.
 @pytest.mark.usefixtures("job")
 def test_destroy_forgets_what_was_written():
@@ -427,22 +397,3 @@ def test_a_thread_beside_a_scope():
         with ThreadPoolExecutor(1) as threads, pytest.warns(RuntimeWarning, match="states alive"):
             beside = threads.submit(ours.get_tensor_model_parallel_world_size).result()
         assert (beside, ours.get_tensor_model_parallel_world_size()) == (2, 8)
-
-
-# What was compiled of one getter stays when another answers for the first time.
-@pytest.mark.usefixtures("job")
-def test_getters_compile_alone():
-    torch.compiler.reset()
-    graphs = []
-    compiled = torch.compile(
-        lambda x: x * ours.get_tensor_model_parallel_rank(),
-        backend=lambda graph, _: graphs.append(graph) or graph,
-        fullgraph=True,
-    )
-    for _ in range(3):
-        compiled(torch.ones(1))
-    before = len(graphs)
-    assert ours.get_pipeline_model_parallel_world_size() == SIZES["pipeline_model_parallel_size"]
-    assert ours.get_expert_data_parallel_world_size() == WORLD_SIZE // (2 * 2 * 2)
-    compiled(torch.ones(1))
-    assert len(graphs) == before
