@@ -244,7 +244,7 @@ def test_answers_in_a_dead_world():
 
 # A size or rank that is set wins wherever Megatron lets it win, 0 included; None takes it back.
 @pytest.mark.usefixtures("installed")
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_overrides_win_as_megatrons(name, value, when):
@@ -403,7 +403,7 @@ def test_a_scope_left_elsewhere():
 
 
 # torch.compile traces getters whole, and follows what is written later.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     "getter",

@@ -28,7 +28,7 @@ from hypercomm.testing import fake_world, simulate
 
 
 # Whatever order ranks have created groups in; each key once, and each edge both ways.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_all_is_connected(lazily):
     for rank, (rows, total) in enumerate(
@@ -60,7 +60,6 @@ def test_views_and_sets():
         assert (of_view, of_grid) == (wanted, [("tp", pair), *wanted])
 
 
-@pytest.mark.long
 def test_sets():
     got = run_ranks(connect_ranks.of_a_set, 8, timeout=60)
     assert got[:2] == [[("encoder: tp", (0, 1))]] * 2
@@ -71,7 +70,7 @@ def test_sets():
 
 
 # The groups of a parallel state, of its dense and its expert layers.
-@pytest.mark.long
+@pytest.mark.full
 def test_parallel_states():
     for rank, (rows, total) in enumerate(run_ranks(connect_ranks.of_a_state, 8, timeout=90)):
         data = (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2)
@@ -82,7 +81,7 @@ def test_parallel_states():
 
 
 # Who does not come is named, with its groups; then nothing was done, and all may do it again.
-@pytest.mark.long
+@pytest.mark.full
 def test_one_stays_away():
     got = run_ranks(connect_ranks.one_stays_away, 4, args=(3,), timeout=60)
     for rank, (said, rows, total) in enumerate(got):
@@ -120,7 +119,7 @@ def test_one_fails_before():
 
 
 # Who dies, or hangs, between two groups is named with the second one; the first one works.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "lazily", "more"),
     [
@@ -149,7 +148,7 @@ def test_one_is_gone(how, lazily, more, tmp_path):
 
 
 # A group that was not connected in time is made anew, and all works as before.
-@pytest.mark.long
+@pytest.mark.full
 def test_recovery():
     got = run_ranks(connect_ranks.recovers, 4, args=(True,), timeout=60)
     for rank, (said, rows, over_dp, over_tp) in enumerate(got):

@@ -360,14 +360,13 @@ def test_bad_flatten(flatten, kind, value):
 
 
 # DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
-@pytest.mark.long
+@pytest.mark.full
 def test_grids_one_after_another():
     for found in run_ranks(grids_one_after_another, 4):
         np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
 
 
 # DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.
-@pytest.mark.long
 def test_real_ranks():
     got = run_ranks(redistribute_on_a_grid, 9)
     assert got[0] == ([], [], 0)
@@ -380,7 +379,7 @@ def test_real_ranks():
 
 
 # Names of flattened dims are groups that exist, and torch finds them where it would create others.
-@pytest.mark.long
+@pytest.mark.full
 def test_flattened_on_real_ranks():
     ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
     for rank, (sums, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):

@@ -401,7 +401,7 @@ def test_looks():
 
 
 # torch's own messages do not reach a user who made no mistake.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_plain_run_is_silent():
     program = (
         "from hypercomm.testing import fake_world\n"

@@ -98,7 +98,7 @@ def test_cycles_leave_no_thread_and_no_file():
 
 # A group may be destroyed as soon as it is created: that waits for members that still connect.
 # Without that, five of six such runs failed with gloo's "Connection closed by peer".
-@pytest.mark.long
+@pytest.mark.full
 def test_destroying_at_once():
     assert run_ranks(rank_functions.create_and_destroy_at_once, 4, args=(60,)) == [60] * 4
 
@@ -129,7 +129,7 @@ def test_a_creation_that_times_out_leaves_nothing():
 
 # Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
 # all, succeeds under a name that the failed one has left nothing at.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
 def test_a_creation_is_tried_again(late, place):
     got = run_ranks(rank_functions.late_for_the_first_try, 4, args=(late,), timeout=90)

@@ -108,7 +108,7 @@ def test_one_fails(kind, verify, fails):
 
 # Ranks that wait in vain for one that comes late all give up; it meets those that try again, and
 # succeeds with its first call.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_is_late(kind, timeout_s):
     got = run_ranks(grid_set_ranks.one_is_late, 4, args=(kind, timeout_s), timeout=120)

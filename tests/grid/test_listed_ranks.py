@@ -42,7 +42,7 @@ def expected_group(shape, names, ranks, dims, rank):
 
 # The members of a group are in the order of the list: what they gather arrives in it, their group
 # ranks are their positions, and a sum reaches all. So it is for groups created at once.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("creation", ["auto", "enumerate"] if KEEPS_ORDER else ["auto"])
 @pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
 def test_groups_are_in_the_order_of_the_list(case, creation):
@@ -81,7 +81,7 @@ def test_what_cannot_keep_the_order():
 
 # DTensors are sharded over a mesh of listed ranks by their places in the list; and every rank reads
 # the list back from the mesh, also those whose own lines ascend.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [0, 1, 3, 2]], ids=str)
 def test_mesh(ranks):
     whole = np.arange(24.0).reshape(4, 6)

@@ -43,7 +43,7 @@ VIEW = "ep=2,expt_dp=2,pp=2 sharing pp"
 
 # A rank with a view of other sizes, order or shared dims: it and those that meet it raise within
 # seconds, and name both views; nothing is left; other groups work, and so does a new grid.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("comes", ["first", "last"])
 @pytest.mark.parametrize(
     ("odd", "arguments", "words"),
@@ -76,7 +76,7 @@ def test_another_view(odd, arguments, words, comes):
 # Destroyed and created again under the same keys, ten times: every sum is right, the group that
 # stays works, and neither torch nor the store keeps more of them each time; what torch's own
 # enumeration leaves in the store is torch's.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("creation", "verify", "is_batched", "are_deleted"),
     [

@@ -90,7 +90,6 @@ def test_enumerations(data, listed):
 
 # Dims may be shared exactly when each of them, and all of them jointly, make the same groups in the
 # same order in both; a refused view leaves no trace, and its name is free.
-@pytest.mark.deep
 def test_shared_dims_make_the_same_groups():
     seen = Counter()
 

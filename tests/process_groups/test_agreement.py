@@ -22,7 +22,7 @@ EVERY = ["tp", "dp"]
 
 
 # A rank with another grid is named to all, with both values; all can then build the same grid.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("odd", "arguments", "words"),
     [

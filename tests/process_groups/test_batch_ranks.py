@@ -49,7 +49,7 @@ def test_a_rank_that_differs():
 
 
 # A mistake on one rank alone fails that batch on all ranks, and the next ones are in step again.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_local_mistake():
     got = run_ranks(batch_ranks.local_mistake, 2, timeout=60)
     assert got == [["CreationError", 11, 11], ["ValueError", 11, 11]]
@@ -77,7 +77,7 @@ def test_a_foreign_value():
 
 # A rank killed in the middle of a batch: each other ends with an error within the timeout and
 # two seconds, names it if it waited for it, and has nothing left.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_rank_that_dies(tmp_path, timeout_s):
     codes = exit_codes(batch_ranks.dies_in_a_batch, 4, str(tmp_path), timeout_s)
     assert codes == [0, 0, -signal.SIGKILL, 0]
@@ -108,6 +108,6 @@ def test_lazy_groups_connect_when_used():
 
 
 # Created, used and destroyed at once, again and again: nothing breaks, and nothing is left.
-@pytest.mark.long
+@pytest.mark.full
 def test_lazy_cycles():
     assert run_ranks(batch_ranks.lazy_cycles, 4, args=(40,), timeout=120) == [(120, 1)] * 4

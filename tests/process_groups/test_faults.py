@@ -67,7 +67,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
 # A rank that is killed or stopped before it comes to a creation, or before it connects: every other
 # rank names it within the timeout and two seconds, and has nothing left. After the creation, the
 # next collective fails in time. Destroying the grid neither hangs nor leaves anything.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
 def test_a_rank_that_is_lost(tmp_path, number, fault, victim, timeout_s):
@@ -143,7 +143,7 @@ def lose_the_store(rank, server, number, is_first):
 
 # When the process that serves the store is gone or silent, each call ends in time with an error of
 # ours that says so, the first one and those that follow.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_store_that_is_lost(tmp_path, number, is_first):
@@ -191,7 +191,7 @@ else:
 
 
 # An interpreter that ends while a thread of it waits for another rank ends as with torch alone.
-@pytest.mark.long
+@pytest.mark.full
 def test_an_interpreter_that_ends(tmp_path):
     def programs(how):
         command = [sys.executable, "-c", PROGRAM, how]

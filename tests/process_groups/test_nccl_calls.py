@@ -60,7 +60,7 @@ def test_an_offset_grid_on_a_bound_world(creation, by_itself):
 
 
 # Two real ranks create their group while the other two sleep.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nobody_outside_is_waited_for(backend):
     got = run_ranks(nccl_ranks.members_alone, 4, args=(backend, "auto"), timeout=60)

@@ -63,7 +63,6 @@ def orders(draw, size, offset):
 # For any two layouts, keys and rank: each surviving key has a group of numpy's ranks; what has the
 # ranks and options of an old group is the same object, its own key's where it can be, and as many
 # as possible are kept; the rest is created or, if old, gone from torch.
-@pytest.mark.deep
 def test_what_survives():
     seen = Counter()
 

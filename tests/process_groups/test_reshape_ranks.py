@@ -152,7 +152,7 @@ def another_target(odd, verify, lag_s):
 
 # A rank that reshapes to something else, or gives a view other sizes: every rank raises within
 # seconds, however late it or the others are; each grid is as it was and works; so does the next.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("odd", "verify", "lag_s"), [(0, False, 1.0), (5, True, 0), (5, True, -1)])
 def test_another_target(odd, verify, lag_s):
     got = run_ranks(another_target, 8, args=(odd, verify, lag_s), timeout=120)
@@ -197,7 +197,7 @@ def groups_without(rank, absent):
 
 # A rank that does not come is named by all others when their time is over, each time; nothing has
 # changed, and it meets them where they try again, in one call.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("absent", "verify", "times"), [(0, False, 1), (3, True, 2)])
 def test_a_rank_that_does_not_call(absent, verify, times, timeout_s):
     timeout_s *= STANDS_STILL
@@ -227,7 +227,7 @@ def is_killed(rank, victim, target, timeout_s):
 
 # A rank is killed after the ranks have met, whether or not groups are created: the others end in
 # time with an error that names it, are as they were, and their groups without it still work.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(("victim", "target"), [(0, "dp=2,tp=2"), (3, "tp=4")])
 def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
     timeout_s *= STANDS_STILL
@@ -286,6 +286,7 @@ def one_fails(failing, where, verify):
 
 # One rank fails, before the ranks meet or in the creation: it raises its own error, the others
 # raise within seconds and name it, nobody has lost or kept anything, and all may try again.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("failing", "where", "verify"),
     [(0, "derive", True), (0, "create", False), (6, "derive", False), (6, "create", True)],

@@ -85,7 +85,7 @@ def lose(rank, losses):
 
 # Ranks die, once or again: the others find out, hear who it was, and communicate over new groups,
 # in an order of their own; a partner of a lost rank may be spare.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
     [
@@ -123,7 +123,7 @@ def lose_of_a_set(rank):
 
 
 # One module of a set loses a rank: it goes on without, the other as it is, and both create jointly.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_set(tmp_path):
     for rank, got in run_scene(tmp_path, lose_of_a_set, 8, victims=[6]).items():
         left, encoder, llm, spare = got
@@ -149,7 +149,7 @@ def wake(rank):
 
 # survivors() ends the grid's groups, so that ranks that wait in a collective come, too; and it
 # does so although the frames of the exception at hand refer to them.
-@pytest.mark.long
+@pytest.mark.full
 def test_waiting_ranks_wake_up():
     for left, waited, said in run_ranks(lambda: wake(dist.get_rank()), 4, timeout=90):
         assert (left, "created: tp+dp" in said or "destroyed: tp+dp" in said) == (
@@ -195,7 +195,7 @@ def wait_elsewhere(rank):
 
 
 # A rank that waits for one outside is not among the survivors; too few may not go on.
-@pytest.mark.long
+@pytest.mark.full
 def test_who_waits_elsewhere(tmp_path):
     got = run_scene(tmp_path, wait_elsewhere, 4)
     for rank in (0, 1):
@@ -244,7 +244,6 @@ def name_the_dead(rank):
 
 # A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
 # without it they go on.
-@pytest.mark.long
 def test_a_dead_rank_in_the_list(tmp_path):
     for rank, got in run_scene(tmp_path, name_the_dead, 4, victims=[2]).items():
         missing, waited, *kept, sums = got
@@ -314,7 +313,7 @@ def paused(rank, how):
 
 # Two sets of ranks with nobody in common cannot both continue: who comes later is refused, each
 # time.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["reshape", "alone", "renew"])
 def test_disjoint_lists(tmp_path, how):
     got = run_scene(tmp_path, paused, 4, how)
@@ -352,7 +351,7 @@ def renew(rank, losses, folder):
 
 # One of four dies, then the first of the rest: each time those that are left make a WORLD of their
 # own, in which the grid goes on; what is lost is told in the numbers from before.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_new_world(tmp_path, in_a_file):
     losses = [([2], [0, 1, 3], "tp=1,dp=3"), ([0], [2, 1], "tp=2,dp=1")]
@@ -389,7 +388,7 @@ def renew_without_one(rank, lists):
 
 # Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
 # meant is refused.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lists", "kind", "names"),
     [

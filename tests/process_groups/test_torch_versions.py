@@ -188,7 +188,7 @@ def test_meshes_keep_their_order():
 
 # A torch older than 2.10 is refused with its version and what to do, by the library and the command
 # line; layouts work with it all the same.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_torch_that_is_too_old():
     older = "2.9.1"
     said = (

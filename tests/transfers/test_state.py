@@ -54,6 +54,7 @@ def strided(tensor):
 
 # Each rank receives torch's chunks: mixed dtypes, scalars, empty and strided tensors, in buckets of
 # any size, with and without checksums; names come in any order.
+@pytest.mark.full
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.ranks(6, timeout=120)
 def test_arrivals(verify):

@@ -169,6 +169,7 @@ def random_case(random):
 
 # Whatever the layouts, each rank receives the parts that numpy's splits give, there and back, with
 # and without leaders that broadcast, verified or not; one after the other without a barrier.
+@pytest.mark.full
 @pytest.mark.parametrize("count", [20, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.ranks(WORLD, timeout=240)
 def test_any_layouts(count):
@@ -374,7 +375,7 @@ def test_ends_that_differ():
 
 
 # A rank that has not joined at the timeout is named; when it joins, it meets those that try again.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_missing_rank():
     def program():
         rank, mapping = dist.get_rank(), RankMapping(lone(0), RankLayout([2], ["dp"], 1))

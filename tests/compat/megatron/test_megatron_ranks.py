@@ -54,7 +54,7 @@ def expected_sums(arguments, rank, world_size=8):
 
 # Over and over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
 # puts into a group takes part in its sums; groups, threads and files are back where they started.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
 def test_cycles(arguments, count):
@@ -101,7 +101,7 @@ def test_one_rank_differs():
 
 
 # A rank that comes too late is named, nothing is left behind, and a second try works.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_late_rank():
     found = run_ranks(partial(megatron_ranks.one_rank_late, 3), 4)
     for rank, (said, left, total) in enumerate(found):
