@@ -10,24 +10,18 @@ from datetime import timedelta
 
 __all__ = [
     "ConfigurationError",
-    "ConnectTimeout",
     "CreationError",
-    "ForkedError",
     "GridDestroyedError",
-    "GridMismatchError",
     "GroupCreationTimeout",
     "GroupExistsError",
     "GroupMissingError",
     "GroupOptionsError",
     "HyperCommError",
-    "InstallError",
     "LateRankError",
     "LaunchError",
     "LayoutError",
     "MissingPackageError",
-    "NcclConfigError",
     "NotInitializedError",
-    "NotPicklableError",
     "OutcomeUnknownError",
     "PlanMismatchError",
     "RankFailedError",
@@ -36,11 +30,8 @@ __all__ = [
     "StateError",
     "StateTransferError",
     "ToolError",
-    "TorchVersionError",
-    "TransferMismatchError",
     "UnknownDimError",
     "UnknownFieldError",
-    "UnknownGridError",
     "WorldSizeError",
 ]
 
@@ -57,7 +48,7 @@ class LayoutError(HyperCommError, ValueError):
 
 
 class UnknownDimError(LayoutError, KeyError):
-    """A dim or a view does not exist: use one of the names listed, or register the view."""
+    """A dim, a view or a grid of a set does not exist: use one of the names listed."""
 
 
 class RankOutsideError(LayoutError):
@@ -80,10 +71,6 @@ class GroupMissingError(HyperCommError, KeyError):
     """No process group was created for this key: create it first."""
 
 
-class UnknownGridError(HyperCommError, KeyError, ValueError):
-    """A grid is not one of the set's: use one of the names listed."""
-
-
 class GroupOptionsError(HyperCommError, ValueError):
     """An option of a group is unknown, unavailable or would be dropped: give another, or none."""
 
@@ -93,11 +80,7 @@ class CreationError(HyperCommError, RuntimeError):
 
 
 class PlanMismatchError(CreationError):
-    """Ranks are about to create different process groups: make the same call on all ranks."""
-
-
-class GridMismatchError(CreationError):
-    """Ranks build different grids: build the same one on all ranks."""
+    """Ranks make different calls or have different grids: make the same call on all ranks."""
 
 
 class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torch's own
@@ -108,31 +91,8 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         absent: All ranks that did not join: the missing ones, and ranks that wait for them in
             another call.
         waited: How long this rank waited.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: tuple[int, ...] = (),
-        absent: tuple[int, ...] | None = None,
-        waited: timedelta = timedelta(0),
-    ) -> None:
-        super().__init__(message)
-        self.missing = missing
-        self.absent = missing if absent is None else absent
-        self.waited = waited
-
-
-class ConnectTimeout(GroupCreationTimeout):
-    """Ranks did not connect the existing groups in time: find out where they are and why.
-
-    Attributes:
-        missing: The ranks that caused the timeout.
-        absent: All ranks that did not take part.
-        waited: How long this rank waited.
-        group: The key of the process group that they are missing in, the first one of this rank's;
-            "" where they are in none of them.
+        group: From `connect()`: the key of the first process group that this rank shares with the
+            missing ones; "" where there is none.
     """
 
     def __init__(
@@ -144,16 +104,11 @@ class ConnectTimeout(GroupCreationTimeout):
         waited: timedelta = timedelta(0),
         group: str = "",
     ) -> None:
-        super().__init__(message, missing=missing, absent=absent, waited=waited)
+        super().__init__(message)
+        self.missing = missing
+        self.absent = missing if absent is None else absent
+        self.waited = waited
         self.group = group
-
-
-class TransferMismatchError(PlanMismatchError, LayoutError):
-    """Ranks propose different transfers, or one failed or is missing: nothing was sent.
-
-    It is a PlanMismatchError, like other differences between ranks, and a LayoutError, like wrong
-    arguments of this rank.
-    """
 
 
 class LateRankError(CreationError):
@@ -176,24 +131,16 @@ class StateTransferError(HyperCommError, RuntimeError):
         self.bucket = bucket
 
 
-class NotPicklableError(HyperCommError, TypeError):
-    """A grid owns live process groups, which stay in their process: send its layout instead."""
-
-
-class ForkedError(HyperCommError, RuntimeError):
-    """The grid belongs to the process that forked this one: build what this process needs anew."""
-
-
 class GridDestroyedError(HyperCommError, RuntimeError):
-    """The grid was destroyed: build a new one."""
+    """The grid was destroyed, or belongs to the process that forked this one: build a new one."""
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy global state is not initialised, or a second time: initialise it once, first."""
+    """Legacy global state or modules are set up too late, or twice: do it once, and first."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
-    """The sizes or choices of a legacy configuration contradict each other: change one.
+    """A legacy configuration contradicts itself or names what does not exist: correct it.
 
     Megatron raises any of the three builtins for such.
     """
@@ -203,20 +150,8 @@ class UnknownFieldError(HyperCommError, AttributeError, ValueError):
     """A collection of process groups has no such field: use one of the names listed."""
 
 
-class NcclConfigError(HyperCommError, RuntimeError, ValueError):
-    """An NCCL configuration cannot be read, or names what does not exist: correct the file."""
-
-
-class InstallError(HyperCommError, RuntimeError):
-    """Modules cannot be replaced any more: install earlier, before the code that holds them."""
-
-
-class TorchVersionError(HyperCommError, ImportError):
-    """The installed torch is too old: install a newer one, or use `hypercomm.layout` alone."""
-
-
 class MissingPackageError(HyperCommError, ImportError):
-    """A call needs a package that is not installed: install it, or do without the call."""
+    """A call needs a package that is not installed, or a newer one: install it."""
 
 
 class LaunchError(HyperCommError, RuntimeError, ValueError):

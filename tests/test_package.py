@@ -161,7 +161,7 @@ def test_public_names():
 def test_packages_at_the_top():
     packages = ["cli", "compat", "errors", "launch", "layout", "testing", "tools", "transfers"]
     lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)
-    assert not loads_torch(f"import hypercomm; {lines}; hypercomm.errors.GridMismatchError")
+    assert not loads_torch(f"import hypercomm; {lines}; hypercomm.errors.PlanMismatchError")
     assert len(dir(hypercomm)) <= 35
     for name in ("grid", "training"):
         assert getattr(hypercomm, name).__name__ == f"hypercomm.{name}"

@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hypercomm.errors import InstallError
+from hypercomm.errors import StateError
 
 
 def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> bool:
@@ -26,12 +26,12 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
         Whether this call did it, rather than an earlier one.
 
     Raises:
-        InstallError: `loaded` was imported before; nothing was changed.
+        StateError: `loaded` was imported before; nothing was changed.
     """
     if any(isinstance(finder, _Aliases) and finder.homes == homes for finder in sys.meta_path):
         return False
     if loaded in sys.modules:
-        raise InstallError(
+        raise StateError(
             f"{loaded} was imported before install(), and what it imported cannot be replaced; "
             f"call install() before the first import of {loaded}"
         )

@@ -60,7 +60,7 @@ def install() -> None:
     changes nothing.
 
     Raises:
-        InstallError: `ezpz` was imported before; nothing was changed.
+        StateError: `ezpz` was imported before; nothing was changed.
 
     Example:
         >>> install()

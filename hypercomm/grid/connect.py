@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
-    ConnectTimeout,
     CreationError,
     GroupCreationTimeout,
     HyperCommError,
@@ -175,7 +174,7 @@ def connect(
     except GroupCreationTimeout as error:
         specs = {title: spec for title, (spec, _) in groups.items()}
         at = left[len(rows)].title if len(rows) < len(left) else ""
-        raise _as_connect_timeout(error, specs, job.rank, at) from error
+        raise _with_groups(error, specs, job.rank, at) from error
 
 
 def _connect_all(
@@ -225,9 +224,9 @@ def _read_pipelines(pipelines: str | Iterable[str], grids: Iterable[GridView]) -
     return tuple(name for name in names if name in known)
 
 
-def _as_connect_timeout(
+def _with_groups(
     error: GroupCreationTimeout, specs: Mapping[str, GroupSpec], rank: int, at: str
-) -> ConnectTimeout:
+) -> GroupCreationTimeout:
     """Add the groups of the first missing rank, and where this rank waited, to an error."""
     missing = error.missing[0] if error.missing else -1
     groups = {
@@ -239,7 +238,7 @@ def _as_connect_timeout(
     common = [title for title, ranks in groups.items() if rank in ranks]
     text = f"{error}; rank {missing} is in {listed}" if listed else str(error)
     text += f"; rank {rank} was connecting {at}" if at else ""
-    return ConnectTimeout(
+    return GroupCreationTimeout(
         text,
         missing=error.missing,
         absent=error.absent,

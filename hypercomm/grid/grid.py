@@ -28,7 +28,6 @@ from hypercomm.errors import (
     GroupOptionsError,
     HyperCommError,
     LayoutError,
-    NotPicklableError,
     UnknownDimError,
 )
 from hypercomm.grid.arguments import (
@@ -440,19 +439,19 @@ class GridView:
             GroupOptionsError: An option is wrong, or would be ignored.
             GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
             LateRankError: The other members timed out before this one arrived.
-            GridMismatchError: Another rank has a different grid; names both.
-            PlanMismatchError: Another member creates a different group; with `verify`, another rank
-                of the grid.
+            PlanMismatchError: Another rank has a different grid, or another member creates a
+                different group; with `verify`, another rank of the grid. Names both.
             CreationError: The grid's creation strategy cannot work here, another rank failed,
                 members could not connect, or the job's store is gone.
             NotInitializedError: torch.distributed is not initialised.
-            GridDestroyedError: The grid was destroyed.
-            ForkedError: The grid belongs to the process that forked this one.
+            GridDestroyedError: The grid was destroyed, or belongs to the process that forked this
+                one.
         """
         keywords: GroupKeywords = {"name": name, "view": view, "backend": backend}
         keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
         keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
-        return self._owner.create(self._spec(_flatten(dims, more), keywords))
+        spec = self._spec((dims, *more) if more else dims, keywords)
+        return self._state.owner.create(spec)
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -756,7 +755,7 @@ class GridView:
 
         Raises:
             PlanMismatchError: Ranks have different groups; none has communicated.
-            ConnectTimeout: Ranks did not arrive in time; names them and their groups.
+            GroupCreationTimeout: Ranks did not arrive in time; names them and their groups.
             OutcomeUnknownError: The job's store is gone.
             CreationError: Another thread makes such a call, a collective failed or gave a wrong
                 result, or the others timed out just before this rank arrived: call it again.
@@ -1013,7 +1012,7 @@ class GridView:
         return f"this is rank {rank}, at {format_coords(self.layout.coords(rank))}"
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
-        raise NotPicklableError(
+        raise TypeError(
             f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
             f"grid.layout, which is a value, and build the grid there: "
             f"HyperCommGrid.from_layout(layout)"
@@ -1266,7 +1265,7 @@ class HyperCommGrid(GridView):
             CreationError: Groups are planned that were not created, one could not be created,
                 another thread reshapes the grid, or the others timed out just before this rank
                 arrived: call it again.
-            GridMismatchError, GridDestroyedError, ForkedError: As for `create_pg`.
+            PlanMismatchError, GridDestroyedError: As for `create_pg`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -1352,7 +1351,7 @@ class HyperCommGrid(GridView):
         Raises:
             PlanMismatchError: Another rank's groups differ; names the first one that does.
             GroupCreationTimeout: A rank did not call this in time; names it.
-            GridMismatchError: Another rank has a different grid.
+            PlanMismatchError: Another rank has a different grid.
 
         Example:
             >>> from hypercomm.testing import fake_world

@@ -16,8 +16,7 @@ from hypercomm.errors import (
     GroupOptionsError,
     HyperCommError,
     LayoutError,
-    NotPicklableError,
-    UnknownGridError,
+    UnknownDimError,
     WorldSizeError,
 )
 from hypercomm.grid.arguments import (
@@ -336,7 +335,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             The received tensor on a rank of the target, else None.
 
         Raises:
-            UnknownGridError: The set has no such grid.
+            UnknownDimError: The set has no such grid.
             HyperCommError: See `mapping` and `hypercomm.transfer`.
 
         Example:
@@ -377,7 +376,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             on a rank that is in none of them.
 
         Raises:
-            UnknownGridError: The set has no such grid (a KeyError); names those that it has.
+            UnknownDimError: The set has no such grid (a KeyError); names those that it has.
             PlanMismatchError: Another rank has other requests; shows how they differ.
             GroupCreationTimeout: A rank did not call this in time; names it.
             HyperCommError: As for `HyperCommGrid.create_pgs`; an argument is wrong, and nothing
@@ -443,7 +442,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         the state after a failure. A group that several grids share counts once.
 
         Raises:
-            PlanMismatchError, ConnectTimeout, HyperCommError: As for `HyperCommGrid.connect`.
+            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -465,8 +464,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             timeout: How long to wait for each grid; default: the timeout of WORLD.
 
         Raises:
-            PlanMismatchError, GroupCreationTimeout, GridMismatchError: As for
-                `HyperCommGrid.verify`.
+            PlanMismatchError, GroupCreationTimeout: As for `HyperCommGrid.verify`.
         """
         check_timeout(timeout)
         for name in self.grids_of():
@@ -526,7 +524,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return rows
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
-        raise NotPicklableError(
+        raise TypeError(
             f"{self!r} cannot be pickled or copied: its grids own live process groups; send "
             f"dict(grids.layouts), which are values, and build the set there: GridSet(layouts)"
         )
@@ -572,7 +570,7 @@ def _check_overrides(
         raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
     for name, own in overrides.items():
         if name not in grids:
-            raise UnknownGridError(f"overrides: {_unknown(name, grids).args[0]}")
+            raise UnknownDimError(f"overrides: {_unknown(name, grids).args[0]}")
         if isinstance(grids[name], HyperCommGrid):
             raise GroupOptionsError(
                 f"overrides names grid {name!r}, which exists and keeps its own arguments"
@@ -580,8 +578,8 @@ def _check_overrides(
         check_keywords(f"overrides of grid {name!r}", own, GridArguments.__annotations__)
 
 
-def _unknown(name: object, grids: Iterable[str]) -> UnknownGridError:
-    return UnknownGridError(
+def _unknown(name: object, grids: Iterable[str]) -> UnknownDimError:
+    return UnknownDimError(
         f"there is no grid {shown(name)} in this set; it has {list(grids)}"
         f"{did_you_mean(name, grids)}"
     )

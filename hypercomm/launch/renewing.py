@@ -110,7 +110,7 @@ def _meet(job: Job, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
 
 def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
     """Destroy the old WORLD, and create the new one."""
-    options: dict[str, Any] = {"timeout": c10d.world_timeout(old.backend)}
+    options: dict[str, Any] = {"timeout": old.timeout_of(old.backend)}
     if (device := bound_device()) is not None:
         options["device_id"] = device
     rank, size = ranks.index(old.rank), len(ranks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
+from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -31,6 +33,7 @@ class Job:
         seen: The last round of each record that this rank has left.
         agreed: The last round of each record that this rank has agreed in.
         is_reporting: Whether the store holds a report that this rank waits or has failed.
+        choices: The strategies that were chosen, by what the choice depends on.
     """
 
     rank: int
@@ -43,9 +46,11 @@ class Job:
     seen: dict[str, int] = attrs.field(factory=dict)
     agreed: dict[str, int] = attrs.field(factory=dict)
     is_reporting: bool = False
+    choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
+    _options: dict[str, Any] = attrs.field(factory=dict)
 
     @property
     def namespace(self) -> str:
@@ -66,6 +71,16 @@ class Job:
     def is_named(self) -> bool:
         """Whether the namespace is known without asking the store."""
         return self._namespace is not None or not self.has_store
+
+    def timeout_of(self, backend: str) -> timedelta | None:
+        """Return the timeout of WORLD, preferably that of its part that runs `backend`.
+
+        None if torch does not show it: a fake backend has no options.
+        """
+        if backend not in self._options:
+            self._options[backend] = c10d.world_options(backend)
+        timeout: timedelta | None = getattr(self._options[backend], "_timeout", None)
+        return timeout
 
     def lock_of(self, key: str) -> threading.Lock:
         """Return the lock that a thread holds while it makes a call at a record."""

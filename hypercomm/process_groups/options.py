@@ -50,34 +50,40 @@ class GroupOptions:
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        check_timeout(self.timeout)
-        check_description(self.group_desc)
-        check_lazy_init(self.lazy_init)
+        if self.timeout is not None:
+            check_given_timeout(self.timeout)
+        if self.group_desc is not None:
+            check_description(self.group_desc)
+        if self.lazy_init is not None:
+            check_lazy_init(self.lazy_init)
         if self.backend is not None:
             check_known(self.backend)
 
-    def resolve(self, group_desc: str, job: Job | None = None) -> GroupOptions:
-        """Fill in the defaults of the live world; needs torch.distributed to be initialised.
+    def resolve(self, group_desc: str, job: Job) -> GroupOptions:
+        """Fill in the defaults of the job.
 
         Args:
             group_desc: The description, unless one was given.
-            job: The job, if whoever asks knows it.
+            job: The job.
 
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`.
         """
-        default = (job or current()).backend
+        default = job.backend
         backend = (self.backend or default).lower()
-        singles = c10d.single_backends(backend)
-        if self.pg_options is not None and not any(map(c10d.takes_options, singles)):
-            raise GroupOptionsError(
-                f"pg_options {shown(self.pg_options)} would be dropped: torch passes no options to "
-                f"backend {backend!r}; leave pg_options out"
-            )
-        if "fake" in {default, *singles}:
-            check_pg_options(self.pg_options)
-        timeout = self.timeout or _own_timeout(self.pg_options) or c10d.world_timeout(backend)
-        pg_options = _with_timeout(self.pg_options, timeout)
+        singles, timeout, pg_options = c10d.single_backends(backend), self.timeout, self.pg_options
+        if pg_options is not None:
+            if not any(map(c10d.takes_options, singles)):
+                raise GroupOptionsError(
+                    f"pg_options {shown(pg_options)} would be dropped: torch passes no options to "
+                    f"backend {backend!r}; leave pg_options out"
+                )
+            if "fake" in {default, *singles}:
+                check_pg_options(pg_options)
+            timeout = timeout or _own_timeout(pg_options)
+        timeout = timeout or job.timeout_of(backend)
+        if pg_options is not None:
+            pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
             backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
@@ -107,13 +113,13 @@ def check_given_timeout(timeout: timedelta) -> None:
     check_duration("timeout", timeout, GroupOptionsError)
 
 
-def check_description(group_desc: str | None) -> None:
+def check_description(group_desc: str) -> None:
     """Raise unless `group_desc` can describe a group.
 
     Raises:
         GroupOptionsError: With the given value.
     """
-    if group_desc is not None and not (isinstance(group_desc, str) and is_utf8(group_desc)):
+    if not (isinstance(group_desc, str) and is_utf8(group_desc)):
         raise GroupOptionsError(
             f"group_desc must be a string that can be written as UTF-8, got {shown(group_desc)}"
         )

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
     CreationError,
-    ForkedError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
@@ -44,6 +44,10 @@ from hypercomm.process_groups.strategies import ADOPTED
 logger = logging.getLogger(__name__)
 
 CREATE = "create_pgs()"
+
+
+class _ReleasedError(Exception):
+    """The key was released while this thread waited for its creation."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -153,26 +157,20 @@ class GroupOwner:
 
     def create(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group, or leave everything as it was."""
-        return self._fulfil_or_release(spec.key, self.reserve(spec))
+        return self.fulfil(spec.key, self.reserve(spec), is_new=True)
 
     def ensure(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group at the first call; return the same group afterwards."""
-        with self.pool.lock:
-            existing = self.specs.get(spec.key)
-            if existing is not None:
-                existing.check_same(spec)
-            group = self.groups[spec.key] if existing is not None else self.reserve(spec)
-        if existing is not None:
-            return self.fulfil(spec.key, group)
-        return self._fulfil_or_release(spec.key, group)
-
-    def _fulfil_or_release(self, key: GroupKey, group: Group) -> ProcessGroup | None:
-        try:
-            return self.fulfil(key, group)
-        except BaseException:
-            if key not in self.created:  # else it was interrupted once all ranks agreed
-                self.release([key])
-            raise
+        while True:
+            with self.pool.lock:
+                existing = self.specs.get(spec.key)
+                if existing is not None:
+                    existing.check_same(spec)
+                group = self.groups[spec.key] if existing is not None else self.reserve(spec)
+            try:
+                return self.fulfil(spec.key, group, is_new=existing is None)
+            except _ReleasedError:  # by the thread that reserved it, whose creation has failed
+                continue
 
     def reserve(self, spec: GroupSpec) -> Group:
         """Register a key whose group is to be created.
@@ -205,11 +203,21 @@ class GroupOwner:
         if group.is_created:
             self.created[spec.key] = group
 
-    def fulfil(self, key: GroupKey, group: Group) -> ProcessGroup | None:
-        """Create the group of a reserved key, unless it exists, and return it."""
+    def fulfil(self, key: GroupKey, group: Group, *, is_new: bool = False) -> ProcessGroup | None:
+        """Create the group of a reserved key, unless it exists, and return it.
+
+        Args:
+            key: The key.
+            group: Its group.
+            is_new: Whether this call has reserved the key, and releases it on failure.
+        """
         pending: BaseException | None = None
         if not group.is_created:
-            with group.lock:
+            releasing = partial(self._releasing, key, group) if is_new else contextlib.nullcontext
+            with releasing(), group.lock, releasing():  # the second acts before others go on
+                if not is_new and self.groups.get(key) is not group:
+                    self.check_alive()
+                    raise _ReleasedError
                 if not group.is_created:
                     pending = group.owner._create(group)
         with self.pool.lock:
@@ -221,9 +229,19 @@ class GroupOwner:
             raise pending
         return group.pg
 
+    @contextlib.contextmanager
+    def _releasing(self, key: GroupKey, group: Group) -> Iterator[None]:
+        """Release a key if its creation fails within a `with` block."""
+        try:
+            yield
+        except BaseException:
+            with self.pool.lock:
+                if key not in self.created and self.groups.get(key) is group:
+                    self.release([key])
+            raise
+
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""
-        self.check_alive()
         job, spec = current_or_none(), group.spec
         if job is None:  # torch's own function may have been replaced, as in tests
             group.pg, group.is_created = create(spec, str(spec.key), None), True
@@ -252,10 +270,10 @@ class GroupOwner:
             return self.agreement.scope(job, f"{spec.key}/all", range(job.size))
         if self.is_verified:
             return self.grid_scope(job)
-        if not spec.groups.has_member(job.rank):
+        if spec.own is None:
             return None
-        index, _ = spec.groups.locate(job.rank)
-        return self.agreement.scope(job, f"{spec.key}/{index}", spec.groups[index])
+        index, ranks = spec.own
+        return self.agreement.scope(job, f"{spec.title}/{index}", ranks)
 
     def grid_scope(self, job: Job) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""
@@ -275,7 +293,8 @@ class GroupOwner:
                     owner.created.setdefault(key, group)
                 if not group.users and pg is not None:
                     unused.append(pg)
-        destroy(unused)
+        if unused:
+            destroy(unused)
 
     def release(self, keys: Iterable[GroupKey]) -> list[ProcessGroup]:
         """Remove keys; return the process groups that no key has any more."""
@@ -412,7 +431,7 @@ class GroupOwner:
     def check_alive(self) -> None:
         """Raise if the grid was destroyed, or belongs to the process that forked this one."""
         if os.getpid() != self._process:
-            raise ForkedError(
+            raise GridDestroyedError(
                 f"this grid ({self.layout}) belongs to process {self._process}, of which this one "
                 f"is a fork: its process groups do not work here; build what this process needs "
                 f"after torch.distributed.init_process_group() of its own"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import attrs
 
-from hypercomm.errors import GroupExistsError, GroupOptionsError
+from hypercomm.errors import GroupExistsError, GroupOptionsError, RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
@@ -72,7 +73,7 @@ class GroupKey:
         return dims + name + (f", view={self.view!r}" if self.view else "")
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class GroupSpec:
     """A group as a call asks for it, checked and with its options resolved; nothing is created.
 
@@ -97,6 +98,15 @@ class GroupSpec:
     share: str
     options: GroupOptions
     choice: Choice
+
+    @cached_property
+    def own(self) -> tuple[int, tuple[int, ...]] | None:
+        """The index and the ranks of the calling rank's group; None if it is in none."""
+        try:
+            index, _ = self.groups.locate(world.rank())
+        except RankOutsideError:
+            return None
+        return index, self.groups[index]
 
     @property
     def title(self) -> str:

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 from hypercomm.process_groups.job import current, current_or_none
 from hypercomm.process_groups.torch_internals.gloo import Wait, lazy_init
+from hypercomm.process_groups.torch_internals.split import split_device
 
 if TYPE_CHECKING:
     from hypercomm.process_groups.spec import GroupSpec
@@ -55,11 +55,10 @@ class Attempt:
     @cached_property
     def own(self) -> OwnGroup | None:
         """The group of the calling rank; None if it is not a member."""
-        rank, groups = world.rank(), self.spec.groups
-        if not groups.has_member(rank):
+        if self.spec.own is None:
             return None
-        index = groups.index_of(rank)
-        return OwnGroup(f"{self.name}/{index}", index, groups[index])
+        index, ranks = self.spec.own
+        return OwnGroup(f"{self.name}/{index}", index, ranks)
 
 
 class Choice(NamedTuple):
@@ -98,6 +97,18 @@ def choose(
     if job is None:
         return NOT_YET
     backend = (backend or job.backend).lower()
+    asked = creation, backend, lazily, by_all
+    choice: Choice | None = job.choices.get(asked)
+    if choice is None:
+        choice = _choose(creation, backend, groups, lazily=lazily, by_all=by_all)
+        if choice.strategy == "local" and split_device() is None:  # holds for all groups
+            job.choices[asked] = choice
+    return choice
+
+
+def _choose(
+    creation: str, backend: str, groups: RankGroups, *, lazily: bool | None, by_all: bool
+) -> Choice:
     against = obstacles(backend, groups, lazily, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation not in ("auto", *usable) or not usable:  # else it need not read all groups

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from hypercomm.errors import CreationError, OutcomeUnknownError, TransferMismatchError
+from hypercomm.errors import CreationError, OutcomeUnknownError
 from hypercomm.layout import RankMapping
 from hypercomm.process_groups.agreement.calls import Scope, agree, limit_of, refuse
 from hypercomm.process_groups.job import current
@@ -35,8 +35,9 @@ def consent(
         the transfer.
 
     Raises:
-        TransferMismatchError: Ranks propose different transfers, one has failed, or some are
-            missing.
+        PlanMismatchError: Ranks propose different transfers.
+        GroupCreationTimeout: Some are missing.
+        CreationError: One has failed.
         OutcomeUnknownError: The store is gone, and the other ranks may have continued.
     """
     job, ranks = current(), _ranks(mapping)
@@ -49,10 +50,10 @@ def consent(
     every = [f"{tensor} by {mapping}", _details(mapping), *entries]
     try:
         return agree(scope, title, lambda: every, limit_of(None)).pending
-    except OutcomeUnknownError:
-        raise
     except CreationError as error:
-        raise TransferMismatchError(f"{effect}: {error}") from error
+        if not isinstance(error, OutcomeUnknownError):
+            error.args = (f"{effect}: {error}",)
+        raise
 
 
 @lru_cache(maxsize=128)

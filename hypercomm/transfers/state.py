@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from hypercomm.errors import LayoutError, StateTransferError, TransferMismatchError
+from hypercomm.errors import CreationError, LayoutError, StateTransferError
 from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import as_int
 from hypercomm.layout.text import did_you_mean, shown
@@ -92,7 +92,8 @@ def transfer_state(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit.
-        TransferMismatchError: Ranks differ or are missing; nothing was sent.
+        PlanMismatchError: Ranks differ; nothing was sent.
+        GroupCreationTimeout, CreationError: Ranks are missing, or one failed; nothing was sent.
         StateTransferError: Communication failed, or data was damaged. All ranks continue from the
             smallest `bucket` of their errors.
         OutcomeUnknownError: The job's store is gone; restart the job.
@@ -413,6 +414,6 @@ def _share_damage(mapping: RankMapping, damage: StateTransferError | None) -> No
         raise damage
     try:
         consent(mapping, title, effect=effect)
-    except TransferMismatchError as error:
+    except CreationError as error:
         found = re.search(r"\(start=(\d+)\)", str(error))
         raise StateTransferError(str(error), bucket=int(found[1]) if found else 0) from error

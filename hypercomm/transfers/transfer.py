@@ -97,7 +97,9 @@ def transfer(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: `mapping` is not a RankMapping, or a tensor or a group does not fit.
-        TransferMismatchError: With `verify`: ranks differ or are missing; nothing was sent.
+        PlanMismatchError: With `verify`: ranks differ; nothing was sent.
+        GroupCreationTimeout, CreationError: With `verify`: ranks are missing, or one failed;
+            nothing was sent.
         OutcomeUnknownError: With `verify`: the job's store is gone; restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 

@@ -14,8 +14,8 @@ from ranks.mortal_ranks import exit_codes
 from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.compat.megatron.state import ParallelState
 from hypercomm.errors import (
-    ConnectTimeout,
     GridDestroyedError,
+    GroupCreationTimeout,
     GroupOptionsError,
     NotInitializedError,
     UnknownDimError,
@@ -89,7 +89,7 @@ def test_one_stays_away():
         assert total == (1010 if rank % 2 else 101)
         if rank != 3:
             words, missing, group, seconds = said
-            assert words.startswith("ConnectTimeout: connect()")
+            assert words.startswith("GroupCreationTimeout: connect()")
             assert "rank 3 (tp=1, dp=1) did not join" in words
             assert words.endswith("; rank 3 is in tp of ranks (2, 3), dp of ranks (1, 3)")
             assert (missing, group) == ((3,), {0: "", 1: "dp", 2: "tp"}[rank])
@@ -138,7 +138,9 @@ def test_one_is_gone(how, lazily, more, tmp_path):
     for rank in range(3):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         words, missing, group, seconds, total, leaving = told
-        assert words.startswith("ConnectTimeout: connect() of each group: timed out: rank 3 (tp=1,")
+        assert words.startswith(
+            "GroupCreationTimeout: connect() of each group: timed out: rank 3 (tp=1,"
+        )
         assert ("dp of ranks (1, 3)" in words) or (more and "in tp+dp of ranks (0, 1" in words)
         found = {0: "".join(more), 1: "dp", 2: "tp"}
         assert (missing, group) == ([3], found[rank]) or more
@@ -152,7 +154,7 @@ def test_one_is_gone(how, lazily, more, tmp_path):
 def test_recovery():
     got = run_ranks(connect_ranks.recovers, 4, args=(True,), timeout=60)
     for rank, (said, rows, over_dp, over_tp) in enumerate(got):
-        assert said[0].startswith("ConnectTimeout: connect() of each group: timed out")
+        assert said[0].startswith("GroupCreationTimeout: connect() of each group: timed out")
         if rank in (1, 3):
             assert f"rank {rank} was connecting dp of ranks (1, 3)" in said[0]
         assert [title for title, _ in rows] == ["tp", "dp"]
@@ -284,6 +286,6 @@ def test_other_bad_calls():
 
 # It is what callers of creations, and of torch, catch.
 def test_the_error():
-    error = ConnectTimeout("late", missing=(3,), waited=timedelta(seconds=2), group="dp")
+    error = GroupCreationTimeout("late", missing=(3,), waited=timedelta(seconds=2), group="dp")
     assert isinstance(error, TimeoutError)
     assert (error.missing, error.group) == ((3,), "dp")

@@ -28,6 +28,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
@@ -373,11 +374,13 @@ class Options:
 def test_timeout_in_options(monkeypatch):
     monkeypatch.setattr(c10d, "takes_options", lambda _backend: True)
     with fake_world(4, timeout=timedelta(seconds=7)):
-        assert GroupOptions(pg_options=Options()).resolve("dp").timeout is None  # fake: unknown
+        assert (
+            GroupOptions(pg_options=Options()).resolve("dp", current()).timeout is None
+        )  # fake: unknown
         own = Options()
         own._timeout = timedelta(seconds=3)
-        assert GroupOptions(pg_options=own).resolve("dp").timeout == timedelta(seconds=3)
-        both = GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp")
+        assert GroupOptions(pg_options=own).resolve("dp", current()).timeout == timedelta(seconds=3)
+        both = GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp", current())
         assert both.timeout == timedelta(seconds=4)
 
 

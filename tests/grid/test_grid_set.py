@@ -25,7 +25,6 @@ from hypercomm.errors import (
     NotInitializedError,
     RankOutsideError,
     UnknownDimError,
-    UnknownGridError,
     WorldSizeError,
 )
 from hypercomm.layout import RankMapping
@@ -197,7 +196,7 @@ def test_mapping_of_names():
     assert grids == grids  # noqa: PLR0124 - it is itself,
     assert grids != GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")  # and nothing else
     assert len({grids, grids}) == 1
-    with pytest.raises(UnknownGridError, match=r"no grid 'vision' .* \['encoder', 'llm'\]"):
+    with pytest.raises(UnknownDimError, match=r"no grid 'vision' .* \['encoder', 'llm'\]"):
         grids["vision"]
 
 
@@ -343,7 +342,7 @@ def test_explicit_places():
         ),
         (
             lambda: GridSet.tile(8, a="tp=8", overrides={"b": {}}),
-            UnknownGridError,
+            UnknownDimError,
             r"overrides: there is no grid 'b' in this set; it has \['a'\]",
         ),
         (
@@ -427,13 +426,13 @@ def failing(_):
     ("requests", "error"),
     [
         ({"a": ["tp", "dp"], "b": ["xx"]}, UnknownDimError),
-        ({"a": ["tp", "dp"], "c": ["dp"]}, UnknownGridError),
+        ({"a": ["tp", "dp"], "c": ["dp"]}, UnknownDimError),
         ({"a": ["tp", "dp"], "b": ["tp", "tp"]}, GroupExistsError),
         ({"a": ["tp"], "b": ["tp", {"dims": "tp", "name": "x", "derive": failing}]}, ValueError),
         ({"a": ["tp"], "b": [{"dims": "tp", "timeout": 3}]}, GroupOptionsError),
         ({"a": ["tp"], "b": [{"dims": "tp", "junk": 3}]}, TypeError),
         ({"a": ["tp"], "b": 7}, LayoutError),
-        ({7: ["tp"]}, UnknownGridError),
+        ({7: ["tp"]}, UnknownDimError),
         (["a", "b"], LayoutError),
         (None, LayoutError),
     ],
@@ -567,7 +566,7 @@ def test_modules():
     grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
     wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)
     assert grids.mapping("encoder", "llm", batch_axis=1) == wanted
-    with pytest.raises(UnknownGridError, match="no grid 'x'"):
+    with pytest.raises(UnknownDimError, match="no grid 'x'"):
         grids.mapping("encoder", "x")
 
 
@@ -577,7 +576,7 @@ def test_transfer_between_modules():
         rows = torch.tensor([[1, 2], [3, 4]])
         assert grids.transfer("train", "infer", rows).tolist() == [[1, 2]]
         assert grids.transfer("train", "train", rows, along=None).tolist() == rows.tolist()
-        with pytest.raises(UnknownGridError, match="no grid 'x'"):
+        with pytest.raises(UnknownDimError, match="no grid 'x'"):
             grids.transfer("train", "x", rows)
         with pytest.raises(LayoutError, match="must be a multiple of 2"):
             grids.transfer("train", "infer", torch.zeros(3))
@@ -621,7 +620,7 @@ def test_collections(make, rank, names):
             assert list(modules.keys()) == names
             assert modules.language_model_module_name == ("llm" if "llm" in names else None)
             assert multi_module_of(grids).language_model_module_name is None
-            with pytest.raises(UnknownGridError, match="no grid 'vlm'"):
+            with pytest.raises(UnknownDimError, match="no grid 'vlm'"):
                 multi_module_of(grids, "vlm")
 
 

@@ -9,9 +9,7 @@ from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.errors import (
     GroupOptionsError,
     LayoutError,
-    NotPicklableError,
     UnknownDimError,
-    UnknownGridError,
 )
 from hypercomm.testing import fake_world
 
@@ -55,7 +53,7 @@ def test_a_dim_of_a_view(call):
 @pytest.mark.parametrize(
     ("call", "error", "meant"),
     [
-        (lambda grids: grids["encodr"], UnknownGridError, "encoder"),
+        (lambda grids: grids["encodr"], UnknownDimError, "encoder"),
         (lambda grids: grids["llm"].ensure_pg("tp", timout=3), TypeError, "timeout"),
         (lambda grids: grids["llm"].ensure_pg("tp", viw=3), TypeError, "view"),
         (lambda grids: grids["llm"].explain("tp", shar=3), TypeError, "share"),
@@ -70,7 +68,7 @@ def test_a_dim_of_a_view(call):
             lambda _: GridSet(
                 {"llm": RankLayout.parse("tp=8")}, overrides={"lm": {}}, world_size=8
             ),
-            UnknownGridError,
+            UnknownDimError,
             "llm",
         ),
         (
@@ -100,9 +98,8 @@ def test_a_grid_is_no_value(send):
     grid.register_view("expert", [4, 2], ["ep", "edp"])
     grids = GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")
     for owner in (grid, grid.view("expert"), grids):
-        with pytest.raises(NotPicklableError, match="cannot be pickled or copied: ") as caught:
+        with pytest.raises(TypeError, match="cannot be pickled or copied: ") as caught:
             send(owner)
-        assert isinstance(caught.value, TypeError)
         assert str(caught.value).startswith(repr(owner))
     assert HyperCommGrid(pickle.loads(pickle.dumps(grid.layout)), world_size=8).shape == [2, 4]
     again = GridSet(pickle.loads(pickle.dumps(dict(grids.layouts))), world_size=8)

@@ -43,7 +43,7 @@ def test_another_grid(odd, arguments, words):
             return said, waited, is_clean, sum_over(grid.create_pg(EVERY, timeout=LONG))
 
     for said, waited, is_clean, total in run_ranks(program, 4, timeout=90):
-        assert said.startswith("GridMismatchError: "), said
+        assert said.startswith("PlanMismatchError: "), said
         assert words in said
         assert is_clean
         assert total == 1111
@@ -143,7 +143,7 @@ def test_a_fork():
         grid.destroy()
         return told, total, len(registered())
 
-    assert run_ranks(program, 2) == [("ForkedError," * 4 + "None", 11, 1)] * 2
+    assert run_ranks(program, 2) == [("GridDestroyedError," * 4 + "None", 11, 1)] * 2
 
 
 # abort() waits for nobody, and may be called twice; after WORLD, destroy() is harmless.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import ForkedError, HyperCommError
+from hypercomm.errors import GridDestroyedError, HyperCommError
 
 
 def places():
@@ -122,7 +122,7 @@ def forgotten():
         try:
             grid["tp"].group.size()
             os._exit(1)
-        except ForkedError:
+        except GridDestroyedError:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
     with warnings.catch_warnings(record=True) as said:

@@ -153,7 +153,7 @@ def test_grids_that_differ(shape, seed):
 
     job = simulate_job(program, 4, seed=seed)
     check_time(job, QUICK_S)
-    assert {*job.kinds(0)} == {*job.kinds(1)} == {"GridMismatchError"}, job
+    assert {*job.kinds(0)} == {*job.kinds(1)} == {"PlanMismatchError"}, job
     assert {*job.kinds(2)} == {""}, job
 
 
@@ -205,6 +205,33 @@ def test_two_threads_in_two_orders(seed):
     job = simulate_job(program, 2, seed=seed)
     assert [keys for keys, _ in job.values()] == [["tp (x)", "tp (y)"]] * 2
     check_time(job, 2 * QUICK_S)
+
+
+# Two threads ensure one group, and the first times out: the second creates it anew, and keeps it.
+@seeds
+def test_two_threads_ensure_one_group(seed):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([2], ["tp"])
+        found = []
+        ensure = lambda: found.append(attempt(grid.ensure_pg, "tp"))  # noqa: E731
+        if rank == 1:
+            sleep(T + 1)
+            ensure()
+        else:
+            threads = [thread(ensure)]
+            sleep(T / 2)
+            threads.append(thread(ensure))
+            for one in threads:
+                one.join()
+        kept = grid.get_pg("tp")
+        return [call.value is kept for call in found], [call.kind for call in found], grid
+
+    job = simulate_job(program, 2, seed=seed, timeout_s=T)
+    (first, kinds, _), (second, others, _) = job.values()
+    assert kinds == ["GroupCreationTimeout", ""], job
+    assert first[1:] == second == [True], job
+    assert others == [""], job
+    assert [len(rank.held) for rank in job.ranks] == [1, 1], job
 
 
 # What a rank outside of a grid calls concerns nobody inside.
@@ -377,7 +404,7 @@ def test_transfers_that_differ(seed):
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)
-    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(0) == ["PlanMismatchError"] * 3, job
     assert job.kinds(1) == [""] * 3, job
 
 
@@ -395,7 +422,7 @@ def test_transfers_in_a_circle(seed):
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)
-    assert job.kinds(0) == ["TransferMismatchError"] * 3, job
+    assert job.kinds(0) == ["PlanMismatchError"] * 3, job
     assert job.kinds(1) == job.kinds(2) == [""] * 3, job
 
 

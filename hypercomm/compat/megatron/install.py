@@ -28,7 +28,7 @@ def install() -> None:
     a warning lists the names that ours lacks.
 
     Raises:
-        InstallError: `megatron.core` was imported before; nothing was changed.
+        StateError: `megatron.core` was imported before; nothing was changed.
 
     Example:
         >>> install()

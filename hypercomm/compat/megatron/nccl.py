@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.table import NCCL_KEYS
-from hypercomm.errors import ConfigurationError, NcclConfigError
+from hypercomm.errors import ConfigurationError
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
@@ -44,7 +44,7 @@ def load(config: Configuration) -> NcclConfig:
 
     Raises:
         OSError: The file cannot be read.
-        NcclConfigError: It has other content than group keys and NCCL options; or pyyaml, which
+        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
             the extra `nccl-config` installs, is missing.
     """
     path = config.nccl_communicator_config_path
@@ -53,12 +53,12 @@ def load(config: Configuration) -> NcclConfig:
         overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
     for key, own in options.items():
         if key not in NCCL_KEYS:
-            raise NcclConfigError(
+            raise ConfigurationError(
                 f"NCCL options are given for {shown(key)}; there are the groups {NCCL_KEYS}"
             )
         unknown = sorted(map(str, _mapping(own, f"group {key!r}").keys() - _OPTIONS))
         if unknown:
-            raise NcclConfigError(f"group {key!r} has no option {unknown[0]!r}; use {_OPTIONS}")
+            raise ConfigurationError(f"group {key!r} has no option {unknown[0]!r}; use {_OPTIONS}")
     return options
 
 
@@ -66,20 +66,20 @@ def _read(path: str | os.PathLike[str]) -> NcclConfig:
     try:
         import yaml
     except ImportError as error:
-        raise NcclConfigError(
+        raise ConfigurationError(
             f"nccl_communicator_config_path={str(path)!r} needs pyyaml; "
             f"pip install 'hypercomm[nccl-config]'"
         ) from error
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise NcclConfigError(f"{path} is not yaml: {error}") from error
+        raise ConfigurationError(f"{path} is not yaml: {error}") from error
     return dict(_mapping(content, str(path)))
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise NcclConfigError(f"{what} must map names to values, got {shown(value)}")
+        raise ConfigurationError(f"{what} must map names to values, got {shown(value)}")
     return value
 
 
@@ -87,13 +87,13 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
 
     Raises:
-        NcclConfigError: NCCL does not take a value, or this torch was built without NCCL.
+        ConfigurationError: NCCL does not take a value, or this torch was built without NCCL.
     """
     own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
     if own is None:
         return None
     if not hasattr(dist, "ProcessGroupNCCL"):
-        raise NcclConfigError(
+        raise ConfigurationError(
             f"NCCL options {dict(own)} for group {pg_name!r} need a torch that is built with NCCL"
         )
     try:
@@ -101,7 +101,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
         for name in own.keys() & {*_OPTIONS} - {_PRIORITY}:
             setattr(options.config, name, own[name])
     except (TypeError, ValueError) as error:
-        raise NcclConfigError(
+        raise ConfigurationError(
             f"NCCL does not take the options {dict(own)} of group {pg_name!r}: {error}"
         ) from error
     return options
@@ -114,7 +114,7 @@ def options_by_key(config: Configuration) -> Callable[[str], Any]:
     of WORLD does not take are left out with a warning in the log.
 
     Raises:
-        OSError, NcclConfigError: As for `load`.
+        OSError, ConfigurationError: As for `load`.
         NotInitializedError: There are options, but no job, whose backend decides if they have an
             effect.
     """

@@ -159,7 +159,7 @@ def initialize_model_parallel(
         LayoutError: A size is not a positive int (a ValueError).
         WorldSizeError: The sizes do not divide the world; names sizes that would (a RuntimeError).
         ConfigurationError: Two choices contradict each other (an AssertionError).
-        NcclConfigError, FileNotFoundError: The NCCL configuration cannot be used.
+        ConfigurationError, FileNotFoundError: The NCCL configuration cannot be used.
         StateError: torch.distributed is not initialised, or the state is (an AssertionError).
         CreationError, GroupOptionsError: The groups cannot be created here.
 
@@ -723,7 +723,7 @@ def create_all_gather_groups(
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
         GroupOptionsError: An option is none, or they exist and were created with other options (a
             ValueError).
-        NcclConfigError: `nccl_comm_cfgs` are no configuration.
+        ConfigurationError: `nccl_comm_cfgs` are no configuration.
     """
     nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
     return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)

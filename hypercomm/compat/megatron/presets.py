@@ -214,7 +214,7 @@ def megatron_requests(
         ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
             not come out even.
         NotInitializedError: There are NCCL options, but no job.
-        NcclConfigError, FileNotFoundError: The NCCL configuration cannot be used.
+        ConfigurationError, FileNotFoundError: The NCCL configuration cannot be used.
 
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
@@ -356,7 +356,7 @@ def multi_module_of(
 
     Raises:
         LayoutError: `grids` is no set.
-        UnknownGridError: The set has no such grid.
+        UnknownDimError: The set has no such grid.
         RankOutsideError: The calling rank is in none of the grids.
         GridDestroyedError: One of these grids was destroyed.
 

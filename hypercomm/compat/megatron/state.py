@@ -234,7 +234,7 @@ class ParallelState(ModuleState):
 
         Raises:
             NotInitializedError: The state is empty.
-            PlanMismatchError, ConnectTimeout, HyperCommError: As for `HyperCommGrid.connect`.
+            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -258,7 +258,7 @@ class ParallelState(ModuleState):
 
         Raises:
             NotInitializedError: The state is empty.
-            GroupOptionsError, NcclConfigError: An option is wrong, or the groups exist and were
+            GroupOptionsError, ConfigurationError: An option is wrong, or the groups exist and were
                 created with other options.
         """
         config = self.configuration

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from hypercomm.errors import (
     CreationError,
-    GridMismatchError,
     GroupCreationTimeout,
     HyperCommError,
     LateRankError,
@@ -132,8 +131,8 @@ class Scope:
 
 def limit_of(timeout: timedelta | None) -> float:
     """Return for how many seconds ranks wait for each other; None is the timeout of WORLD."""
-    job = current_or_none()
-    timeout = timeout or (None if job is None else c10d.world_timeout(job.backend))
+    if timeout is None and (job := current_or_none()) is not None:
+        timeout = job.timeout_of(job.backend)
     return timeout.total_seconds() if timeout else math.inf
 
 
@@ -310,7 +309,7 @@ class Call(Generic[T]):
         text = f"{self.title}: {outcome.text}"
         if outcome.kind == "failed":
             return CreationError(text)
-        return GridMismatchError(text) if outcome.grids else PlanMismatchError(text)
+        return PlanMismatchError(text)
 
     # ---- in the worker --------------------------------------------------------------------------
 
@@ -648,8 +647,7 @@ def together(
         undo: Undoes the work, as much of it as was done, where the call fails.
 
     Raises:
-        PlanMismatchError: Ranks propose different things.
-        GridMismatchError: Ranks have built different grids.
+        PlanMismatchError: Ranks propose different things, or have built different grids.
         GroupCreationTimeout: Ranks are missing; names them.
         LateRankError: The other ranks have timed out on this one.
         CreationError: A rank failed, or the store is gone.

@@ -22,7 +22,7 @@ from hypercomm.process_groups.torch_internals.backends import (
     why_not_here,
     why_unavailable,
     world_group,
-    world_timeout,
+    world_options,
 )
 from hypercomm.process_groups.torch_internals.capabilities import is_other_world
 from hypercomm.process_groups.torch_internals.extras import (

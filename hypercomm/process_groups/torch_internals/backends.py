@@ -60,6 +60,7 @@ def pairs_of(backend: str) -> tuple[tuple[str, str], ...]:
     return tuple((device.strip(), single.strip()) for device, _, single in pairs)
 
 
+@functools.lru_cache(maxsize=64)
 def single_backends(backend: str) -> tuple[str, ...]:
     """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
     return tuple(single for _, single in pairs_of(backend))
@@ -114,17 +115,17 @@ def takes_options(backend: str) -> bool:
     return backend not in {"gloo", "mpi", "ucc", "xccl"}
 
 
-def world_timeout(backend: str) -> timedelta | None:
-    """Return the timeout of WORLD, preferably that of its part that runs `backend`.
+def world_options(backend: str) -> Any:
+    """Return the options of WORLD that hold its timeout, preferably of its part with `backend`.
 
-    None if torch does not show it: a fake backend has no options.
+    None if torch does not show them: a fake backend has no options.
     """
     parts, wanted = parts_of_world(), single_backends(backend)
     for device in sorted(parts, key=lambda device: parts[device] not in wanted):
         with contextlib.suppress(AttributeError, RuntimeError):
-            timeout: timedelta | None = part_on(torch.device(device)).options._timeout
-            if timeout:
-                return timeout
+            options: Any = part_on(torch.device(device)).options
+            if options._timeout:
+                return options
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hypercomm.errors import TorchVersionError
+from hypercomm.errors import MissingPackageError
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +49,16 @@ def check_release(installed: str) -> None:
     """Raise unless a version of torch is recent enough.
 
     Raises:
-        TorchVersionError: With the command that installs a newer one.
+        MissingPackageError: With the command that installs a newer one.
 
     Example:
         >>> check_release("2.10.0+cu126")
         >>> check_release("2.9.1")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        hypercomm.errors.TorchVersionError: torch 2.9.1 is installed, and hypercomm needs 2.10 or...
+        hypercomm.errors.MissingPackageError: torch 2.9.1 is installed, and hypercomm needs...
     """
     if release_of(installed) < release_of(OLDEST):
-        raise TorchVersionError(
+        raise MissingPackageError(
             f"torch {installed} is installed, and hypercomm needs {OLDEST} or newer: "
             f"pip install 'torch>={OLDEST}'; hypercomm.layout, and hypercomm.RankLayout, need none"
         )

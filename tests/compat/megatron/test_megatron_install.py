@@ -111,11 +111,11 @@ def test_too_late():
         """,
         OURS,
         """
-        from hypercomm.errors import InstallError
+        from hypercomm.errors import StateError
         before = dict(sys.modules), list(sys.meta_path)
         try:
             install()
-        except InstallError as error:
+        except StateError as error:
             assert "before the first import of megatron.core" in str(error)
         else:
             raise AssertionError

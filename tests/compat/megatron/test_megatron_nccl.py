@@ -19,7 +19,7 @@ from ranks.rank_functions import registered
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.compat.megatron import version
-from hypercomm.errors import NcclConfigError
+from hypercomm.errors import ConfigurationError
 from hypercomm.testing import fake_world
 
 WORLD_SIZE, RANK = 16, 5
@@ -175,7 +175,7 @@ def file(tmp_path):
 def test_wrong_files(content, named, file):
     with job(ours):
         before = registered()
-        with pytest.raises(NcclConfigError, match=named):
+        with pytest.raises(ConfigurationError, match=named):
             ours.initialize_model_parallel(nccl_communicator_config_path=file(content))
         assert registered() == before
         assert not ours.is_initialized()
@@ -439,7 +439,7 @@ def assert_recovers(error, arguments, fault):
         (OfTheTestError, {"get_embedding_ranks": fails}, contextlib.nullcontext),
         (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext),
         (OfTheTestError, {**UCC, "get_embedding_ranks": fails}, contextlib.nullcontext),
-        (NcclConfigError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
+        (ConfigurationError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
         (
             OfTheTestError,
             {"use_sharp": True},

@@ -94,7 +94,7 @@ def test_share_identical(arguments):
 def test_one_rank_differs():
     found = run_ranks(megatron_ranks.one_rank_differs, 4)
     for rank, (kind, took, left, total) in enumerate(found):
-        assert kind in {"GridMismatchError", "PlanMismatchError"}
+        assert kind == "PlanMismatchError"
         assert took < 10  # the timeout of a group is 30 minutes
         assert left
         assert total == 0b11 << rank // 2 * 2
