@@ -111,7 +111,7 @@ def turn(request, tmp_path_factory):
 def fork_server():
     """Start a worker's fork server with all that ranks of several tests would load, each anew."""
     if "PYTEST_XDIST_WORKER" in os.environ and is_there("torch"):
-        from ranks.mortal_ranks import CONTEXT
+        from mortal_ranks import CONTEXT
 
         CONTEXT.set_forkserver_preload(
             # DTensor imports the last one at its first use: half a second in each rank

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from effort import examples
+from group_facts import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks.rank_functions import registered
 
 from hypercomm import GroupKey, HyperCommGrid, RankLayout
 from hypercomm.errors import (

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch.distributed as dist
-from ranks.common import registered
+from group_facts import registered
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import (

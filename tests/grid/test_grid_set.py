@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import tables as registered
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ranks.common import tables as registered
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.megatron import collections_of, multi_module_of

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import attempt, registered, sum_over
+from group_facts import attempt, registered, sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import fake_world, run_ranks

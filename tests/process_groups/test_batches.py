@@ -10,7 +10,7 @@ import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ranks.common import registered
+from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from hypercomm import HyperCommGrid
-from ranks.common import sum_over
+from group_facts import sum_over
 
 what, folder, cut_off = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))

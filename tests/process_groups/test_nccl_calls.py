@@ -4,17 +4,19 @@ torch's own functions create the groups. What a stand-in cannot show is NCCL its
 does, where there is a GPU.
 """
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_stand_in import IS_PLUGIN, lone_world, recorded_nccl
-from ranks import nccl_ranks
+from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.testing import fake_world, run_ranks, simulate
+
+ASLEEP_S = 2.0
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
@@ -59,17 +61,62 @@ def test_an_offset_grid_on_a_bound_world(creation, by_itself):
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
+def sum_over(group):
+    """The sum of 10**rank over the members; None where there is no group."""
+    if group is None:
+        return None
+    number = torch.tensor([10.0 ** dist.get_rank()])
+    part_of(group).allreduce([number]).wait()
+    return int(number)
+
+
+def begin_bound(backend):
+    """Make WORLD anew, bound to a device for each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=torch.device("cuda", rank),
+        timeout=timedelta(seconds=30),
+    )
+    return rank
+
+
+def members_alone(backend, creation):
+    """Ranks 2 and 3 create their group while the others sleep; seconds, sum and calls."""
+    with recorded_nccl(communicates=True) as calls:
+        rank = begin_bound(backend)
+        begin, total = time.monotonic(), None
+        if rank >= 2:
+            grid = HyperCommGrid([2], ["tp"], rank_offset=2, creation=creation)
+            total = sum_over(grid.create_pg("tp"))
+        else:
+            time.sleep(ASLEEP_S)
+        took_s = time.monotonic() - begin
+        every = sum_over(dist.group.WORLD)
+        if rank >= 2:
+            grid.destroy()
+        made = [(call.what, call.ranks, call.splits) for call in calls]
+        bound = dist.group.WORLD.bound_device_id
+        dist.destroy_process_group()
+    return took_s, total, every, made, str(bound)
+
+
 # Two real ranks create their group while the other two sleep.
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nobody_outside_is_waited_for(backend):
-    got = run_ranks(nccl_ranks.members_alone, 4, args=(backend, "auto"), timeout=60)
+    got = run_ranks(members_alone, 4, args=(backend, "auto"), timeout=60)
     for rank, (took_s, total, every, made, bound) in enumerate(got):
         assert (every, bound) == (1111, f"cuda:{rank}")
         if rank < 2:
             assert (total, what_of(made)) == (None, set())
         else:
-            assert took_s < nccl_ranks.ASLEEP_S / 2
+            assert took_s < ASLEEP_S / 2
             assert total == 1100
             assert what_of(made) == {((2, 3), False)}
 
@@ -166,6 +213,24 @@ def test_a_way_for_each_key():
 # ---- splits -------------------------------------------------------------------------------------
 
 
+def mixed():
+    """Groups of a WORLD of gloo and NCCL, all and in part; strategies, sums and gloo's sums."""
+    found = []
+    with recorded_nccl(communicates=True):
+        begin_bound("cpu:gloo,cuda:nccl")
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            for backend in (None, "nccl", "cuda:nccl", "gloo", "cpu:gloo,cuda:nccl"):
+                told = grid.explain("dp", name=f"of {backend}", backend=backend)
+                group = grid.create_pg("dp", name=f"of {backend}", backend=backend)
+                total = None if part_of(group) is None else sum_over(group)
+                number = torch.tensor([10.0 ** dist.get_rank()])
+                if backend not in {"nccl", "cuda:nccl"}:
+                    dist.all_reduce(number, group=group)
+                found.append((told.strategy, total, int(number), dist.get_backend(group)))
+        dist.destroy_process_group()
+    return found
+
+
 # A WORLD of gloo and NCCL is split, too, with the parts that are asked for, and nobody enumerates;
 # real ranks communicate over both parts. Before 2.14 a split has gloo's options wrong: members
 # create such groups alone.
@@ -173,7 +238,7 @@ def test_a_way_for_each_key():
 def test_a_mixed_world():
     for_both = "split" if VERSION >= "2.14" else "local"
     every = "cpu:gloo,cuda:nccl"
-    for rank, found in enumerate(run_ranks(nccl_ranks.mixed, 4, timeout=60)):
+    for rank, found in enumerate(run_ranks(mixed, 4, timeout=60)):
         own, alone = [101, 1010][rank % 2], 10**rank
         assert found == [
             (for_both, own, own, every),

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import settle, sum_over
-from ranks.mortal_ranks import attempt, run_scene
+from group_facts import settle, sum_over
+from mortal_ranks import attempt, run_scene
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.process_groups import torch_internals as c10d

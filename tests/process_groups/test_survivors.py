@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import sum_over
-from ranks.mortal_ranks import attempt, run_scene
+from group_facts import sum_over
+from mortal_ranks import attempt, run_scene
 
 from hypercomm import GridSet, HyperCommGrid, renew_world
 from hypercomm.errors import (

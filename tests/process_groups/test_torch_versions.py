@@ -6,7 +6,11 @@ Where the torch at hand does not show a change itself, a stand-in has its new an
 import json
 import os
 import signal
+import sys
+import time
+import warnings
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import bound_world
@@ -14,12 +18,29 @@ import fresh_programs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import version_ranks
-from ranks.common import sum_over
-from ranks.mortal_ranks import exit_codes
+from group_facts import registered, sum_over
+from mortal_ranks import exit_codes
+from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world, run_ranks
+
+seen = []
+"""Novelty and timeout of each gloo group of this rank."""
+PACKAGE = """
+import torch.distributed as dist
+
+def create(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+def register():
+    dist.Backend.register_backend("theirs", create, devices=["cpu"])
+"""
+ENTRY_POINTS = """[torch.distributed.backends]
+theirs = theirs_of_the_test:register
+broken = nowhere:register
+"""
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 IS_PLUGIN = VERSION >= "2.14"
@@ -27,11 +48,28 @@ IS_PLUGIN = VERSION >= "2.14"
 needs_entry_points = pytest.mark.skipif(not IS_PLUGIN, reason="it came with torch 2.14")
 
 
+def a_trial_that_fails():
+    """The first creation of rank 1 fails for a reason of its own; the second does not."""
+    grid, said = HyperCommGrid([2], ["dp"]), None
+    if dist.get_rank() == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    begin = time.monotonic()
+    try:
+        grid.create_pg("dp", timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    waited = time.monotonic() - begin
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    dist.barrier()
+    with grid:
+        return said, waited, sum_over(grid.create_pg("dp"))
+
+
 # A creation that fails for another reason says what it is, and nothing about torch; who waits for
 # this rank hears the same, long before the timeout; afterwards groups are created in our way, as if
 # nothing had been.
 def test_a_trial_that_fails():
-    got = run_ranks(version_ranks.a_trial_that_fails, 2, timeout=60)
+    got = run_ranks(a_trial_that_fails, 2, timeout=60)
     (heard, waited, *other), (said, _, *own) = got
     for words in (heard, said):
         assert words.startswith("CreationError: ")
@@ -40,9 +78,21 @@ def test_a_trial_that_fails():
     assert own == other == [11]
 
 
+def refused_options():
+    """Options that gloo would leave aside, and what is left after they were refused."""
+    before, said = registered(), []
+    grid = HyperCommGrid([2], ["dp"])
+    for options in (Gloo._Options(), object(), 7):
+        try:
+            grid.create_pg("dp", pg_options=options)
+        except ValueError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, registered() == before, dict(grid.pgs)
+
+
 # gloo leaves options aside, so they are refused, also where torch calls gloo a plugin (2.14).
 def test_gloo_options_are_refused():
-    for said, is_clean, left in run_ranks(version_ranks.refused_options, 2):
+    for said, is_clean, left in run_ranks(refused_options, 2):
         assert len(said) == 3
         for line in said:
             assert line.startswith("GroupOptionsError: pg_options ")
@@ -63,13 +113,31 @@ def test_a_rank_outside_a_split(monkeypatch, outside):
         assert grid.create_pg("tp") is None
 
 
+def another_timeout():
+    """How long rank 0 waits for rank 1 once the timeout of their group is another."""
+    grid = HyperCommGrid([2], ["dp"])
+    group, waited = grid.create_pg("dp"), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        c10d.set_timeout(timedelta(seconds=0.5), group)
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        try:
+            sum_over(group)
+        except RuntimeError:
+            waited = time.monotonic() - begin
+    dist.barrier()
+    grid.destroy()
+    return waited
+
+
 # The timeout of a group can be changed, without a warning of torch.
 @pytest.mark.skipif(
     VERSION < "2.13",
     reason="gloo may keep its first timeout",
 )
 def test_the_timeout_of_a_group():
-    waited, _ = run_ranks(version_ranks.another_timeout, 2, timeout=60)
+    waited, _ = run_ranks(another_timeout, 2, timeout=60)
     assert 0.4 < waited < 5
 
 
@@ -141,12 +209,33 @@ dist.destroy_process_group()
 # ---- backends -----------------------------------------------------------------------------------
 
 
+def a_third_party(folder):
+    """Create a group of a third party's backend."""
+    sys.path.insert(0, folder)
+    with HyperCommGrid([2], ["dp"]) as grid:
+        try:
+            said = str(grid.create_pg("dp", backend="broken"))
+        except ValueError as error:
+            said = str(error)
+        total = sum_over(grid.create_pg("dp", backend="theirs"))
+        return said, c10d.known_backends(), total
+
+
+def write_package(folder):
+    """Install a third party's backend into a folder."""
+    (folder / "theirs_of_the_test.py").write_text(PACKAGE)
+    info = folder / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+
+
 # A third party's backend that its package names in an entry point (torch 2.14) is known before
 # anybody has loaded it, and its groups communicate; one that cannot be loaded says why.
 @needs_entry_points
 def test_a_backend_of_an_entry_point(tmp_path):
-    version_ranks.write_package(tmp_path)
-    for said, known, total in run_ranks(version_ranks.a_third_party, 2, args=(str(tmp_path),)):
+    write_package(tmp_path)
+    for said, known, total in run_ranks(a_third_party, 2, args=(str(tmp_path),)):
         assert total == 11
         assert {"theirs", "broken", "nccl-lazy", "nccl2"} <= set(known)
         assert "backend 'broken' cannot be loaded (No module named 'nowhere')" in said
@@ -164,15 +253,69 @@ def test_backends_of_this_torch():
 # ---- what newer releases can --------------------------------------------------------------------
 
 
+def survive(rank, port, folder):
+    """Lose rank 2, and go on without it."""
+    torchs = dist.distributed_c10d
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, enable_reconfigure=True)
+
+    def reconfigure(attempt, ranks):
+        store.set(f"{attempt}/{rank}", torchs._get_reconfigure_handle())
+        handles = [store.get(f"{attempt}/{member}").decode() for member in ranks]
+        torchs._reconfigure(uuid=attempt, handles=handles).wait()
+
+    reconfigure(1, [0, 1, 2])
+    grid = HyperCommGrid([3], ["dp"])
+    before = sum_over(grid.create_pg("dp"))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    grid.abort()
+    reconfigure(2, [0, 1])
+    smaller = HyperCommGrid([2], ["dp"])
+    after = sum_over(smaller.create_pg("dp"))
+    told = [before, dist.get_world_size(), after]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # WORLD has lost a rank: nobody waits for it
+
+
 # A gloo job that can be reconfigured (torch 2.14) goes on after a death: the survivors abort their
 # grid, reconfigure WORLD, and a new grid of theirs works.
 @needs_entry_points
 def test_a_reconfigured_world(tmp_path):
-    codes = exit_codes(version_ranks.survive, 3, str(tmp_path))
+    codes = exit_codes(survive, 3, str(tmp_path))
     assert codes == [0, 0, -signal.SIGKILL]
     for rank in range(2):
         before, world_size, after = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (before, world_size, after) == (111, 2, 11)
+
+
+def permuted_meshes(ranks):
+    """Read a mesh that keeps its order, and make one of a grid over listed ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), preserve_rank_order=True)
+    grid = HyperCommGrid.from_device_mesh(mesh)
+    read = [list(grid.layout.ranks), grid.get_rank_enum("tp"), grid.get_rank_enum("dp")]
+    mine = DTensor.from_local(torch.full((1,), float(dist.get_rank())), mesh["tp"], [Shard(0)])
+    shards = mine.redistribute(mesh["tp"], [Replicate()]).to_local().tolist()
+    with HyperCommGrid.from_layout(grid.layout) as own:
+        own.create_pgs(["tp", "dp"])
+        given = own.device_mesh("dp", "tp")
+        slice_of_it = HyperCommGrid.from_device_mesh(given["tp"])
+        facts = [
+            given
+            == DeviceMesh(
+                "cpu",
+                ranks,
+                mesh_dim_names=("dp", "tp"),
+                preserve_rank_order=True,
+                _init_backend=False,
+            ),
+            HyperCommGrid.from_device_mesh(given).layout == grid.layout,
+            slice_of_it.get_rank_enum("tp"),
+        ]
+    return dist.get_rank(), read, shards, facts
 
 
 # A DeviceMesh that keeps the order of its ranks (torch 2.15) is read as a grid, and a grid over
@@ -180,7 +323,7 @@ def test_a_reconfigured_world(tmp_path):
 @pytest.mark.skipif(VERSION < "2.15", reason="preserve_rank_order= came with torch 2.15")
 def test_meshes_keep_their_order():
     ranks = [[1, 0], [3, 2]]
-    for own, grids, shards, given in run_ranks(version_ranks.permuted_meshes, 4, args=(ranks,)):
+    for own, grids, shards, given in run_ranks(permuted_meshes, 4, args=(ranks,)):
         assert grids == [[1, 0, 3, 2], [[1, 0], [3, 2]], [[1, 3], [0, 2]]]
         assert shards == [1.0, 0.0] if own < 2 else [3.0, 2.0]
         assert given == [True, True, [ranks[own // 2]]]

@@ -1,0 +1,80 @@
+"""What the ranks of several tests ask of their process, and do with a group."""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+STEADY_S = 1.0
+SETTLED_WITHIN_S = 60.0
+
+
+def registered():
+    """Every group that torch knows."""
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def tables():
+    """What torch knows of them, in all of its tables."""
+    world = dist.distributed_c10d._world
+    return (
+        registered(),
+        dict(world.pg_names),
+        {group: dict(ranks) for group, ranks in world.pg_group_ranks.items()},
+        dict(world.pg_backend_config),
+        dict(world.pg_to_tag),
+        {tag: list(groups) for tag, groups in world.tags_to_pg.items()},
+    )
+
+
+def all_reduce_of(value, group, device="cpu"):
+    """The sum of what the members of a group give."""
+    tensor = torch.tensor([value], device=device)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def sum_over(group, device="cpu"):
+    """The sum of 10**rank over a group: its digits say which ranks took part; None without one."""
+    return None if group is None else all_reduce_of(10 ** dist.get_rank(), group, device)
+
+
+def threads_and_files():
+    """How many threads and open files this process has, but for threads that ask its store.
+
+    As many of those stay as were ever busy at once, and a late answer makes them one more.
+    """
+    asking = sum(thread.name == "hypercomm" for thread in threading.enumerate())
+    tasks, files = (len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
+    return tasks - asking, files
+
+
+def given_back(before):
+    """Threads and files, once they are as they were, or ten seconds later: peers close theirs."""
+    deadline = time.monotonic() + 10
+    while threads_and_files() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return threads_and_files()
+
+
+def settle():
+    """Wait until nothing has been closed for a while: gloo's own threads close what they have."""
+    begin = since = time.monotonic()
+    before = None
+    while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):
+        now = threads_and_files()
+        if now != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.1)
+
+
+def attempt(action):
+    """What an action returned or raised, and how long it took."""
+    begin = time.monotonic()
+    try:
+        said = action()
+    except Exception as error:  # noqa: BLE001 - the test looks at what it is
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - begin
