@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from busy import late_s
 from group_facts import sum_over
@@ -18,15 +17,12 @@ from hypercomm import GridSet, HyperCommGrid, run_ranks
 from hypercomm.compat.megatron.state import ParallelState
 from hypercomm.errors import (
     GridDestroyedError,
-    GroupCreationTimeout,
     GroupOptionsError,
     HyperCommError,
     NotInitializedError,
     UnknownDimError,
 )
-from hypercomm.grid import connect
 from hypercomm.grid import connect as connecting
-from hypercomm.grid.connect import Connection, Connections
 from hypercomm.testing import fake_world, simulate
 
 LIMIT = timedelta(seconds=20)
@@ -192,32 +188,6 @@ def test_one_has_another_group():
         assert count == 2
 
 
-def fails_before():
-    """Rank 1 fails before the ranks meet; then all connect."""
-    with HyperCommGrid("tp=2,dp=2") as grid:
-        grid.create_pgs(["tp", "dp"])
-        items_of = connecting._items_of
-        if dist.get_rank() == 1:
-            connecting._items_of = None
-        said = said_of(grid.connect, timeout=LIMIT, catch=Exception)
-        connecting._items_of = items_of
-        dist.barrier()
-        return said, len(grid.connect(timeout=LIMIT))
-
-
-# Whatever fails before the ranks meet, those that wait hear so long before the timeout; and all may
-# do it again.
-def test_one_fails_before():
-    for rank, (said, count) in enumerate(run_ranks(fails_before, 4, timeout=60)):
-        if rank == 1:
-            assert said[0].startswith("TypeError: 'NoneType'")
-        else:
-            assert said[0].startswith("CreationError: connect(): rank 1 (host ")
-            assert ") failed: TypeError: " in said[0]
-        assert said[3] < 12
-        assert count == 2
-
-
 def gone_at_dp(rank, port, folder, how, lazily, more):
     """Rank 3 is killed, or stopped, when it comes to dp; the others say what they hear."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -336,80 +306,6 @@ def test_simulations():
     }
 
 
-def test_outside_and_without_groups():
-    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "pp"]) as grid:
-        assert len(grid.connect()) == 0
-        grid.create_pg("tp")
-        assert len(grid.connect()) == 0
-
-
-class Devices:
-    """What torch has for a kind of device."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def is_available(self):
-        return self.count > 0
-
-    def current_device(self):
-        return self.count - 1
-
-
-# Each backend of a group is connected on a device that is here, of whatever kind; in a world that
-# is not live on whichever it is for.
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ("cpu:gloo,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cpu:gloo,cuda:nccl,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cuda:nccl,xpu:xccl", {"xccl": "xpu"}),
-        ("cpu:gloo,cuda:gloo", {"gloo": "cpu"}),
-        ("cpu:gloo,hpu:hccl", {"gloo": "cpu"}),
-    ],
-)
-@pytest.mark.parametrize("is_real", [True, False])
-def test_devices(config, wanted, is_real, monkeypatch):
-    monkeypatch.setattr(torch, "xpu", Devices(2))
-    monkeypatch.setattr(torch, "cuda", Devices(0))
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    monkeypatch.setattr(connect, "_is_live", lambda: is_real)
-    found = connect._devices_of(None)
-    if is_real:
-        assert found == wanted
-    else:
-        assert {*found} == {each.split(":")[1] for each in config.split(",")}
-
-
-# Every neighbour both ways; two ranks have one edge, and one rank none.
-def test_edges():
-    for size in range(1, 8):
-        ranks = tuple(range(10, 10 + size))
-        found = connect._edges(ranks)
-        wanted = {frozenset((rank, 10 + (rank - 9) % size)) for rank in ranks if size > 1}
-        assert {*map(frozenset, found)} == wanted
-        assert len(found) == len(wanted)
-
-
-def test_tables():
-    told = Connections(
-        (
-            Connection(("tp", "tp (twin)"), (4, 5), "nccl", 0.25),
-            Connection(("pp",), (1, 5), "nccl", 0.5, is_edge=True),
-        ),
-        0.125,
-    )
-    assert [line.split() for line in str(told).splitlines()[1:]] == [
-        ["connected", "ranks", "backend", "seconds"],
-        ["tp,", "tp", "(twin)", "4..5", "nccl", "0.250000"],
-        ["pp", "edge", "1", "<->", "5", "nccl", "0.500000"],
-    ]
-    assert (told.seconds, len(told), told[0].title) == (0.75, 2, "tp, tp (twin)")
-    assert str(Connections()) == (
-        "0 communicators in 0.000 s, after 0.000 s of waiting for all ranks"
-    )
-
-
 @pytest.mark.parametrize("timeout", [5, 2.5, "5", timedelta(0), timedelta(seconds=-1)])
 def test_timeouts_that_are_none(timeout):
     with fake_world(4), HyperCommGrid("tp=4") as grid:
@@ -428,10 +324,3 @@ def test_other_bad_calls():
             grid.connect()
         with pytest.raises(NotInitializedError, match="needs groups to connect"):
             ParallelState().connect()
-
-
-# It is what callers of creations, and of torch, catch.
-def test_the_error():
-    error = GroupCreationTimeout("late", missing=(3,), waited=timedelta(seconds=2), group="dp")
-    assert isinstance(error, TimeoutError)
-    assert (error.missing, error.group) == ((3,), "dp")

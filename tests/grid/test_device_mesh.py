@@ -22,9 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import (
-    GridDestroyedError,
     LayoutError,
-    RankOutsideError,
 )
 from hypercomm.testing import fake_world
 
@@ -143,31 +141,6 @@ def test_adoption():
         assert dist.is_initialized()
 
 
-# A slice of a mesh is a grid of the ranks that it has, with their numbers.
-def test_adoption_of_a_slice():
-    with fake_world(16, rank=6):
-        mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp", "tp"))
-        for names, ranks in [
-            (("dp",), (0, 2, 4, 6)),
-            (("pp",), (6, 14)),
-            (("dp", "tp"), tuple(range(8))),
-            (("pp", "tp"), (6, 7, 14, 15)),
-        ]:
-            grid = HyperCommGrid.from_device_mesh(mesh[names if len(names) > 1 else names[0]])
-            assert tuple(grid.layout.ranks) == ranks
-            for name in names:
-                assert grid.get_pg(name) is mesh.get_group(name)
-
-
-# On a rank outside, a mesh is adopted without groups.
-def test_adoption_outside():
-    with fake_world(8, rank=6):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-        grid = HyperCommGrid.from_device_mesh(mesh)
-        assert not grid.is_current_rank_in_grid()
-        assert grid.get_pg("dp") is grid.get_pg("tp") is None
-
-
 # What the mesh says of devices: told, or what the backend is for.
 def test_device_type():
     with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
@@ -176,20 +149,6 @@ def test_device_type():
         meta = grid.device_mesh("tp", device_type="meta")
         assert meta.device_type == "meta"
         assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
-
-
-# What is adopted has the backend that torch tells, and none on a rank outside; its options are not
-# ours to change.
-def test_adopted_backend():
-    with fake_world(8, rank=7):
-        outside = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-        assert "group tp: 2 of 2 ranks\n" in str(HyperCommGrid.from_device_mesh(outside)) + "\n"
-        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
-        assert mesh.get_group() is dist.group.WORLD
-        grid = HyperCommGrid.from_device_mesh(mesh)
-        assert "group dp: 1 of 8 ranks, fake" in str(grid)
-        with pytest.raises(ValueError, match="is that of a DeviceMesh, and cannot be had with"):
-            grid.ensure_pg("dp", backend="fake")
 
 
 # ---- bad calls ----------------------------------------------------------------------------------
@@ -227,30 +186,6 @@ def test_missing_groups():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-def test_mesh_on_a_rank_outside():
-    with fake_world(8, rank=6), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        with pytest.raises(RankOutsideError, match="rank 6"):
-            grid.device_mesh("tp")
-
-
-def test_mesh_of_a_destroyed_grid():
-    with fake_world(4):
-        grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        grid.create_pg("tp")
-        grid.destroy()
-        with pytest.raises(GridDestroyedError):
-            grid.device_mesh("tp")
-
-
-def test_mesh_names_that_clash():
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["a", "b", "b_a"]) as grid:
-        for dims in (["a", "b"], "b_a"):
-            grid.create_pg(dims)
-        with pytest.raises(ValueError, match=re.escape("different names, got ['b_a', 'b_a']")):
-            grid.device_mesh("b_a", ("b", "a"))
-
-
 # torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines:
 # refused on every rank, also where the rank's own lines ascend.
 @pytest.mark.parametrize(
@@ -283,23 +218,6 @@ def test_mesh_without_names():
             HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (2, 2)))
         with pytest.raises(ValueError, match="takes a DeviceMesh, got 'mesh'"):
             HyperCommGrid.from_device_mesh("mesh")
-
-
-# A mesh of one dim is one line: all its ranks see that its group is sorted.
-def test_permuted_line():
-    with fake_world(3, rank=1):
-        mesh = DeviceMesh("cpu", torch.tensor([2, 0, 1]), mesh_dim_names=("dp",))
-        with pytest.raises(ValueError, match=re.escape("has [2, 0, 1] there; torch sorts")):
-            HyperCommGrid.from_device_mesh(mesh)
-
-
-# A mesh that skips a dim, or leaves hosts out, steps unevenly: the grid lists its ranks.
-def test_uneven_mesh():
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        group = grid.create_pg(["dp", "tp"])
-        adopted = HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
-        assert list(adopted.layout.ranks) == [0, 1, 4, 5]
-        assert adopted.get_pg("dp_tp") is group
 
 
 # So are those of torch's own meshes: hosts left out, steps that interlock.

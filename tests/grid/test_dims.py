@@ -1,11 +1,7 @@
 """`grid["tp"]` on real ranks: places, groups, sums, seeds, logs."""
 
-import gc
 import io
 import logging
-import os
-import warnings
-import weakref
 from contextlib import redirect_stdout
 
 import numpy as np
@@ -15,7 +11,6 @@ import torch.distributed as dist
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import (
-    GridDestroyedError,
     HyperCommError,
     LayoutError,
     NotInitializedError,
@@ -219,46 +214,6 @@ def test_what_is_refused(ask, error, words, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(error, match=words):
         ask(HyperCommGrid("tp=2,dp=4", world_size=8))
-
-
-def test_keys_for_completion():
-    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-    assert grid._ipython_key_completions_() == list(grid) == ["tp", "dp"]
-    grid.register_view("e", [8], ["ep"])
-    assert list(grid.view("e")) == ["ep"]
-    assert grid.view("e")["ep"].size == 8
-
-
-def forgotten():
-    """What dims keep: nothing of a grid that is collected, of a job that ended, or of a parent."""
-    gc.disable()
-    grid = HyperCommGrid("tp=2")
-    group = grid["tp"].group
-    pid = os.fork()
-    if not pid:
-        try:
-            grid["tp"].group.size()
-            os._exit(1)
-        except GridDestroyedError:
-            os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        held = weakref.ref(grid)
-        del grid
-        told = [str(one.message) for one in said if one.category is ResourceWarning]
-    dist.destroy_process_group(group)
-    with HyperCommGrid("tp=2") as other:
-        old = weakref.ref(other["tp"].group)
-        dist.barrier()
-    del group
-    return status, held() is None, len(told), old() is None
-
-
-# Dims keep neither the grid, which says that its groups live, nor groups that are destroyed; a
-# forked child is not given the parent's.
-def test_forgotten():
-    assert run_ranks(forgotten, 2) == [(0, True, 1, True)] * 2
 
 
 # Dims inside of dims, as other calls take them; a grid that is reshaped orders them anew.

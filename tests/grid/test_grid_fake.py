@@ -16,7 +16,7 @@ from group_facts import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
     CreationError,
     GridDestroyedError,
@@ -132,18 +132,6 @@ def test_ensure_keeps_to_the_first_options():
         for other in ({}, {"timeout": timedelta(seconds=6), "group_desc": "mine"}):
             with pytest.raises(GroupOptionsError, match="was created with GroupOptions"):
                 grid.ensure_pg("dp", **other)
-
-
-# What Megatron's callers read of a grid.
-def test_attributes():
-    with fake_world(8, rank=5):
-        grid = HyperCommGrid([2, 3], ["tp", "dp"], 1, "fake")
-        assert (grid.shape, grid.dim_names, grid.rank_offset) == ([2, 3], ["tp", "dp"], 1)
-        assert (grid.size, grid.backend) == (6, "fake")
-        assert grid.is_current_rank_in_grid()
-        assert grid.coords() == {"tp": 0, "dp": 2}
-        assert grid.coords(2) == {"tp": 1, "dp": 0}
-        assert grid.layout == RankLayout([2, 3], ["tp", "dp"], 1)
 
 
 # On a rank outside the grid a group is None, and asking where the rank is, is an error.
@@ -333,13 +321,6 @@ def test_sharing_compares_members():
         assert longer is not groups["tp",]
 
 
-# share="never" holds for the first of two keys too.
-def test_a_group_that_is_not_to_be_shared():
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        first = grid.create_pg("dp", share="never")
-        assert grid.create_pg("dp", name="second", share="identical") is not first
-
-
 # When one group cannot be destroyed, the others are, and the error is raised at the end.
 def test_destroy_goes_on(monkeypatch):
     with fake_world(4):
@@ -382,12 +363,6 @@ def test_timeout_in_options(monkeypatch):
         assert GroupOptions(pg_options=own).resolve("dp", current()).timeout == timedelta(seconds=3)
         both = GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp", current())
         assert both.timeout == timedelta(seconds=4)
-
-
-# A fake world has nobody to connect to, so a gloo twin in it is fake as well.
-def test_a_twin_in_a_fake_world():
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        assert grid.create_pg("dp", name="gloo", backend="gloo").size() == 4
 
 
 # What a person sees: the layout, where this rank is, and the groups.

@@ -1,6 +1,5 @@
 """The grid on real gloo processes: who takes part in what is read off the numbers they sum."""
 
-import os
 import time
 from datetime import timedelta
 from itertools import chain, combinations
@@ -14,7 +13,6 @@ from group_facts import all_reduce_of, given_back, threads_and_files
 from group_facts import tables as registered
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError
 from hypercomm.launch import run_ranks
 
 
@@ -106,28 +104,6 @@ def uneven_memberships():
 # (pytorch issue 173608: torch's own members-only creation waits for ever here).
 def test_uneven_memberships():
     assert run_ranks(uneven_memberships, 4, timeout=60) == [1111] * 4
-
-
-def collectives_of_neighbours(shape, dim_names):
-    """All-gather along each dim, as coordinates; gives each rank's neighbours in group order."""
-    with HyperCommGrid(shape, dim_names) as grid:
-        gathered = {}
-        for dim in dim_names:
-            group = grid.create_pg(dim)
-            own = torch.tensor([dist.get_rank()])
-            parts = [torch.empty_like(own) for _ in range(group.size())]
-            dist.all_gather(parts, own, group=group)
-            gathered[dim] = [part.item() for part in parts]
-        return gathered
-
-
-# An all-gather along a dim arrives in ascending rank order, which is the order of coordinates.
-def test_members_are_in_ascending_order():
-    shape, names = [2, 3], ["tp", "dp"]
-    ranks = np.arange(6).reshape(shape, order="F")
-    for rank, gathered in enumerate(run_ranks(collectives_of_neighbours, 6, args=(shape, names))):
-        tp, dp = np.argwhere(ranks == rank)[0]
-        assert gathered == {"tp": ranks[:, dp].tolist(), "dp": ranks[tp, :].tolist()}
 
 
 def group_timeouts():
@@ -232,49 +208,6 @@ def test_sharing():
     assert run_ranks(shared_groups, 2) == [((True, True, False, False), 4, 2, True)] * 2
 
 
-def gloo_readers():
-    """Ranks whose users let gloo read addresses in different ways meet; the choice stays theirs."""
-    name, rank, sums = "GLOO_ENABLE_STORE_V2_API", dist.get_rank(), []
-    with HyperCommGrid([4], ["dp"]) as grid:
-        for value in ("0", "1" if rank % 2 else "0", "1"):
-            os.environ[name] = value
-            group = grid.create_pg("dp", name=f"{len(sums)}")
-            sums.append((all_reduce_of(10**rank, group), os.environ[name]))
-    return sums
-
-
-# Whichever way a user lets gloo read the store, ranks meet.
-def test_how_gloo_reads():
-    got = run_ranks(gloo_readers, 4)
-    for rank, sums in enumerate(got):
-        assert sums == [(1111, "0"), (1111, "1" if rank % 2 else "0"), (1111, "1")]
-
-
-def late_rank_times_out():
-    """Rank 1 never comes; rank 0 waits as long as it was told, and is left as it was."""
-    grid = HyperCommGrid([2], ["dp"])
-    before = registered()
-    begin = time.monotonic()
-    failed = None
-    if dist.get_rank() == 0:
-        try:
-            grid.create_pg("dp", timeout=timedelta(seconds=1))
-        except RuntimeError as error:
-            failed = type(error).__name__
-    waited = time.monotonic() - begin
-    return failed, waited, registered() == before, list(grid.pgs)
-
-
-# A creation that a rank never joins ends after the timeout asked for, and leaves nothing behind.
-def test_a_creation_that_times_out_leaves_nothing():
-    (failed, waited, unchanged, groups), absent = run_ranks(late_rank_times_out, 2)
-    assert failed is not None
-    assert 1 <= waited < 10
-    assert unchanged
-    assert groups == []
-    assert absent[0] is None
-
-
 def late_for_the_first_try(late):
     """One rank comes too late for a creation; then all ranks try it again."""
     grid, rank = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]), dist.get_rank()
@@ -321,19 +254,3 @@ def survivor_and_replacement(folder):
 def test_a_survivor_and_its_new_peer(tmp_path):
     got = run_ranks(survivor_and_replacement, 3, args=(str(tmp_path),), timeout=60)
     assert got == [[11, 101], [11], [101]]
-
-
-def split_is_refused():
-    grid = HyperCommGrid([2], ["dp"], creation="split")
-    try:
-        grid.create_pg("dp")
-    except CreationError as error:
-        return str(error)
-    return "created"
-
-
-# A strategy that cannot work here is refused before anything is created, with those that can.
-def test_split_without_a_device():
-    for message in run_ranks(split_is_refused, 2):
-        assert "'split' cannot create groups of backend 'gloo' here" in message
-        assert "use one of ['auto', 'local', 'enumerate']" in message

@@ -29,7 +29,6 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankMapping
 from hypercomm.layout.placement import Placement, colocate, tile
-from hypercomm.layout.text import format_ranks
 from hypercomm.testing import fake_world, layouts
 
 NAMES = ("a", "b", "c", "d")
@@ -146,41 +145,6 @@ def test_placement(chosen, spare):
             placement.require(wanted)
 
 
-# Layouts over listed ranks lie where their lists say, and tile() does not move them.
-@given(st.permutations(range(8)), st.permutations(range(12)))
-def test_listed_ranks(low, every):
-    one, other = RankLayout([2, 2], ["tp", "dp"], ranks=low[:4]), every[:4]
-    placement = Placement({"a": one, "b": RankLayout([4], ["dp"], ranks=other)}, 12)
-    shared = sorted(set(low[:4]) & set(other))
-    assert {pair: list(ranks) for pair, ranks in placement.overlaps.items()} == (
-        {("a", "b"): shared} if shared else {}
-    )
-    assert placement.spare_ranks == tuple(sorted({*range(12)} - {*low[:4], *other}))
-    assert (placement.kind == "colocated") == (set(low[:4]) == set(other))
-    with pytest.raises(LayoutError, match="in their own order"):
-        GridSet.tile(4, a=RankLayout([2, 2], ["tp", "dp"], ranks=[3, 0, 2, 1]))
-
-
-# Ranks are written as ranges, and many ranges are cut.
-@given(st.sets(st.integers(0, 40), min_size=1, max_size=12))
-def test_format_ranks(ranks):
-    text = format_ranks(sorted(ranks))
-    read = set()
-    for part in text.removesuffix(", ...").split(", "):
-        first, _, last = part.partition("..")
-        read |= set(range(int(first), int(last or first) + 1))
-    assert read == ranks or (text.endswith(", ...") and read < ranks)
-    assert text.count(",") <= 8
-
-
-# Where layouts lie in a world of a million ranks is arithmetic.
-def test_large_worlds():
-    grids = GridSet.tile(2**20, encoder="tp=2,dp=1024", llm="tp=8,dp,pp=2")
-    assert grids.placement == "tiled"
-    assert grids["llm"].layout.size == 2**20 - 2048
-    assert grids.grids_of(2047) == ("encoder",)
-
-
 # ---- making sets --------------------------------------------------------------------------------
 
 
@@ -210,20 +174,6 @@ def test_world_size(monkeypatch):
     with fake_world(4):
         assert GridSet.tile(a="tp").world_size == 4
         assert GridSet.colocated(a="tp").world_size == 4
-
-
-# A set's name stands before those of its grids; arguments are those of all grids, or of one.
-def test_arguments():
-    with fake_world(8):
-        grids = GridSet.tile(
-            a="tp=4",
-            b="dp=4",
-            name="job",
-            backend="gloo",
-            overrides={"b": {"backend": None, "verify": True}},
-        )
-        assert [grid.name for grid in grids.values()] == ["job.a", "job.b"]
-        assert [grid.backend for grid in grids.values()] == ["gloo", None]
 
 
 # Layouts in their places make a set, gaps and permuted hosts included; grids that exist join it.
@@ -474,13 +424,6 @@ def test_bad_requests(last, arguments, error, words):
         grids.create_pgs({"a": ["tp"], "b": ["tp"]})
 
 
-# Nothing asked for is nothing done.
-def test_no_requests():
-    with fake_world(4), GridSet.colocated(a="tp=4") as grids:
-        assert grids.create_pgs({}) == {}
-        assert grids.create_pgs({"a": []}) == {"a": []}
-
-
 # A grid of another world, or one that is destroyed, cannot join a set.
 def test_foreign_grids():
     other = HyperCommGrid([4], ["tp"], world_size=4)
@@ -527,23 +470,6 @@ def test_destroy():
         with pytest.raises(GridDestroyedError), grids:
             pass
         dist.destroy_process_group(foreign)
-
-
-# The last grid is destroyed first; one that fails keeps no other from it, and its error comes out.
-@pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_ending_goes_on(end, monkeypatch):
-    ended = []
-
-    def ending(grid):
-        ended.append(grid.name)
-        if grid.name != "a":
-            raise RuntimeError(grid.name)
-
-    grids = GridSet.colocated(8, a="tp", b="tp", c="tp")
-    monkeypatch.setattr(HyperCommGrid, end, ending)
-    with pytest.raises(RuntimeError, match="c"):
-        getattr(grids, end)()
-    assert ended == ["c", "b", "a"]
 
 
 # verify() and abort() are passed on to the grids that this rank is in.
@@ -633,22 +559,3 @@ def test_no_collections():
 
 
 # ---- how it looks -------------------------------------------------------------------------------
-
-
-# The table says what lies where, and which grids this rank is in.
-def test_repr():
-    with fake_world(12, 5):
-        grids = GridSet.tile(encoder="tp=2,dp=2", llm="tp=4", requires="disjoint")
-        assert str(grids).splitlines() == [
-            "GridSet of 2 grids in a world of 12 ranks, disjoint; no grid holds ranks 8..11",
-            "  encoder  tp=2,dp=2  ranks 0..3",
-            "  llm      tp=4       ranks 4..7  this is rank 5, at tp=1",
-        ]
-        layouts_ = {"a": RankLayout.parse("tp=6"), "b": RankLayout.parse("dp=8", rank_offset=4)}
-        assert repr(GridSet(layouts_)) == (
-            "GridSet of 2 grids in a world of 12 ranks, overlapping; a and b share ranks 4..5"
-        )
-    assert "this is rank" not in str(GridSet.colocated(8, a="tp", b="dp"))
-    assert repr(GridSet.colocated(8, a="tp", b="dp")).startswith(
-        "GridSet of 2 grids in a world of 8 ranks, on the same ranks"
-    )

@@ -14,15 +14,6 @@ from hypercomm.errors import (
 from hypercomm.testing import fake_world
 
 
-# A view says whose it is; each is one line for `repr`.
-def test_looks_of_a_view():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], name="train") as grid:
-        grid.register_view("expert", [4, 2], ["ep", "edp"])
-        view = grid.view("expert")
-        assert repr(view) == "view expert (ep=4,edp=2) of HyperCommGrid(tp=2,dp=4, name='train')"
-        assert str(view).splitlines()[1] == "  this is rank 5, at ep=1, edp=1"
-
-
 # A dim of a view that is asked of the grid: whatever the call, the error says where it is.
 @pytest.mark.parametrize(
     "call",

@@ -1,9 +1,7 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
 import collections
-import os
 import re
-import threading
 from datetime import timedelta
 
 import bound_world
@@ -21,7 +19,6 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -99,12 +96,6 @@ def test_what_a_batch_says_for_all(monkeypatch):
     assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
 
 
-# Outside the grid a batch gives None for each group, as create_pg does.
-def test_a_batch_outside_the_grid():
-    with fake_world(9, rank=8), grid_of() as grid:
-        assert grid.create_pgs(["tp", "dp"]) == [None, None]
-
-
 # A batch with a mistake anywhere is refused before anything is created, or even planned.
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
@@ -152,21 +143,6 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
         assert groups[2] is cp
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
-
-
-# A creation that fails leaves alone what another thread has created meanwhile.
-def test_a_failure_beside_another_thread(monkeypatch):
-    honest, others = c10d.new_group, []
-
-    def failing(_name, members, **options):
-        others.append(honest("another thread's", members, **options))
-        raise RuntimeError("out of sockets")
-
-    with fake_world(8, rank=5), grid_of() as grid:
-        monkeypatch.setattr(c10d, "new_group", failing)
-        with pytest.raises(RuntimeError, match="out of sockets"):
-            grid.create_pg("tp")
-        assert others[0] in registered()
 
 
 # A grid says how it would create a group, and how it has created one.
@@ -248,35 +224,6 @@ def test_a_collision_of_torch(monkeypatch, bound):
         grid.create_pg("cp")
     assert told.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
     assert bound == [[[0, 8]], [[1988, 1996]]]
-
-
-# Threads whose groups connect alike create them at once, whether they say so or leave it to the
-# environment; one that wants it otherwise waits for them, and the environment is what it was.
-@pytest.mark.parametrize("in_environment", ["0", "1"])
-def test_lazy_init_of_threads(monkeypatch, in_environment):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
-    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
-
-    def create(lazily, entered):
-        with lazy_init.set_to(lazily):
-            seen.append(lazy_init.is_set)
-            entered.set()
-
-    def begin(lazily):
-        entered = threading.Event()
-        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
-        thread.start()
-        return thread, entered
-
-    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
-        with lazy_init.set_to(first):
-            assert begin(alike)[1].wait(10)
-            waiting, entered = begin(other)
-            assert not entered.wait(0.05)
-        waiting.join(10)
-        assert entered.is_set()
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
-    assert seen == [usual, not usual, not usual, usual]
 
 
 # A dict of requests is answered by a dict, whose order is the order of creation.

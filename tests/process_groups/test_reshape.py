@@ -266,17 +266,6 @@ def test_adopted_groups():
         assert dp in theirs
 
 
-# A mesh that was handed out does not come back for the new groups of the same ranks and names.
-def test_meshes():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        grid.create_pgs(["tp", "dp"])
-        grid.device_mesh("dp", "tp")
-        grid.reshape("dp=4,tp=2")
-        mesh = grid.device_mesh("tp", "dp")
-        assert mesh.get_group("dp") is grid.get_pg("dp")
-        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 # What a reshape did, as text and as values; sizes of a view stay, or are given.
 def test_result():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
@@ -360,22 +349,6 @@ def test_one_thread_reshapes():
                 with pytest.raises(CreationError, match="another thread"):
                     call()
         grid.reshape("tp=4,dp=2")
-
-
-# Groups that differ in an option are not taken for each other, and keep theirs.
-def test_options():
-    minute = timedelta(minutes=1)
-    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        grid.create_pg(["tp", "cp"])
-        grid.create_pg(["tp", "cp"], name="a", group_desc="mine")
-        timed = grid.create_pg(["tp", "cp"], name="b", timeout=minute)
-        grid.create_pg("tp", timeout=minute)
-        grid.create_pg("dp", name="a", group_desc="mine")
-        grid.reshape("tp=4,dp=2")
-        assert grid.ensure_pg("tp", timeout=minute) is timed
-        grid.reshape("cp=2,dp=4")
-        assert registered_groups() == {dist.group.WORLD, grid.get_pg("dp", name="a")}
-        assert grid.get_pg("dp", name="a").group_desc == "mine"
 
 
 # Keys that may share hold one group again; one that may not takes none of theirs, nor the other way

@@ -3,15 +3,10 @@
 Where the torch at hand does not show a change itself, a stand-in has its new answers.
 """
 
-import json
 import os
-import signal
-import sys
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
-from unittest import mock
 
 import bound_world
 import fresh_programs
@@ -19,33 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_facts import registered, sum_over
-from mortal_ranks import exit_codes
 from torch.distributed import ProcessGroupGloo as Gloo
 
 from hypercomm import HyperCommGrid
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world, run_ranks
 
-seen = []
-"""Novelty and timeout of each gloo group of this rank."""
-PACKAGE = """
-import torch.distributed as dist
-
-def create(store, rank, size, timeout):
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-def register():
-    dist.Backend.register_backend("theirs", create, devices=["cpu"])
-"""
-ENTRY_POINTS = """[torch.distributed.backends]
-theirs = theirs_of_the_test:register
-broken = nowhere:register
-"""
-
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
-IS_PLUGIN = VERSION >= "2.14"
-
-needs_entry_points = pytest.mark.skipif(not IS_PLUGIN, reason="it came with torch 2.14")
 
 
 def a_trial_that_fails():
@@ -141,38 +116,6 @@ def test_the_timeout_of_a_group():
     assert 0.4 < waited < 5
 
 
-# Through TorchComms torch 2.14 creates a group with its members only, as "local" does; an older
-# torch splits WORLD. A stand-in of its names shows which ranks take part.
-def test_groups_through_torchcomms():
-    alone = ("local", [(0, 2), 11]), ("local", [(1, 2), 11]), ("local", [])
-    split = ("enumerate", []), ("enumerate", []), ("enumerate", [])
-    assert tuple(run_ranks(through_torchcomms, 3, timeout=60)) == (alone if IS_PLUGIN else split)
-
-
-def through_torchcomms():
-    found = []
-
-    def new_comm(_backend, _device, *, store, **_):
-        place = int(os.environ["TORCHCOMM_RANK"]), int(os.environ["TORCHCOMM_SIZE"])
-        found.append(place)
-        return dist.ProcessGroupGloo(store, *place, timeout=timedelta(seconds=30))
-
-    stand_in = {
-        "_use_torchcomms_enabled": lambda: True,
-        "_torchcomms_handles_backend": lambda _: True,
-        "new_comm": new_comm,
-        "FlightRecorderHook": mock.MagicMock(),
-        "_BackendWrapper": lambda comm: comm,
-    }
-    grid = HyperCommGrid([2], ["dp"], cover="any")
-    with mock.patch.multiple(dist.distributed_c10d, create=True, **stand_in):
-        strategy = grid.explain("dp").strategy
-        if strategy == "local" and dist.get_rank() < 2:
-            found.append(sum_over(grid.create_pg("dp")))
-    grid.destroy()
-    return strategy, found
-
-
 # Without the private function that creates one group, there is a warning, and groups are right.
 def test_a_torch_without_the_helper():
     done = fresh_programs.run(WITHOUT_HELPER)
@@ -204,129 +147,6 @@ with HyperCommGrid([1], ["dp"]) as grid:
     print(grid.explain("dp").strategy)
 dist.destroy_process_group()
 """
-
-
-# ---- backends -----------------------------------------------------------------------------------
-
-
-def a_third_party(folder):
-    """Create a group of a third party's backend."""
-    sys.path.insert(0, folder)
-    with HyperCommGrid([2], ["dp"]) as grid:
-        try:
-            said = str(grid.create_pg("dp", backend="broken"))
-        except ValueError as error:
-            said = str(error)
-        total = sum_over(grid.create_pg("dp", backend="theirs"))
-        return said, c10d.known_backends(), total
-
-
-def write_package(folder):
-    """Install a third party's backend into a folder."""
-    (folder / "theirs_of_the_test.py").write_text(PACKAGE)
-    info = folder / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
-
-
-# A third party's backend that its package names in an entry point (torch 2.14) is known before
-# anybody has loaded it, and its groups communicate; one that cannot be loaded says why.
-@needs_entry_points
-def test_a_backend_of_an_entry_point(tmp_path):
-    write_package(tmp_path)
-    for said, known, total in run_ranks(a_third_party, 2, args=(str(tmp_path),)):
-        assert total == 11
-        assert {"theirs", "broken", "nccl-lazy", "nccl2"} <= set(known)
-        assert "backend 'broken' cannot be loaded (No module named 'nowhere')" in said
-        assert "; use one of ['gloo'" in said
-
-
-# One can plan with the backends of torch 2.14 in a fake world, whether there is a GPU or not.
-@needs_entry_points
-def test_backends_of_this_torch():
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        for number, backend in enumerate(["nccl-lazy", "nccl2", "cpu:gloo,cuda:nccl2"]):
-            assert grid.create_pg("dp", name=str(number), backend=backend).size() == 4
-
-
-# ---- what newer releases can --------------------------------------------------------------------
-
-
-def survive(rank, port, folder):
-    """Lose rank 2, and go on without it."""
-    torchs = dist.distributed_c10d
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, enable_reconfigure=True)
-
-    def reconfigure(attempt, ranks):
-        store.set(f"{attempt}/{rank}", torchs._get_reconfigure_handle())
-        handles = [store.get(f"{attempt}/{member}").decode() for member in ranks]
-        torchs._reconfigure(uuid=attempt, handles=handles).wait()
-
-    reconfigure(1, [0, 1, 2])
-    grid = HyperCommGrid([3], ["dp"])
-    before = sum_over(grid.create_pg("dp"))
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    grid.abort()
-    reconfigure(2, [0, 1])
-    smaller = HyperCommGrid([2], ["dp"])
-    after = sum_over(smaller.create_pg("dp"))
-    told = [before, dist.get_world_size(), after]
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
-    os._exit(0)  # WORLD has lost a rank: nobody waits for it
-
-
-# A gloo job that can be reconfigured (torch 2.14) goes on after a death: the survivors abort their
-# grid, reconfigure WORLD, and a new grid of theirs works.
-@needs_entry_points
-def test_a_reconfigured_world(tmp_path):
-    codes = exit_codes(survive, 3, str(tmp_path))
-    assert codes == [0, 0, -signal.SIGKILL]
-    for rank in range(2):
-        before, world_size, after = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (before, world_size, after) == (111, 2, 11)
-
-
-def permuted_meshes(ranks):
-    """Read a mesh that keeps its order, and make one of a grid over listed ranks."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), preserve_rank_order=True)
-    grid = HyperCommGrid.from_device_mesh(mesh)
-    read = [list(grid.layout.ranks), grid.get_rank_enum("tp"), grid.get_rank_enum("dp")]
-    mine = DTensor.from_local(torch.full((1,), float(dist.get_rank())), mesh["tp"], [Shard(0)])
-    shards = mine.redistribute(mesh["tp"], [Replicate()]).to_local().tolist()
-    with HyperCommGrid.from_layout(grid.layout) as own:
-        own.create_pgs(["tp", "dp"])
-        given = own.device_mesh("dp", "tp")
-        slice_of_it = HyperCommGrid.from_device_mesh(given["tp"])
-        facts = [
-            given
-            == DeviceMesh(
-                "cpu",
-                ranks,
-                mesh_dim_names=("dp", "tp"),
-                preserve_rank_order=True,
-                _init_backend=False,
-            ),
-            HyperCommGrid.from_device_mesh(given).layout == grid.layout,
-            slice_of_it.get_rank_enum("tp"),
-        ]
-    return dist.get_rank(), read, shards, facts
-
-
-# A DeviceMesh that keeps the order of its ranks (torch 2.15) is read as a grid, and a grid over
-# listed ranks gives one; slices keep it. DTensors are sharded by that order.
-@pytest.mark.skipif(VERSION < "2.15", reason="preserve_rank_order= came with torch 2.15")
-def test_meshes_keep_their_order():
-    ranks = [[1, 0], [3, 2]]
-    for own, grids, shards, given in run_ranks(permuted_meshes, 4, args=(ranks,)):
-        assert grids == [[1, 0, 3, 2], [[1, 0], [3, 2]], [[1, 3], [0, 2]]]
-        assert shards == [1.0, 0.0] if own < 2 else [3.0, 2.0]
-        assert given == [True, True, [ranks[own // 2]]]
 
 
 # A torch older than 2.10 is refused with its version and what to do, by the library and the command
