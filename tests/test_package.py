@@ -127,7 +127,6 @@ INSTALLERS = {"hypercomm.compat.megatron.install"}
 
 
 # Every example in a docstring runs and prints what it claims.
-@pytest.mark.full
 @pytest.mark.parametrize("name", sorted({*MODULES} - INSTALLERS))
 def test_docstring_examples(name):
     failures, _ = doctest.testmod(importlib.import_module(name))

@@ -141,16 +141,6 @@ def test_adoption():
         assert dist.is_initialized()
 
 
-# What the mesh says of devices: told, or what the backend is for.
-def test_device_type():
-    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        assert grid.device_mesh("tp").device_type == "cpu"
-        meta = grid.device_mesh("tp", device_type="meta")
-        assert meta.device_type == "meta"
-        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
-
-
 # ---- bad calls ----------------------------------------------------------------------------------
 
 BAD_MESHES = [
@@ -210,14 +200,6 @@ def test_mesh_of_other_groups():
         )
         with pytest.raises(ValueError, match=re.escape("'dp' has ranks [0, 1], but the mesh has")):
             HyperCommGrid.from_device_mesh(mesh)
-
-
-def test_mesh_without_names():
-    with fake_world(4):
-        with pytest.raises(ValueError, match="mesh_dim_names"):
-            HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (2, 2)))
-        with pytest.raises(ValueError, match="takes a DeviceMesh, got 'mesh'"):
-            HyperCommGrid.from_device_mesh("mesh")
 
 
 # So are those of torch's own meshes: hosts left out, steps that interlock.

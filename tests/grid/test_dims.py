@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hypercomm import HyperCommGrid, RankLayout, run_ranks
+from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.errors import (
     HyperCommError,
     LayoutError,
@@ -189,14 +189,6 @@ def test_a_seed_is_a_promise(monkeypatch):
     assert grid.seed(1234, "dp", "tp") == right
 
 
-def test_layouts_have_dims():
-    layout = RankLayout.parse("tp=2,dp=2,pp=2")
-    for rank in range(8):
-        place = layout["pp", "tp"].at(rank)
-        assert (place.ranks, place.ranks[place.rank]) == (group_of(rank, ("tp", "pp")), rank)
-    assert layout["tp+pp"].groups == layout.groups("tp", "pp")
-
-
 @pytest.mark.parametrize(
     ("ask", "error", "words"),
     [
@@ -298,15 +290,3 @@ def test_habits_of_a_device_mesh():
         ):
             with pytest.raises(AttributeError, match=words):
                 getattr(grid, name)
-
-
-# An int tensor of one element is a rank, a coordinate and a size, as numpy's ints are.
-@pytest.mark.parametrize("rank", [torch.tensor(5), np.int64(5), torch.tensor([5])])
-def test_tensors_are_ranks(rank):
-    layout = RankLayout("tp=2,dp=4")
-    assert layout.coords(rank) == {"tp": 1, "dp": 2}
-    assert layout.groups("dp").of(rank) == (1, 3, 5, 7)
-    assert layout.rank(tp=torch.tensor(1), dp=2) == 5
-    assert layout["tp"].at(rank).rank == 1
-    assert rank in layout
-    assert RankLayout(tp=torch.tensor(2), dp=4) == layout

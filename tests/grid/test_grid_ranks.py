@@ -6,7 +6,6 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from by_numpy import group_of
 from group_facts import all_reduce_of, given_back, threads_and_files
@@ -104,24 +103,6 @@ def uneven_memberships():
 # (pytorch issue 173608: torch's own members-only creation waits for ever here).
 def test_uneven_memberships():
     assert run_ranks(uneven_memberships, 4, timeout=60) == [1111] * 4
-
-
-def group_timeouts():
-    """The timeouts of a group that inherits, and of one that is told."""
-
-    def timeout_of(group):
-        return group._get_backend(torch.device("cpu")).options._timeout
-
-    with HyperCommGrid([2], ["dp"]) as grid:
-        inherited = grid.create_pg("dp")
-        told = grid.create_pg("dp", name="told", timeout=timedelta(seconds=33))
-        return timeout_of(inherited), timeout_of(told)
-
-
-# A created group inherits the timeout of the default process group unless it is told another.
-def test_timeouts_are_inherited():
-    got = run_ranks(group_timeouts, 2, group_timeout=timedelta(seconds=77))
-    assert got == [(timedelta(seconds=77), timedelta(seconds=33))] * 2
 
 
 def destroy_only_own(creation):

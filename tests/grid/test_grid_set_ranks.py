@@ -116,56 +116,6 @@ def test_colocated(share):
         }
 
 
-def derived_wrongly(_groups):
-    raise ValueError("derived wrongly")
-
-
-def failing():
-    """A creation whose second grid fails, seen beforehand or not; then the right call."""
-    with GridSet.colocated(a="tp=2,dp", b="tp=4,dp") as grids:
-        grids["a"].create_pg(["tp", "dp"])
-        before = registered()
-        outcomes = []
-        wrong = {"dims": "tp", "name": "x", "derive": derived_wrongly}
-        for last in ("xx", wrong):
-            try:
-                grids.create_pgs({"a": ["tp", "dp"], "b": ["tp", last]})
-            except (HyperCommError, ValueError) as error:
-                outcomes.append((type(error).__name__, registered() == before))
-        sums = sums_of(grids.create_pgs({"a": ["tp", "dp"], "b": ["tp"]}))
-    return outcomes, sums
-
-
-# A creation that fails in the second grid leaves nothing of the first; the right call then works.
-def test_failing():
-    got = run_ranks(failing, 8, timeout=120)
-    for rank, (outcomes, sums) in enumerate(got):
-        assert outcomes == [("UnknownDimError", True), ("ValueError", True)]
-        assert sums == {
-            "a": [expected([2, 4], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
-            "b": [expected([4, 2], ["tp", "dp"], 0, ["tp"], rank)],
-        }
-
-
-def some_fail():
-    """Ranks 4..7 ask for another group over all ranks of the second grid."""
-    with GridSet.colocated(a="tp=2,dp", b="tp=4,dp", verify=True) as grids:
-        before = registered()
-        last = {"dims": ["tp", "dp"], "name": "low" if dist.get_rank() < 4 else "high"}
-        error = None
-        try:
-            grids.create_pgs({"a": ["tp"], "b": [last]})
-        except HyperCommError as raised:
-            error = type(raised).__name__
-        return error, registered() == before
-
-
-# Ranks that ask for different groups of the second grid hear it, and none keeps the first's.
-def test_some_fail():
-    got = run_ranks(some_fail, 8, timeout=120)
-    assert got == [("PlanMismatchError", True)] * 8
-
-
 KINDS = ("tiled", "overlapping", "colocated")
 KIND_SHAPES = {
     "tiled": (([2], ["tp"], 0), ([2], ["tp"], 2)),
@@ -229,32 +179,6 @@ def test_one_fails(kind, verify, fails):
             assert seconds < 20
         assert outcomes[-1][:2] == (None, {"a": ["tp"], "b": ["tp (own)", "tp"]})
         check_sums(kind, sums, rank, (1, 2))
-
-
-def one_is_late(kind, timeout_s):
-    """Rank 3 comes when the others have given up, and are about to try again."""
-    requests = {"a": ["tp"], "b": ["tp"]}
-    with GridSet(SETS[kind]) as grids:
-        time.sleep(timeout_s * 5 / 3 if dist.get_rank() == 3 else 0)
-        outcomes = []
-        while not outcomes or outcomes[-1][0] is not None:
-            outcomes.append(attempt(grids, requests, timeout=timedelta(seconds=timeout_s)))
-        created = {name: list(grid.pgs.values()) for name, grid in grids.items()}
-        return outcomes, sums_of(created)
-
-
-# Ranks that wait in vain for one that comes late all give up; it meets those that try again, and
-# succeeds with its first call.
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_is_late(kind, timeout_s):
-    got = run_ranks(one_is_late, 4, args=(kind, timeout_s), timeout=120)
-    for rank, (outcomes, sums) in enumerate(got):
-        errors = [error for error, _, _ in outcomes]
-        assert errors[-1] is None
-        assert set(errors[:-1]) <= {"LateRankError" if rank == 3 else "GroupCreationTimeout"}
-        assert all(keys == {"a": [], "b": []} for _, keys, _ in outcomes[:-1])
-        check_sums(kind, sums, rank, (1, 1))
 
 
 def one_asks_otherwise(kind):

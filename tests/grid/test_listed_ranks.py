@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import CreationError
 from hypercomm.launch import run_ranks
 
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
@@ -91,53 +90,6 @@ def test_groups_are_in_the_order_of_the_list(case, creation):
                 continue
             wanted = expected_use(expected_group(shape, names, ranks, dims, rank), rank)
             assert found == (wanted, wanted)
-
-
-def derived_groups(shape, names, ranks):
-    """The halves of a group, and its ends."""
-    layout = RankLayout(shape, names, ranks=ranks)
-    with HyperCommGrid.from_layout(layout) as grid:
-        halves = grid.create_pg(names, name="half", derive=lambda groups: groups.chunks(2))
-        ends = grid.create_pg(
-            names,
-            name="ends",
-            derive=lambda groups: groups.pick(lambda ranks: {ranks[-1], ranks[0]}),
-        )
-        return used(halves), ends and used(ends)
-
-
-# Groups made of others keep their order too.
-def test_derived_groups():
-    ranks = [3, 1, 0, 2]
-    got = run_ranks(derived_groups, 4, args=([2, 2], ["tp", "dp"], ranks))
-    for rank, (half, ends) in enumerate(got):
-        first = [3, 1] if rank in {1, 3} else [0, 2]
-        assert half == expected_use(first, rank)
-        assert ends == (expected_use([3, 2], rank) if rank in {2, 3} else None)
-
-
-def refusals(ranks):
-    """What is said to a way of creating groups that cannot keep their order."""
-    layout = RankLayout([len(ranks)], ["dp"], ranks=ranks)
-    said = []
-    for creation in ("split", "enumerate"):
-        with HyperCommGrid.from_layout(layout, creation=creation) as grid:
-            try:
-                group = grid.create_pg("dp")
-                said.append(used(group)[1])
-            except CreationError as error:
-                said.append(str(error))
-    return said
-
-
-# Splitting WORLD is refused, and so is enumeration where torch would sort the ranks of a group.
-def test_what_cannot_keep_the_order():
-    for split, enumerated in run_ranks(refusals, 3, args=([2, 0, 1],)):
-        assert "'split' cannot create groups of backend 'gloo' here" in split
-        if KEEPS_ORDER:
-            assert enumerated == [2, 0, 1]
-        else:
-            assert "new_group of this torch sorts the ranks of each group" in enumerated
 
 
 def redistribute(ranks):

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import (
     GroupOptionsError,
     LayoutError,
@@ -46,31 +46,9 @@ def test_a_dim_of_a_view(call):
     [
         (lambda grids: grids["encodr"], UnknownDimError, "encoder"),
         (lambda grids: grids["llm"].ensure_pg("tp", timout=3), TypeError, "timeout"),
-        (lambda grids: grids["llm"].ensure_pg("tp", viw=3), TypeError, "view"),
-        (lambda grids: grids["llm"].explain("tp", shar=3), TypeError, "share"),
         (lambda grids: grids["llm"].create_pgs([{"dims": "tp", "nam": 1}]), TypeError, "name"),
         (lambda grids: grids["llm"].create_pg("tp", creation="locl"), GroupOptionsError, "local"),
-        (
-            lambda _: GridSet({"a": RankLayout.parse("tp=8")}, requires="tile", world_size=8),
-            LayoutError,
-            "tiled",
-        ),
-        (
-            lambda _: GridSet(
-                {"llm": RankLayout.parse("tp=8")}, overrides={"lm": {}}, world_size=8
-            ),
-            UnknownDimError,
-            "llm",
-        ),
-        (
-            lambda _: GridSet(
-                {"llm": RankLayout.parse("tp=8")},
-                world_size=8,
-                overrides={"llm": {"bakend": "gloo"}},
-            ),
-            TypeError,
-            "backend",
-        ),
+        (lambda _: GridSet(a="tp=8", requires="tile", world_size=8), LayoutError, "tiled"),
     ],
 )
 def test_did_you_mean(call, error, meant):

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from busy import late_s
-from group_facts import sum_over
-from mortal_ranks import attempt, run_scene, start
+from group_facts import attempt, sum_over
+from mortal_ranks import run_scene, start
 
 from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import CreationError, GroupCreationTimeout, HyperCommError

@@ -320,30 +320,6 @@ def test_nccl_on_a_laptop():
     assert HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl", world_size=8).backend == "nccl"
 
 
-def of_a_live_job():
-    grid, said = HyperCommGrid([2], ["dp"]), []
-    told = str(grid.explain("dp", backend="nccl"))
-    for call in (grid.create_pg, grid.ensure_pg):
-        try:
-            call("dp", backend="nccl")
-        except GroupOptionsError as error:
-            said.append(str(error))
-    return told, said, dict(grid.pgs)
-
-
-# Only a live creation refuses it, with what would do.
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
-def test_nccl_in_a_live_job_without_a_gpu():
-    for told, said, left in run_ranks(of_a_live_job, 2, timeout=60):
-        assert told.startswith("dp: 1 of 2 ranks, nccl\n")
-        assert len(said) == 2
-        for line in said:
-            has = dist.is_nccl_available()
-            assert ("needs a GPU, and torch sees none on this host; use one of" in line) == has
-            assert ("is not available in this build of torch; use one of" in line) != has
-        assert left == {}
-
-
 # A backend string that torch could not read is refused, in a fake world, too.
 @pytest.mark.parametrize(
     "backend", [" gloo", "cpu: gloo", "cuda:0:nccl", "cpu:gloo,", "cpu:gloo,cpu:gloo"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from group_facts import sum_over
-from mortal_ranks import attempt, run_scene
+from group_facts import attempt, sum_over
+from mortal_ranks import run_scene
 
-from hypercomm import GridSet, HyperCommGrid, renew_world
+from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import (
     CreationError,
     GroupCreationTimeout,
@@ -108,30 +108,6 @@ def test_a_loss(tmp_path, size, losses):
             assert "lost: " in said
 
 
-def lose_of_a_set(rank):
-    grids = GridSet.tile(encoder="tp=2,dp=2", llm="tp=2,dp=2", share="identical")
-    keys = [{"dims": dim, "timeout": GROUPS} for dim in ("tp", "dp")]
-    grids.create_pgs({"encoder": keys, "llm": keys})
-    if rank == 6:
-        die()
-    left = grids["llm"].survivors(PATIENCE) if rank > 3 else None
-    grids["llm"].reshape("tp=1,dp=3", ranks=[4, 5, 7], timeout=2 * PATIENCE)
-    twin = {"dims": "dp", "name": "twin"}
-    grids.create_pgs({"encoder": [twin], "llm": [twin]})
-    return [left, figures(grids["encoder"]), figures(grids["llm"]), list(grids.spare_ranks)]
-
-
-# One module of a set loses a rank: it goes on without, the other as it is, and both create jointly.
-@pytest.mark.full
-def test_a_set(tmp_path):
-    for rank, got in run_scene(tmp_path, lose_of_a_set, 8, victims=[6]).items():
-        left, encoder, llm, spare = got
-        assert (left, spare) == (None if rank < 4 else [4, 5, 7], [6])
-        for sums, ranks, tp in ((encoder, [0, 1, 2, 3], 2), (llm, [4, 5, 7], 1)):
-            wanted = groups_in(ranks, tp, rank)
-            assert sums == {**wanted, "dp (twin)": wanted["dp"]}
-
-
 def wake(rank):
     """Rank 2 notices an error of its own; the others wait for it in a collective."""
     grid = HyperCommGrid("tp=2,dp=2")
@@ -224,41 +200,6 @@ def test_a_dead_rank_in_the_list(tmp_path):
         assert (missing, kept) == ([2], ["tp=2,dp=2", 2])
         assert waited < 2 + late_s(2)
         assert sums == groups_in([0, 1, 3], 1, rank)
-
-
-def disagree(lists, target, late):
-    """Ranks go on with different ranks; then, told so, with the same ones."""
-    rank = dist.get_rank()
-    grid = HyperCommGrid("tp=2,dp=2")
-    grid.create_pgs(["tp", "dp"])
-    before, said, waited = dict(grid.pgs), "", 0.0
-    if rank == late:
-        time.sleep(1)
-    if rank in lists[rank]:
-        said, waited = attempt(lambda: grid.reshape(target, ranks=lists[rank]))
-    same = dict(grid.pgs) == before
-    works = sum_over(grid.get_pg("dp"))
-    if rank < 3:
-        grid.reshape("tp=1,dp=3", ranks=[0, 1, 2])
-    return said, waited, same, works, figures(grid) if rank < 3 else {}
-
-
-# Ranks that go on with different ranks, or with the same in another order, all hear so, whoever
-# comes late; nothing has changed, and the next call works.
-@pytest.mark.parametrize(
-    ("lists", "target", "late"),
-    [
-        ([[0, 1, 2, 3]] * 3 + [[1, 2, 3]], "tp=1,dp=-1", 3),
-        ([[0, 1, 2], [0, 2, 1], [0, 1, 2], [0, 1, 2]], "dp=3", -1),
-    ],
-)
-def test_lists_that_differ(lists, target, late):
-    got = run_ranks(disagree, 4, args=(lists, target, late), timeout=60)
-    for rank, (said, waited, same, works, sums) in enumerate(got):
-        assert said.startswith("PlanMismatchError: ") == (rank in lists[rank]), said
-        assert (waited < late_s(5), same) == (True, True)
-        assert works == sum_of(range(rank % 2, 4, 2))[0]
-        assert not sums or sums == groups_in([0, 1, 2], 1, rank)
 
 
 # ---- a new WORLD --------------------------------------------------------------------------------
