@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from group_facts import all_reduce_of, registered, sum_over
 
 from hypercomm import HyperCommGrid
+from hypercomm.errors import PlanMismatchError
 from hypercomm.testing import run_ranks
 
 EVERY = ["tp", "cp", "dp", ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
@@ -68,6 +70,19 @@ def local_mistake():
 def test_a_local_mistake():
     got = run_ranks(local_mistake, 2, timeout=60)
     assert got == [["CreationError", 11, 11], ["ValueError", 11, 11]]
+
+
+# The rank that serves the store finds a difference, and ends: the others have heard of it.
+def test_the_serving_rank_ends():
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+        time.sleep(1.5 * (rank == 0))  # by now the others look only now and then
+        with pytest.raises(PlanMismatchError, match="ranks differ at position 0"):
+            grid.create_pgs(["dp"] if rank == 0 else ["tp"])
+        if rank == 0:
+            dist.destroy_process_group()
+
+    run_ranks(program, 4, timeout=60)
 
 
 def another_thread_meanwhile():
