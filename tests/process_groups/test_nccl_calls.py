@@ -22,7 +22,6 @@ VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
 HAS_SWITCH = VERSION >= "2.15"  # by which NCCL connects at the first message
 
-needs_plugins = pytest.mark.skipif(not IS_PLUGIN, reason="nccl2 came with torch 2.14")
 needs_parts = pytest.mark.skipif(VERSION < "2.13", reason="torch 2.13 splits off parts of WORLD")
 
 
@@ -40,13 +39,8 @@ def is_lazy(call):
 # A grid at an offset creates its groups by their members alone on a bound WORLD: no rank splits,
 # nobody outside is needed, and WORLD stays bound. From torch 2.15 on by NCCL's own switch.
 @pytest.mark.parametrize("creation", ["auto", "local"])
-@pytest.mark.parametrize("by_itself", [False, pytest.param(True, marks=needs_plugins)])
-def test_an_offset_grid_on_a_bound_world(creation, by_itself):
-    options = {} if by_itself else {"device_id": CUDA_5}
-    with (
-        recorded_nccl(binds_itself=by_itself) as calls,
-        lone_world("nccl", 8, rank=5, **options),
-    ):
+def test_an_offset_grid_on_a_bound_world(creation):
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         assert dist.group.WORLD.bound_device_id == CUDA_5
         calls.clear()
         with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, creation=creation) as grid:
