@@ -15,10 +15,10 @@ NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "me
 LIMIT_S, SLOW_LIMIT_S = 120, 1800
 """After how long a test has failed, and its worker's stacks are shown."""
 
-NOT_QUICK = ("long", "alone", "slow", "clients", "gpu")
-"""Marks that keep a test out of the loop of a minute."""
+FULL = "full and not slow and not clients and not gpu"
+"""What `-m full` runs: a case of a test that is marked `full` may be slow."""
 
-EXAMPLES = {"quick": 25, "deep": 100}
+EXAMPLES = {"few": 25, "deep": 100}
 """Examples of a hypothesis test, by profile, where 100 is the default: see effort.py."""
 
 
@@ -44,12 +44,14 @@ def pytest_cmdline_main(config):
     is_one = option.usepdb or option.collectonly or option.capture == "no"
     if is_whole_suite(config) and not is_asked and not is_one:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        share = 1.5 if option.markexpr == "quick" else 2  # workers of a core: few of these wait
+        share = 2 if option.markexpr == "full" else 1.5  # workers of a core: many of these wait
         option.numprocesses, option.dist = min(round(share * cores), 8), "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if config.option.markexpr == "full":
+        config.option.markexpr = FULL
     missing = [name for name in NEEDED if not is_there(name)] if is_whole_suite(config) else []
     if missing:
         raise pytest.UsageError(
@@ -66,7 +68,7 @@ def pytest_configure(config):
                 deadline=None,  # a busy machine is no failure
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             )
-        settings.load_profile("quick")  # --hypothesis-profile=deep loads the other one, afterwards
+        settings.load_profile("few")  # --hypothesis-profile=deep loads the other one, afterwards
 
 
 def pytest_report_header(config):
@@ -82,9 +84,6 @@ def pytest_report_header(config):
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # who waits, last
-    for item in items:
-        if not any(item.get_closest_marker(name) for name in NOT_QUICK):
-            item.add_marker(pytest.mark.quick)
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
@@ -112,7 +111,7 @@ def turn(request, tmp_path_factory):
 def fork_server():
     """Start a worker's fork server with all that ranks of several tests would load, each anew."""
     if "PYTEST_XDIST_WORKER" in os.environ and is_there("torch"):
-        from ranks.mortal_ranks import CONTEXT
+        from mortal_ranks import CONTEXT
 
         CONTEXT.set_forkserver_preload(
             # DTensor imports the last one at its first use: half a second in each rank

@@ -3,7 +3,7 @@
 from hypothesis import settings
 
 FEWEST, MOST = 20, 120
-"""What the quick profile tries of any test: another hundred finds little in a minute's loop."""
+"""What the default profile tries of any test: another hundred finds little in a minute's loop."""
 
 
 def examples(deep):

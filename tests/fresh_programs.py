@@ -7,7 +7,7 @@ import tempfile
 import types
 from pathlib import Path
 
-from ranks.mortal_ranks import CONTEXT
+from mortal_ranks import CONTEXT
 
 
 def run(program, *arguments, environment=None, folder=None, seconds=100):

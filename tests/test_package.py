@@ -68,6 +68,7 @@ def test_the_grid_loads_torch():
 
 
 # A grid loads the core only: no tools, no pictures, no launcher.
+@pytest.mark.full
 def test_modules_that_a_grid_loads():
     done = run(
         "import sys; from hypercomm import HyperCommGrid\n"
@@ -126,14 +127,13 @@ INSTALLERS = {"hypercomm.compat.megatron.install"}
 
 
 # Every example in a docstring runs and prints what it claims.
-@pytest.mark.long
 @pytest.mark.parametrize("name", sorted({*MODULES} - INSTALLERS))
 def test_docstring_examples(name):
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(INSTALLERS))
 def test_docstring_examples_of_installers(name):
     program = (

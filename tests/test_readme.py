@@ -4,16 +4,12 @@ import re
 from pathlib import Path
 
 import page_runner
-import pytest
-
-pytestmark = pytest.mark.any_torch  # gloo of torch 2.10 prints a line for each group
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
 # The program prints what the README shows.
-@pytest.mark.long
 def test_blocks(tmp_path):
     assert page_runner.run_page(README, tmp_path) == 1
 

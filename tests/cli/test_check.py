@@ -25,7 +25,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 # The main job: every combination of dims is created, communicated over and right. A pipe gets no
 # progress, and no line that ends with spaces.
-@pytest.mark.long
+@pytest.mark.full
 def test_check():
     done = subprocess.run([*CHECK, "tp=2,dp=3"], **PIPES, env=rank_free(), check=True)
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("ok")]
@@ -150,7 +150,7 @@ def assert_session_is_empty(process):
 
 # Ctrl-C ends the check and all of its processes, with exit code 130 and one line, long before it
 # would have finished or timed out; while torch is still being loaded, too.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [pytest.param(0.1, marks=pytest.mark.slow), 0.4, None])
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c(seconds):
@@ -173,7 +173,7 @@ def test_ctrl_c(seconds):
 
 # A killed rank ends the check, and one that stands still at its timeout: which rank, where it was,
 # and in which group.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "reason"),
     [

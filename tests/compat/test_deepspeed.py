@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import all_reduce_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.common import all_reduce_of
 from torch import nn
 
 from hypercomm import HyperCommGrid, RankLayout, errors, run_ranks

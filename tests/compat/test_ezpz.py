@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import all_reduce_of, given_back, threads_and_files
+from group_facts import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.common import all_reduce_of, given_back, threads_and_files
-from ranks.rank_functions import registered
 
 from hypercomm import run_ranks
 from hypercomm.compat.ezpz import TensorParallelState, tp

@@ -13,8 +13,8 @@ import megatron_facts as facts
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import tables as registered
 from megatron_facts import ours, theirs
-from ranks.rank_functions import registered
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron.state import current
@@ -201,7 +201,7 @@ def test_answers_at_every_time(when):
 
 # A size or rank that is set wins wherever Megatron lets it win, 0 included; None takes it back.
 @pytest.mark.usefixtures("installed")
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_overrides_win_as_megatrons(name, value, when):
@@ -360,7 +360,7 @@ def test_a_scope_left_elsewhere():
 
 
 # torch.compile traces getters whole, and follows what is written later.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     "getter",

@@ -7,8 +7,6 @@ import sys
 import page_runner as runner
 import pytest
 
-pytestmark = pytest.mark.any_torch  # gloo of torch 2.10 prints a line for each group
-
 PAGES = runner.pages()
 BLOCKS = {name: runner.blocks_of(path) for name, path in PAGES.items()}
 
@@ -23,7 +21,6 @@ PROGRAMS = ["index.md", "start/first_hour.md"]
 
 
 # Every block does what its page says, in the order of the page.
-@pytest.mark.long
 @pytest.mark.parametrize("name", RUN)
 def test_page(name, tmp_path):
     assert runner.run_page(PAGES[name], tmp_path) > 0
@@ -44,7 +41,7 @@ def test_programs_as_scripts(name, tmp_path):
 
 
 # The property test of the first hour finds its bug, and shrinks it to the grid that the page shows.
-@pytest.mark.long
+@pytest.mark.full
 def test_first_property_test(tmp_path):
     programs = [block for block in BLOCKS["start/first_hour.md"] if "elsewhere" in block.notes]
     (tmp_path / "test_layer.py").write_text(programs[0].text)
@@ -103,7 +100,7 @@ def test_a_block_that_fails(tmp_path, text, says):
 
 
 # What a command prints is compared, too, with or without its figures.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_command_that_prints_something_else(tmp_path):
     text = "\n```console\n$ hypercomm diff tp=2 tp=2\n1 of 2\n```\n"
     assert fails(tmp_path, text).startswith("page.md:3: it prints\n")

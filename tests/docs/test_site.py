@@ -202,7 +202,7 @@ def printed_json(*arguments):
 
 
 # The keys of the JSON that commands print are those of the page.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "nested"),
     [

@@ -1,39 +1,55 @@
 """connect(): what it connects, in fake worlds and on real ranks, and whom it names."""
 
 import json
+import os
 import signal
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from busy import late_s
-from ranks import connect_ranks
-from ranks.mortal_ranks import exit_codes
+from group_facts import sum_over
+from mortal_ranks import exit_codes
 
-from hypercomm import HyperCommGrid, run_ranks
+from hypercomm import GridSet, HyperCommGrid, run_ranks
 from hypercomm.compat.megatron.state import ParallelState
 from hypercomm.errors import (
-    GridDestroyedError,
-    GroupCreationTimeout,
-    GroupOptionsError,
-    NotInitializedError,
-    UnknownDimError,
+    HyperCommError,
 )
-from hypercomm.grid import connect
-from hypercomm.grid.connect import Connection, Connections
 from hypercomm.testing import fake_world, simulate
+
+LIMIT = timedelta(seconds=20)
+SHORT = timedelta(seconds=2)
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 
 # ---- real ranks -------------------------------------------------------------------------------
 
 
+def rows_of(connections):
+    return [(row.title, row.ranks) for row in connections]
+
+
+def in_other_orders(lazily):
+    """Stages create two groups over tp in another order; one key shares another's group."""
+    with HyperCommGrid("tp=2,dp=1,pp=4", lazy_init=lazily) as grid:
+        names = [None, "twin"]
+        for name in names if grid.coords()["pp"] % 2 else reversed(names):
+            grid.create_pg("tp", name=name)
+        for name in ("one", "two"):
+            grid.create_pg("tp", name=name, share="identical")
+        grid.create_pgs(["pp", "dp", "tp+pp"])
+        told = grid.connect(timeout=LIMIT)
+        assert all((row.seconds > 0) == (len(row.ranks) > 1) for row in told)
+        return rows_of(told), sum_over(grid.get_pg("tp+pp"))
+
+
 # Whatever order ranks have created groups in; each key once, and each edge both ways.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_all_is_connected(lazily):
-    for rank, (rows, total) in enumerate(
-        run_ranks(connect_ranks.in_other_orders, 8, args=(lazily,), timeout=90)
-    ):
+    for rank, (rows, total) in enumerate(run_ranks(in_other_orders, 8, args=(lazily,), timeout=90)):
         tp, stage = rank % 2, rank // 2
         pipeline = [tp, tp + 2, tp + 4, tp + 6]
         edges = {tuple(sorted((rank, pipeline[(stage + step) % 4]))) for step in (1, -1)}
@@ -50,9 +66,18 @@ def test_all_is_connected(lazily):
         assert total == 11_111_111
 
 
+def of_a_view():
+    """Rank 4 is outside; a view has groups of its own, and those of the dim that it shares."""
+    with HyperCommGrid([2, 2], ["tp", "pp"]) as grid:
+        grid.register_view("expert", [2, 2], ["ep", "pp"], ["pp"])
+        grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
+        view = grid.view("expert")
+        return rows_of(view.connect(timeout=LIMIT)), rows_of(grid.connect(timeout=LIMIT))
+
+
 # Views, with a rank outside; and grids behind each other, which meet as one.
 def test_views_and_sets():
-    *inside, outside = run_ranks(connect_ranks.of_a_view, 5, timeout=60)
+    *inside, outside = run_ranks(of_a_view, 5, timeout=60)
     assert outside == ([], [])
     for rank, (of_view, of_grid) in enumerate(inside):
         pair, ends = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -60,9 +85,15 @@ def test_views_and_sets():
         assert (of_view, of_grid) == (wanted, [("tp", pair), *wanted])
 
 
-@pytest.mark.long
+def of_a_set():
+    """Two grids behind each other, with pipelines; then one whose second grid has a rank more."""
+    with GridSet.tile(encoder="tp=2", llm="tp=3,pp=2") as grids:
+        grids.create_pgs({"encoder": ["tp"], "llm": ["tp", "pp"]})
+        return rows_of(grids.connect(timeout=LIMIT))
+
+
 def test_sets():
-    got = run_ranks(connect_ranks.of_a_set, 8, timeout=60)
+    got = run_ranks(of_a_set, 8, timeout=60)
     assert got[:2] == [[("encoder: tp", (0, 1))]] * 2
     for rank, rows in enumerate(got[2:], start=2):
         ends = ((rank - 2) % 3 + 2, (rank - 2) % 3 + 5)
@@ -70,10 +101,21 @@ def test_sets():
         assert rows == [("llm: pp", ends), ("llm: pp edge", ends), ("llm: tp", stage)]
 
 
+def of_a_state():
+    """A parallel state with experts and pipelines."""
+    with ParallelState.create(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+    ) as state:
+        told = rows_of(state.connect(timeout=LIMIT))
+        return told, sum_over(state.read("_DATA_PARALLEL_GROUP"))
+
+
 # The groups of a parallel state, of its dense and its expert layers.
-@pytest.mark.long
+@pytest.mark.full
 def test_parallel_states():
-    for rank, (rows, total) in enumerate(run_ranks(connect_ranks.of_a_state, 8, timeout=90)):
+    for rank, (rows, total) in enumerate(run_ranks(of_a_state, 8, timeout=90)):
         data = (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2)
         assert ("dp", data) in rows
         assert ("pp edge", (rank % 4, rank % 4 + 4)) in rows
@@ -81,10 +123,32 @@ def test_parallel_states():
         assert total == sum(10**each for each in data)
 
 
+def said_of(call, *arguments, catch=HyperCommError, **keywords):
+    """What a call raises, in words, and within how many seconds."""
+    begin = time.monotonic()
+    try:
+        call(*arguments, **keywords)
+    except catch as error:
+        missing, group = getattr(error, "missing", ()), getattr(error, "group", "")
+        return f"{type(error).__name__}: {error}", missing, group, time.monotonic() - begin
+    return "nothing", (), "", time.monotonic() - begin
+
+
+def one_stays_away(absent):
+    """One rank comes only to the second call."""
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        grid.create_pgs(["tp", "dp"])
+        said = None
+        if dist.get_rank() != absent:
+            said = said_of(grid.connect, timeout=SHORT)
+        dist.barrier()
+        return said, rows_of(grid.connect(timeout=LIMIT)), sum_over(grid.get_pg("dp"))
+
+
 # Who does not come is named, with its groups; then nothing was done, and all may do it again.
-@pytest.mark.long
+@pytest.mark.full
 def test_one_stays_away():
-    got = run_ranks(connect_ranks.one_stays_away, 4, args=(3,), timeout=60)
+    got = run_ranks(one_stays_away, 4, args=(3,), timeout=60)
     for rank, (said, rows, total) in enumerate(got):
         assert [title for title, _ in rows] == ["tp", "dp"]
         assert total == (1010 if rank % 2 else 101)
@@ -97,44 +161,65 @@ def test_one_stays_away():
             assert 2 <= seconds < late_s(8)
 
 
+def one_has_another_group():
+    """Rank 1 has a twin that the others lack; all may go on afterwards."""
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        grid.create_pgs(["tp", "dp"])
+        if dist.get_rank() % 2:
+            grid.create_pg("dp", name="twin")
+        said = said_of(grid.connect, timeout=LIMIT)
+        dist.barrier()
+        if dist.get_rank() % 2:
+            grid.destroy_pg("dp", name="twin")
+        return said, len(grid.connect(timeout=LIMIT))
+
+
 # Where groups differ all hear so, long before the timeout, and may go on.
 def test_one_has_another_group():
-    for said, count in run_ranks(connect_ranks.one_has_another_group, 4, timeout=60):
+    for said, count in run_ranks(one_has_another_group, 4, timeout=60):
         assert said[0].startswith("PlanMismatchError: connect(): ranks differ at position")
         assert "dp (twin) over <2 groups of 2: (0, 2), (1, 3)>" in said[0]
         assert said[3] < late_s(10)
         assert count == 2
 
 
-# Whatever fails before the ranks meet, those that wait hear so long before the timeout; and all may
-# do it again.
-def test_one_fails_before():
-    for rank, (said, count) in enumerate(run_ranks(connect_ranks.fails_before, 4, timeout=60)):
-        if rank == 1:
-            assert said[0].startswith("TypeError: 'NoneType'")
-        else:
-            assert said[0].startswith("CreationError: connect(): rank 1 (host ")
-            assert ") failed: TypeError: " in said[0]
-        assert said[3] < 12
-        assert count == 2
+def gone_at_dp(rank, port, folder, how, lazily, more):
+    """Rank 3 is killed, or stopped, when it comes to dp; the others say what they hear."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    grid = HyperCommGrid("tp=2,dp=2", lazy_init=lazily)
+    grid.create_pgs(["tp", "dp", *more])
+    dist.barrier()
+    if rank == 3:
+        all_reduce, dp = dist.all_reduce, grid.get_pg("dp")
+
+        def leave(tensor, group):
+            if group is dp:
+                os.kill(os.getpid(), how)
+                time.sleep(60)
+            return all_reduce(tensor, group=group)
+
+        dist.all_reduce = leave
+    said = said_of(grid.connect, timeout=timedelta(seconds=4))
+    begin = time.monotonic()
+    others = sum_over(grid.get_pg("tp")) if rank < 2 else None
+    grid.destroy()
+    told = [*said, others, time.monotonic() - begin]
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # the world is broken: nobody waits for it
 
 
 # Who dies, or hangs, between two groups is named with the second one; the first one works.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "lazily", "more"),
     [
         (signal.SIGKILL, None, []),
-        pytest.param(*(signal.SIGKILL, True, []), marks=pytest.mark.slow),
-        pytest.param(*(signal.SIGSTOP, None, []), marks=pytest.mark.slow),
-        pytest.param(*(signal.SIGKILL, None, ["tp+dp"]), marks=pytest.mark.slow),
         (signal.SIGSTOP, None, ["tp+dp"]),
     ],
 )
 def test_one_is_gone(how, lazily, more, tmp_path):
-    codes = exit_codes(
-        *(connect_ranks.gone_at_dp, 4, str(tmp_path), how, lazily, more), seconds=50, stopped=(3,)
-    )
+    codes = exit_codes(*(gone_at_dp, 4, str(tmp_path), how, lazily, more), seconds=50, stopped=(3,))
     assert codes[:3] == [0, 0, 0]
     for rank in range(3):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -148,18 +233,6 @@ def test_one_is_gone(how, lazily, more, tmp_path):
         assert seconds < 20
         assert leaving < 20
         assert total == (11 if rank < 2 else None)
-
-
-# A group that was not connected in time is made anew, and all works as before.
-@pytest.mark.long
-def test_recovery():
-    got = run_ranks(connect_ranks.recovers, 4, args=(True,), timeout=60)
-    for rank, (said, rows, over_dp, over_tp) in enumerate(got):
-        assert said[0].startswith("GroupCreationTimeout: connect() of each group: timed out")
-        if rank in (1, 3):
-            assert f"rank {rank} was connecting dp of ranks (1, 3)" in said[0]
-        assert [title for title, _ in rows] == ["tp", "dp"]
-        assert (over_dp, over_tp) == (1010 if rank % 2 else 101, 11 if rank < 2 else 1100)
 
 
 # ---- without ----------------------------------------------------------------------------------
@@ -189,104 +262,3 @@ def test_simulations():
     assert set(map(tuple, simulate(connect_in_a_simulation, 4).returned.values())) == {
         ("tp", "pp", "pp edge")
     }
-
-
-def test_outside_and_without_groups():
-    with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "pp"]) as grid:
-        assert len(grid.connect()) == 0
-        grid.create_pg("tp")
-        assert len(grid.connect()) == 0
-
-
-class Devices:
-    """What torch has for a kind of device."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def is_available(self):
-        return self.count > 0
-
-    def current_device(self):
-        return self.count - 1
-
-
-# Each backend of a group is connected on a device that is here, of whatever kind; in a world that
-# is not live on whichever it is for.
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ("cpu:gloo,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cpu:gloo,cuda:nccl,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cuda:nccl,xpu:xccl", {"xccl": "xpu"}),
-        ("cpu:gloo,cuda:gloo", {"gloo": "cpu"}),
-        ("cpu:gloo,hpu:hccl", {"gloo": "cpu"}),
-    ],
-)
-@pytest.mark.parametrize("is_real", [True, False])
-def test_devices(config, wanted, is_real, monkeypatch):
-    monkeypatch.setattr(torch, "xpu", Devices(2))
-    monkeypatch.setattr(torch, "cuda", Devices(0))
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    monkeypatch.setattr(connect, "_is_live", lambda: is_real)
-    found = connect._devices_of(None)
-    if is_real:
-        assert found == wanted
-    else:
-        assert {*found} == {each.split(":")[1] for each in config.split(",")}
-
-
-# Every neighbour both ways; two ranks have one edge, and one rank none.
-def test_edges():
-    for size in range(1, 8):
-        ranks = tuple(range(10, 10 + size))
-        found = connect._edges(ranks)
-        wanted = {frozenset((rank, 10 + (rank - 9) % size)) for rank in ranks if size > 1}
-        assert {*map(frozenset, found)} == wanted
-        assert len(found) == len(wanted)
-
-
-def test_tables():
-    told = Connections(
-        (
-            Connection(("tp", "tp (twin)"), (4, 5), "nccl", 0.25),
-            Connection(("pp",), (1, 5), "nccl", 0.5, is_edge=True),
-        ),
-        0.125,
-    )
-    assert [line.split() for line in str(told).splitlines()[1:]] == [
-        ["connected", "ranks", "backend", "seconds"],
-        ["tp,", "tp", "(twin)", "4..5", "nccl", "0.250000"],
-        ["pp", "edge", "1", "<->", "5", "nccl", "0.500000"],
-    ]
-    assert (told.seconds, len(told), told[0].title) == (0.75, 2, "tp, tp (twin)")
-    assert str(Connections()) == (
-        "0 communicators in 0.000 s, after 0.000 s of waiting for all ranks"
-    )
-
-
-@pytest.mark.parametrize("timeout", [5, 2.5, "5", timedelta(0), timedelta(seconds=-1)])
-def test_timeouts_that_are_none(timeout):
-    with fake_world(4), HyperCommGrid("tp=4") as grid:
-        grid.create_pg("tp")
-        with pytest.raises(GroupOptionsError, match="timeout must be"):
-            grid.connect(timeout=timeout)
-
-
-def test_other_bad_calls():
-    with fake_world(4):
-        grid = HyperCommGrid("tp=4")
-        with pytest.raises(UnknownDimError, match=r"unknown dim 'dp' in pipelines; the grid has"):
-            grid.connect(pipelines="dp")
-        grid.destroy()
-        with pytest.raises(GridDestroyedError):
-            grid.connect()
-        with pytest.raises(NotInitializedError, match="needs groups to connect"):
-            ParallelState().connect()
-
-
-# It is what callers of creations, and of torch, catch.
-def test_the_error():
-    error = GroupCreationTimeout("late", missing=(3,), waited=timedelta(seconds=2), group="dp")
-    assert isinstance(error, TimeoutError)
-    assert (error.missing, error.group) == ((3,), "dp")

@@ -2,27 +2,27 @@
 
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.device_mesh_ranks import (
-    accelerate_on_a_grid,
-    flattened_on_a_grid,
-    grids_one_after_another,
-    redistribute_on_a_grid,
-)
-from ranks.rank_functions import registered
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import (
-    GridDestroyedError,
     LayoutError,
-    RankOutsideError,
 )
 from hypercomm.testing import fake_world
 
@@ -141,55 +141,6 @@ def test_adoption():
         assert dist.is_initialized()
 
 
-# A slice of a mesh is a grid of the ranks that it has, with their numbers.
-def test_adoption_of_a_slice():
-    with fake_world(16, rank=6):
-        mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "dp", "tp"))
-        for names, ranks in [
-            (("dp",), (0, 2, 4, 6)),
-            (("pp",), (6, 14)),
-            (("dp", "tp"), tuple(range(8))),
-            (("pp", "tp"), (6, 7, 14, 15)),
-        ]:
-            grid = HyperCommGrid.from_device_mesh(mesh[names if len(names) > 1 else names[0]])
-            assert tuple(grid.layout.ranks) == ranks
-            for name in names:
-                assert grid.get_pg(name) is mesh.get_group(name)
-
-
-# On a rank outside, a mesh is adopted without groups.
-def test_adoption_outside():
-    with fake_world(8, rank=6):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-        grid = HyperCommGrid.from_device_mesh(mesh)
-        assert not grid.is_current_rank_in_grid()
-        assert grid.get_pg("dp") is grid.get_pg("tp") is None
-
-
-# What the mesh says of devices: told, or what the backend is for.
-def test_device_type():
-    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        assert grid.device_mesh("tp").device_type == "cpu"
-        meta = grid.device_mesh("tp", device_type="meta")
-        assert meta.device_type == "meta"
-        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
-
-
-# What is adopted has the backend that torch tells, and none on a rank outside; its options are not
-# ours to change.
-def test_adopted_backend():
-    with fake_world(8, rank=7):
-        outside = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-        assert "group tp: 2 of 2 ranks\n" in str(HyperCommGrid.from_device_mesh(outside)) + "\n"
-        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
-        assert mesh.get_group() is dist.group.WORLD
-        grid = HyperCommGrid.from_device_mesh(mesh)
-        assert "group dp: 1 of 8 ranks, fake" in str(grid)
-        with pytest.raises(ValueError, match="is that of a DeviceMesh, and cannot be had with"):
-            grid.ensure_pg("dp", backend="fake")
-
-
 # ---- bad calls ----------------------------------------------------------------------------------
 
 BAD_MESHES = [
@@ -225,30 +176,6 @@ def test_missing_groups():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-def test_mesh_on_a_rank_outside():
-    with fake_world(8, rank=6), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        grid.create_pg("tp")
-        with pytest.raises(RankOutsideError, match="rank 6"):
-            grid.device_mesh("tp")
-
-
-def test_mesh_of_a_destroyed_grid():
-    with fake_world(4):
-        grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        grid.create_pg("tp")
-        grid.destroy()
-        with pytest.raises(GridDestroyedError):
-            grid.device_mesh("tp")
-
-
-def test_mesh_names_that_clash():
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["a", "b", "b_a"]) as grid:
-        for dims in (["a", "b"], "b_a"):
-            grid.create_pg(dims)
-        with pytest.raises(ValueError, match=re.escape("different names, got ['b_a', 'b_a']")):
-            grid.device_mesh("b_a", ("b", "a"))
-
-
 # torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines:
 # refused on every rank, also where the rank's own lines ascend.
 @pytest.mark.parametrize(
@@ -273,31 +200,6 @@ def test_mesh_of_other_groups():
         )
         with pytest.raises(ValueError, match=re.escape("'dp' has ranks [0, 1], but the mesh has")):
             HyperCommGrid.from_device_mesh(mesh)
-
-
-def test_mesh_without_names():
-    with fake_world(4):
-        with pytest.raises(ValueError, match="mesh_dim_names"):
-            HyperCommGrid.from_device_mesh(init_device_mesh("cpu", (2, 2)))
-        with pytest.raises(ValueError, match="takes a DeviceMesh, got 'mesh'"):
-            HyperCommGrid.from_device_mesh("mesh")
-
-
-# A mesh of one dim is one line: all its ranks see that its group is sorted.
-def test_permuted_line():
-    with fake_world(3, rank=1):
-        mesh = DeviceMesh("cpu", torch.tensor([2, 0, 1]), mesh_dim_names=("dp",))
-        with pytest.raises(ValueError, match=re.escape("has [2, 0, 1] there; torch sorts")):
-            HyperCommGrid.from_device_mesh(mesh)
-
-
-# A mesh that skips a dim, or leaves hosts out, steps unevenly: the grid lists its ranks.
-def test_uneven_mesh():
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        group = grid.create_pg(["dp", "tp"])
-        adopted = HyperCommGrid.from_device_mesh(grid.device_mesh(("dp", "tp")))
-        assert list(adopted.layout.ranks) == [0, 1, 4, 5]
-        assert adopted.get_pg("dp_tp") is group
 
 
 # So are those of torch's own meshes: hosts left out, steps that interlock.
@@ -359,15 +261,52 @@ def test_bad_flatten(flatten, kind, value):
 # ---- real ranks ---------------------------------------------------------------------------------
 
 
+def grids_one_after_another():
+    """DTensors on one grid after another of the same shape, each with tensor parallel layers."""
+    found = []
+    for _ in range(3):
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            grid.create_pg("tp")
+            grid.create_pg("dp")
+            mesh = grid.device_mesh("dp", "tp")
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            x = torch.randn(4, 16)
+            whole = model(x).square().mean().item()
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            loss = model(x).square().mean()
+            loss.backward()
+            tensor = torch.relu(distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+            assert tensor.device_mesh.get_group("tp") is grid.get_pg("tp")
+            summed = tensor.full_tensor().sum().item()
+            found.append((loss.item() - whole, summed - torch.relu(x).sum().item()))
+    return found
+
+
 # DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
-@pytest.mark.long
+@pytest.mark.full
 def test_grids_one_after_another():
     for found in run_ranks(grids_one_after_another, 4):
         np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
 
 
+def redistribute_on_a_grid():
+    """Ranks 1..8 as dp=4 and tp=2: the local parts of a tensor, and the groups that it took."""
+    with HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], rank_offset=1) as grid:
+        grid.create_pg("tp")
+        grid.create_pg(["cp", "dp"])
+        if not grid.is_current_rank_in_grid():
+            return [], [], 0
+        before = registered()[0]
+        mesh = grid.device_mesh(("dp", "cp"), "tp")
+        whole = torch.arange(48.0).reshape(8, 6)
+        tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+        sharded = tensor.to_local().tolist()
+        swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)]).to_local().tolist()
+        return sharded, swapped, len(registered()[0] - before)
+
+
 # DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.
-@pytest.mark.long
 def test_real_ranks():
     got = run_ranks(redistribute_on_a_grid, 9)
     assert got[0] == ([], [], 0)
@@ -379,8 +318,28 @@ def test_real_ranks():
         assert created == 0
 
 
+def flattened_on_a_grid():
+    """On 8 ranks: sums over a mesh's flattened dims, and what torch then creates beyond."""
+    dims = ["cp", "dp_shard", "dp_replicate"]
+    with HyperCommGrid([2, 2, 2], dims) as grid:
+        grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate"])
+        before = registered()[0]
+        mesh = grid.device_mesh(
+            flatten={"dp": ["dp_replicate", "dp_shard"], "dp_shard_cp": ["dp_shard", "cp"]}
+        )
+        sums = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
+            for name, parts in {"dp": dims[:0:-1], "dp_shard_cp": dims[1::-1]}.items():
+                total = torch.tensor([dist.get_rank()])
+                dist.all_reduce(total, group=mesh[name].get_group())
+                same = mesh[tuple(parts)]._flatten(name).get_group() is mesh.get_group(name)
+                sums.append((total.item(), mesh[name].size(), mesh[name].get_local_rank(), same))
+        return sums, len(registered()[0] - before)
+
+
 # Names of flattened dims are groups that exist, and torch finds them where it would create others.
-@pytest.mark.long
+@pytest.mark.full
 def test_flattened_on_real_ranks():
     ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
     for rank, (sums, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):
@@ -391,6 +350,47 @@ def test_flattened_on_real_ranks():
             (dp_shard_cp.sum(), 4, shard * 2 + cp, True),
         ]
         assert created == 0
+
+
+def fully_shard_sizes(mesh):
+    """Shard a layer over accelerate's FSDP dims; the length of a rank's part of the weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer = fully_shard(nn.Linear(8, 8), mesh=mesh["dp_shard_cp"])
+    layer(torch.ones(1, 8)).sum().backward()
+    return layer.weight.to_local().shape[0]
+
+
+def accelerate_on_a_grid():
+    """On 8 ranks: what accelerate takes for its mesh, beside the mesh that it makes itself."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    dims = ["cp", "dp_shard", "dp_replicate"]
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}  # tp needs transformers
+    config = {**sizes, "cp_handler": TorchContextParallelConfig()}
+    with HyperCommGrid([2, 2, 2], dims) as grid, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        theirs = ParallelismConfig(**config).get_device_mesh("cpu")
+        grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate", "cp+dp_shard+dp_replicate"])
+        before = registered()[0]
+        given = ParallelismConfig(**config)
+        given.device_mesh = grid.device_mesh(
+            flatten={
+                "dp": ["dp_replicate", "dp_shard"],
+                "dp_shard_cp": ["dp_shard", "cp"],
+                "dp_cp": ["dp_replicate", "dp_shard", "cp"],
+            }
+        )
+        ours = given.get_device_mesh("cpu")
+        found = []
+        for name in ("cp", "dp_shard", "dp_replicate", "dp", "dp_shard_cp", "dp_cp"):
+            total = torch.tensor([1 << dist.get_rank()])
+            dist.all_reduce(total, group=ours[name].get_group())
+            alike = ours[name].mesh.tolist() == theirs[name].mesh.tolist()
+            found.append((name, total.item(), alike))
+        fsdp = fully_shard_sizes(ours)
+        return found, fsdp, len(registered()[0] - before)
 
 
 # accelerate takes such a mesh as its own: the same ranks by the same names, and FSDP2 over them.

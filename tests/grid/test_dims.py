@@ -1,13 +1,17 @@
 """`grid["tp"]` on real ranks: places, groups, sums, seeds, logs."""
 
+import io
+import logging
+from contextlib import redirect_stdout
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import dims_ranks
 
 from hypercomm import HyperCommGrid, RankLayout, run_ranks
 from hypercomm.errors import (
+    HyperCommError,
     LayoutError,
     NotInitializedError,
     SimulationError,
@@ -26,9 +30,40 @@ def group_of(rank, dims):
     return tuple(TABLE[tuple(index)].flatten().tolist())
 
 
+def places():
+    """Where each rank is along all dims, as asked in every way."""
+    with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
+        seen = []
+        for dims in ("tp", "dp", "pp", ("tp", "pp"), "dp+pp", ["tp", "dp", "pp"]):
+            here = grid[dims]
+            group = here.group
+            assert here is grid[dims]
+            assert group is grid.get_pg(here.dims) is here.group
+            assert str(grid.find(group)) == "+".join(here.dims)
+            seen.append(
+                (
+                    here.rank,
+                    here.size,
+                    here.ranks,
+                    here.prev(),
+                    here.next(),
+                    here.is_first,
+                    here.is_last,
+                )
+            )
+            assert (here.prev(periodic=True), here.next(periodic=True)) == (
+                here.ranks[here.rank - 1],
+                here.ranks[(here.rank + 1) % here.size],
+            )
+            assert dist.get_process_group_ranks(group) == list(here.ranks)
+        mesh = [grid.get_group("tp") is grid.get_pg("tp"), grid.get_group(-1) is grid.get_pg("tp")]
+        mesh += [grid.get_coordinate(), [grid.get_local_rank(dim) for dim in grid.mesh_dim_names]]
+        return seen, mesh
+
+
 def test_places():
     wanted = [("tp",), ("dp",), ("pp",), ("tp", "pp"), ("dp", "pp"), ("tp", "dp", "pp")]
-    for rank, (seen, mesh) in enumerate(run_ranks(dims_ranks.places, 8)):
+    for rank, (seen, mesh) in enumerate(run_ranks(places, 8)):
         for dims, told in zip(wanted, seen, strict=True):
             ranks = group_of(rank, dims)
             at = ranks.index(rank)
@@ -38,22 +73,79 @@ def test_places():
         assert mesh == [True, True, coordinate, coordinate]
 
 
+def outside():
+    """Ranks outside a grid hear so, and are never given None."""
+    said = []
+    with HyperCommGrid("tp=2", rank_offset=1) as grid:
+        for ask in (lambda: grid["tp"].rank, lambda: grid["tp"].group, grid.barrier):
+            try:
+                said.append(type(ask()).__name__)
+            except HyperCommError as error:
+                said.append(str(error))
+        return (
+            said,
+            grid["tp"].size,
+            grid.get_coordinate(),
+            [0 in grid, 1 in grid, "tp" in grid, "dp" in grid],
+        )
+
+
 def test_outside():
-    first, *members = run_ranks(dims_ranks.outside, 3)
+    first, *members = run_ranks(outside, 3)
     said, *rest = first
     assert said == ["rank 0 is not in layout tp=2, which holds ranks 1..2"] * 3
     assert rest == [2, None, [False, True, True, False]]
     assert [told for told, *_ in members] == [["int", "ProcessGroup", "NoneType"]] * 2
 
 
+def changes():
+    """What was known of a group is forgotten when it is destroyed, reshaped, or the job ends."""
+    grid = HyperCommGrid("tp=2,dp=2")
+    tp, dp = grid["tp"], grid["dp"]
+    first, before = tp.group, (tp.rank, dp.rank, tp.size)
+    grid.destroy_pg("tp")
+    second = tp.group
+    grid.reshape("tp=1,dp=4")
+    after = (tp.rank, dp.rank, tp.size, dp.size, dp.group.size())
+    grid.destroy()
+    try:
+        gone = tp.group
+    except HyperCommError as error:
+        gone = type(error).__name__
+    dist.barrier()
+    return first is second, before, after, gone
+
+
 def test_changes():
-    for rank, got in enumerate(run_ranks(dims_ranks.changes, 4)):
+    for rank, got in enumerate(run_ranks(changes, 4)):
         before, after = (rank % 2, rank // 2, 2), (0, rank, 1, 4, 4)
         assert got == (False, before, after, "GridDestroyedError")
 
 
+def sums():
+    """Sums, means and barriers over dims."""
+    rank = dist.get_rank()
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        tensor = torch.tensor([float(rank), 1.0])
+        seen = [grid["dp"].sum(rank), grid["tp"].mean(float(rank)), grid["tp", "dp"].sum(0.25)]
+        seen += [grid["tp"].sum(tensor).tolist(), grid["dp"].mean(tensor).tolist(), tensor.tolist()]
+        grid.barrier("tp")
+        grid.barrier()
+        out = io.StringIO()
+        with redirect_stdout(out):
+            grid.print_once("loss", 0.5, sep="=")
+        log, said = logging.getLogger("of a rank"), io.StringIO()
+        log.propagate = False
+        for _ in range(2):
+            handler = logging.StreamHandler(said)
+            handler.addFilter(grid.log_filter())
+            log.addHandler(handler)
+        log.warning("at %s%%", 50)
+        return seen, out.getvalue(), said.getvalue().splitlines()
+
+
 def test_sums():
-    for rank, (seen, printed, logged) in enumerate(run_ranks(dims_ranks.sums, 4)):
+    for rank, (seen, printed, logged) in enumerate(run_ranks(sums, 4)):
         tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
         assert seen[:3] == [2 * dp + 2, tp + 0.5, 1.0]
         assert seen[3:] == [[2 * tp + 1.0, 2.0], [dp + 1.0, 1.0], [float(rank), 1.0]]
@@ -61,9 +153,18 @@ def test_sums():
         assert logged == [f"[tp={rank % 2} dp={rank // 2}] at 50%"] * 2
 
 
+def seeds_of_samplers():
+    with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
+        dims = [(), ("tp",), ("dp",), ("pp", "tp"), ("tp+pp",), ("tp", "dp", "pp")]
+        loader = torch.utils.data.DataLoader(
+            list(range(16)), sampler=grid.sampler(range(16), "dp", seed=3)
+        )
+        return [grid.seed(7, *each) for each in dims], [int(item) for item in loader]
+
+
 # Seeds are equal exactly where coordinates along the dims are; samplers share the data out.
 def test_seeds():
-    got = run_ranks(dims_ranks.seeds, 8)
+    got = run_ranks(seeds_of_samplers, 8)
     dims = [(), ("tp",), ("dp",), ("tp", "pp"), ("tp", "pp"), ("tp", "dp", "pp")]
     for at, named in enumerate(dims):
         seeds = [seeds[at] for seeds, _ in got]
@@ -101,7 +202,7 @@ def test_layouts_have_dims():
         (lambda grid: grid["tpp"], UnknownDimError, "unknown dim 'tpp'.*did you mean 'tp'"),
         (lambda grid: grid[()], LayoutError, "dims is empty"),
         (lambda grid: grid.get_group(), LayoutError, "mesh_dim is missing: .*'dp', 'tp'"),
-        (lambda grid: grid.get_local_rank(2), UnknownDimError, "mesh_dim must be .* got 2"),
+        (lambda grid: grid.get_local_rank(2), UnknownDimError, r"mesh_dim .*'dp', 'tp'.* 2"),
         (lambda grid: grid.get_local_rank(True), LayoutError, "mesh_dim must be an int, got True"),
         (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
         (lambda grid: grid.sampler([1], "dp", rank=0), LayoutError, "rank=0"),
@@ -112,20 +213,6 @@ def test_what_is_refused(ask, error, words, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(error, match=words):
         ask(HyperCommGrid("tp=2,dp=4", world_size=8))
-
-
-def test_keys_for_completion():
-    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-    assert grid._ipython_key_completions_() == list(grid) == ["tp", "dp"]
-    grid.register_view("e", [8], ["ep"])
-    assert list(grid.view("e")) == ["ep"]
-    assert grid.view("e")["ep"].size == 8
-
-
-# Dims keep neither the grid, which says that its groups live, nor groups that are destroyed; a
-# forked child is not given the parent's.
-def test_forgotten():
-    assert run_ranks(dims_ranks.forgotten, 2) == [(0, True, 1, True)] * 2
 
 
 # Dims inside of dims, as other calls take them; a grid that is reshaped orders them anew.

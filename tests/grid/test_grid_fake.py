@@ -7,18 +7,16 @@ from datetime import timedelta
 from itertools import chain, combinations
 from unittest import mock
 
-import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
 from effort import examples
+from group_facts import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks.rank_functions import registered
 
-from hypercomm import GroupKey, HyperCommGrid, RankLayout
+from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
-    CreationError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
@@ -27,9 +25,6 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.job import current
-from hypercomm.process_groups.options import GroupOptions
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
@@ -59,18 +54,6 @@ def test_membership(data):
         assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
 
 
-# The cost of a rank does not depend on the world: it is in one group for each dims, at any size.
-@pytest.mark.parametrize("rank", [0, 37, 2048, 4095])
-def test_4096_ranks(rank):
-    with fake_world(4096, rank), HyperCommGrid([8, 4, 16, 8], ["tp", "cp", "dp", "pp"]) as grid:
-        before = len(c10d.registered())
-        for dims in ("tp", "cp", "dp", "pp", ("dp", "cp")):
-            assert dist.get_process_group_ranks(grid.create_pg(dims)) == numpy_group(
-                grid.layout, dims if isinstance(dims, tuple) else (dims,), rank
-            )
-        assert len(c10d.registered()) == before + 5
-
-
 # All members of a group give it the same name, no two groups share one, and the groups that all
 # 64 ranks create are together the plan's: every rank in exactly one group of each dims.
 def test_every_rank_of_one_plan_agrees():
@@ -92,18 +75,6 @@ def test_every_rank_of_one_plan_agrees():
     for position, dims in enumerate(plan):
         size = int(np.prod([{"tp": 4, "cp": 2, "dp": 8}[dim] for dim in dims]))
         assert sum(1 for where, _ in members if where == position) == 64 // size
-
-
-# Names differ between grids of one kind, and between grids of different kinds or names.
-def test_no_two_grids_share_a_name():
-    names, grids = set(), []
-    with fake_world(8):
-        for offset, label in ((0, None), (0, None), (0, "a"), (4, None)):
-            grids.append(HyperCommGrid([4], ["dp"], offset, name=label))
-            group = grids[-1].create_pg("dp")
-            if group is not None:
-                names.add(group.group_name)
-    assert len(names) == 3
 
 
 # create, get and ensure: one group per key, in any order of dims and as any iterable of names.
@@ -132,18 +103,6 @@ def test_ensure_keeps_to_the_first_options():
         for other in ({}, {"timeout": timedelta(seconds=6), "group_desc": "mine"}):
             with pytest.raises(GroupOptionsError, match="was created with GroupOptions"):
                 grid.ensure_pg("dp", **other)
-
-
-# What Megatron's callers read of a grid.
-def test_attributes():
-    with fake_world(8, rank=5):
-        grid = HyperCommGrid([2, 3], ["tp", "dp"], 1, "fake")
-        assert (grid.shape, grid.dim_names, grid.rank_offset) == ([2, 3], ["tp", "dp"], 1)
-        assert (grid.size, grid.backend) == (6, "fake")
-        assert grid.is_current_rank_in_grid()
-        assert grid.coords() == {"tp": 0, "dp": 2}
-        assert grid.coords(2) == {"tp": 1, "dp": 0}
-        assert grid.layout == RankLayout([2, 3], ["tp", "dp"], 1)
 
 
 # On a rank outside the grid a group is None, and asking where the rank is, is an error.
@@ -254,14 +213,6 @@ def test_where_the_world_size_comes_from(monkeypatch):
         HyperCommGrid([8], ["dp"])
 
 
-# cover="exact" refuses to leave ranks out, and says how many.
-def test_cover():
-    with fake_world(8):
-        HyperCommGrid([2, 4], ["tp", "dp"], cover="exact")
-        with pytest.raises(WorldSizeError, match=r"tp=2,dp=2 leaves out ranks 4..7 .* 8"):
-            HyperCommGrid([2, 2], ["tp", "dp"], cover="exact")
-
-
 # Where torch.distributed is not initialised, creation goes through torch's public function, found
 # at call time, with only what the caller gave: Megatron's unit tests patch it there.
 def test_uninitialised_creation_asks_torch():
@@ -275,44 +226,6 @@ def test_uninitialised_creation_asks_torch():
     with pytest.raises(NotInitializedError, match=r"over tp cannot be created; call .*init_pro"):
         grid.create_pg("tp")
     assert len(grid.pgs) == 1
-
-
-# Without the private helper of torch, "auto" falls back to enumeration and logs why.
-def test_fallback_without_torch_internals(monkeypatch, caplog):
-    with fake_world(8, rank=3), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        helper = dist.distributed_c10d._new_process_group_helper
-        with monkeypatch.context() as patch:
-            patch.setattr(c10d, "why_not_members", lambda: "the helper is not there")
-            group = grid.create_pg("tp")
-            assert "the helper is not there" in caplog.text
-            with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
-                HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
-        assert dist.get_process_group_ranks(group) == [2, 3]
-        assert helper is dist.distributed_c10d._new_process_group_helper
-
-
-# Where WORLD is bound to a device that can be split, each dims is one split of the rank's own
-# group, and a rank outside the grid takes part with a group that it is not in.
-@pytest.mark.parametrize(("rank", "own"), [(5, [1, 5]), (9, [0, 4])])
-def test_split(monkeypatch, rank, own):
-    calls = []
-
-    def split_group(**options):
-        calls.append(options)
-
-    bound_world.bind(monkeypatch)
-    monkeypatch.setattr(dist, "split_group", split_group)
-    with fake_world(12, rank, timeout=timedelta(seconds=9)):
-        grid = HyperCommGrid([4, 2], ["tp", "dp"], creation="split")
-        grid.create_pg("dp", timeout=timedelta(seconds=7), group_desc="mine")
-    assert calls == [
-        {
-            "split_ranks": [own],
-            "timeout": timedelta(seconds=7),
-            "pg_options": None,
-            "group_desc": "mine",
-        }
-    ]
 
 
 # A group over other members of the world than the plan's cannot be shared; one with equal members
@@ -331,13 +244,6 @@ def test_sharing_compares_members():
             assert (groups[one] is groups[other]) == same
         longer = grid.create_pg("tp", name="longer", timeout=timedelta(seconds=3))
         assert longer is not groups["tp",]
-
-
-# share="never" holds for the first of two keys too.
-def test_a_group_that_is_not_to_be_shared():
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        first = grid.create_pg("dp", share="never")
-        assert grid.create_pg("dp", name="second", share="identical") is not first
 
 
 # When one group cannot be destroyed, the others are, and the error is raised at the end.
@@ -360,51 +266,8 @@ def test_destroy_goes_on(monkeypatch):
         assert not registered()[0].intersection(others)
 
 
-class Options:
-    """Backend options of a third party, with a timeout, that cannot be copied."""
-
-    def __init__(self):
-        self._timeout = timedelta(minutes=10)
-
-    def __deepcopy__(self, memo):
-        raise TypeError("cannot pickle")
-
-
-# A timeout that a caller has put into backend options counts, unless `timeout` is given.
-def test_timeout_in_options(monkeypatch):
-    monkeypatch.setattr(c10d, "takes_options", lambda _backend: True)
-    with fake_world(4, timeout=timedelta(seconds=7)):
-        assert (
-            GroupOptions(pg_options=Options()).resolve("dp", current()).timeout is None
-        )  # fake: unknown
-        own = Options()
-        own._timeout = timedelta(seconds=3)
-        assert GroupOptions(pg_options=own).resolve("dp", current()).timeout == timedelta(seconds=3)
-        both = GroupOptions(pg_options=own, timeout=timedelta(seconds=4)).resolve("dp", current())
-        assert both.timeout == timedelta(seconds=4)
-
-
-# A fake world has nobody to connect to, so a gloo twin in it is fake as well.
-def test_a_twin_in_a_fake_world():
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        assert grid.create_pg("dp", name="gloo", backend="gloo").size() == 4
-
-
-# What a person sees: the layout, where this rank is, and the groups.
-def test_looks():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "d<p"]) as grid:
-        grid.create_pg("tp")
-        assert str(grid).splitlines() == [
-            "HyperCommGrid(tp=2,d<p=4): ranks 0..7 of a world of 8",
-            "  this is rank 5, at tp=1, d<p=2",
-            "  group tp: 4 of 2 ranks, fake",
-        ]
-        assert repr(grid) == "HyperCommGrid(tp=2,d<p=4): ranks 0..7 of a world of 8"
-    assert str(grid).splitlines()[1:] == ["  destroyed"]
-
-
 # torch's own messages do not reach a user who made no mistake.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_plain_run_is_silent():
     program = (
         "from hypercomm.testing import fake_world\n"

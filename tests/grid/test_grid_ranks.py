@@ -5,9 +5,12 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from by_numpy import group_of
-from ranks import rank_functions
+from group_facts import all_reduce_of, attempt, given_back, threads_and_files
+from group_facts import tables as registered
 
+from hypercomm import HyperCommGrid
 from hypercomm.launch import run_ranks
 
 
@@ -19,6 +22,19 @@ def expected_sums(shape, names, offset, dims, rank):
 
 def every_combination(names):
     return list(chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1)))
+
+
+def sums_over(shape, dim_names, offset, every_dims, creation):
+    """The sum of 10**rank over each group: its digits say which ranks took part."""
+    sums = []
+    with HyperCommGrid(shape, dim_names, offset, creation=creation) as grid:
+        for dims in every_dims:
+            group = grid.create_pg(dims)
+            if not grid.is_current_rank_in_grid():
+                sums.append(group)
+                continue
+            sums.append(all_reduce_of(10 ** dist.get_rank(), group))
+    return sums
 
 
 # Whatever the shape, an all-reduce over a group reaches exactly the ranks that numpy's reshape
@@ -37,9 +53,7 @@ def every_combination(names):
 def test_all_reduce_reaches_the_group(shape, names, creation):
     size = int(np.prod(shape))
     every_dims = every_combination(names)
-    got = run_ranks(
-        rank_functions.sums_over, size, args=(shape, names, 0, every_dims, creation), timeout=120
-    )
+    got = run_ranks(sums_over, size, args=(shape, names, 0, every_dims, creation), timeout=120)
     for rank in range(size):
         assert got[rank] == [expected_sums(shape, names, 0, dims, rank) for dims in every_dims]
 
@@ -47,105 +61,177 @@ def test_all_reduce_reaches_the_group(shape, names, creation):
 # A grid at an offset holds its own ranks only; the others get None and are not waited for.
 def test_grid_at_an_offset():
     args = ([2, 2], ["tp", "dp"], 1, [("tp",), ("tp", "dp")], "auto")
-    got = run_ranks(rank_functions.sums_over, 6, args=args)
+    got = run_ranks(sums_over, 6, args=args)
     for rank in range(6):
         assert got[rank] == [
             expected_sums([2, 2], ["tp", "dp"], 1, dims, rank) for dims in (("tp",), ("tp", "dp"))
         ]
 
 
+def two_grids_side_by_side(split):
+    """Grids over ranks 0..split-1 and split..: each rank has one, and makes no other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    offset, size = (0, split) if rank < split else (split, world - split)
+    with HyperCommGrid([size], ["dp"], offset) as grid:
+        return all_reduce_of(10**rank, grid.create_pg("dp"))
+
+
 # Grids beside each other, each rank knowing only its own, do not wait for each other.
 def test_grids_beside_each_other():
-    got = run_ranks(rank_functions.two_grids_side_by_side, 5, args=(2,))
+    got = run_ranks(two_grids_side_by_side, 5, args=(2,))
     assert got == [11, 11, 11100, 11100, 11100]
+
+
+def uneven_memberships():
+    """Ranks 0 and 3 create one group more than the others, then all create the grid's."""
+    rank = dist.get_rank()
+    extra = dist.new_group([0, 3], use_local_synchronization=True) if rank in {0, 3} else None
+    overlapping = HyperCommGrid([2], ["pair"], rank_offset=2) if rank >= 2 else None
+    if overlapping is not None:
+        overlapping.create_pg("pair")
+    with HyperCommGrid([4], ["dp"], name="late") as grid:
+        everyone = all_reduce_of(10**rank, grid.create_pg("dp"))
+    if overlapping is not None:
+        overlapping.destroy()
+    if extra is not None:
+        dist.destroy_process_group(extra)
+    return everyone
 
 
 # Ranks that have created different numbers of groups still agree on a group's name
 # (pytorch issue 173608: torch's own members-only creation waits for ever here).
 def test_uneven_memberships():
-    assert run_ranks(rank_functions.uneven_memberships, 4, timeout=60) == [1111] * 4
+    assert run_ranks(uneven_memberships, 4, timeout=60) == [1111] * 4
 
 
-# An all-gather along a dim arrives in ascending rank order, which is the order of coordinates.
-def test_members_are_in_ascending_order():
-    shape, names = [2, 3], ["tp", "dp"]
-    ranks = np.arange(6).reshape(shape, order="F")
-    for rank, gathered in enumerate(
-        run_ranks(rank_functions.collectives_of_neighbours, 6, args=(shape, names))
-    ):
-        tp, dp = np.argwhere(ranks == rank)[0]
-        assert gathered == {"tp": ranks[:, dp].tolist(), "dp": ranks[tp, :].tolist()}
-
-
-# A created group inherits the timeout of the default process group unless it is told another.
-def test_timeouts_are_inherited():
-    got = run_ranks(rank_functions.group_timeouts, 2, group_timeout=timedelta(seconds=77))
-    assert got == [(timedelta(seconds=77), timedelta(seconds=33))] * 2
+def destroy_only_own(creation):
+    """What is registered before and after a grid's life beside a group that is not its own."""
+    foreign = dist.new_group([0, 1])
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as warm_up:
+        warm_up.create_pg("tp")
+    before = registered()
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
+        for dims in ("tp", "dp", ["tp", "dp"]):
+            grid.create_pg(dims)
+        during = len(registered()[0])
+    grid.destroy()
+    rank = dist.get_rank()
+    still = [all_reduce_of(10**rank, None)]
+    if rank in {0, 1}:
+        still.append(all_reduce_of(10**rank, foreign))
+    return before == registered(), during - len(before[0]), still
 
 
 # A grid destroys what it created, and leaves WORLD and other people's groups alone and working.
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 def test_destroys_only_its_own(creation):
-    got = run_ranks(rank_functions.destroy_only_own, 4, args=(creation,))
+    got = run_ranks(destroy_only_own, 4, args=(creation,))
     assert got == [(True, 3, [1111, 11])] * 2 + [(True, 3, [1111])] * 2
+
+
+def cycles(count):
+    """Create and destroy, over and over; threads and open files before and after."""
+
+    def cycle():
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            for dims in ("tp", "dp", ["tp", "dp"]):
+                all_reduce_of(1, grid.create_pg(dims))
+
+    cycle()
+    dist.barrier()
+    before = threads_and_files()
+    for _ in range(count):
+        cycle()
+    dist.barrier()
+    return before, given_back(before)
 
 
 # Creating and destroying again and again returns every thread and every file.
 def test_cycles_leave_no_thread_and_no_file():
-    for before, after in run_ranks(rank_functions.cycles, 4, args=(10,), timeout=120):
+    for before, after in run_ranks(cycles, 4, args=(10,), timeout=120):
         assert after == before
+
+
+def create_and_destroy_at_once(count):
+    """No communication in between: a member may be done while its peer is still connecting."""
+    for cycle in range(count):
+        with HyperCommGrid(
+            [2, 2], ["tp", "dp"], creation=("local", "enumerate")[cycle % 2]
+        ) as grid:
+            grid.create_pg("tp")
+    return count
 
 
 # A group may be destroyed as soon as it is created: that waits for members that still connect.
 # Without that, five of six such runs failed with gloo's "Connection closed by peer".
-@pytest.mark.long
+@pytest.mark.full
 def test_destroying_at_once():
-    assert run_ranks(rank_functions.create_and_destroy_at_once, 4, args=(60,)) == [60] * 4
+    assert run_ranks(create_and_destroy_at_once, 4, args=(60,)) == [60] * 4
+
+
+def shared_groups():
+    """With share="identical", dp and dp+cp are one group where cp is 1, destroyed once."""
+    before = registered()[0]
+    with HyperCommGrid([1, 1, 2], ["tp", "cp", "dp"], share="identical") as grid:
+        dp, dp_cp = grid.create_pg("dp"), grid.create_pg(["dp", "cp"])
+        tp, cp = grid.create_pg("tp"), grid.create_pg("cp")
+        own = grid.create_pg("dp", name="overlap", share="never")
+        described = grid.create_pg(["tp", "dp"], group_desc="apart")
+        same = (dp is dp_cp, tp is cp, dp is own, dp is described)
+        created = len(registered()[0] - before)
+        total = all_reduce_of(1, dp_cp)
+    return same, created, total, registered()[0] == before
 
 
 # Keys with the same ranks, backend and options hold one group, which works, and is destroyed once.
 def test_sharing():
-    assert (
-        run_ranks(rank_functions.shared_groups, 2) == [((True, True, False, False), 4, 2, True)] * 2
-    )
+    assert run_ranks(shared_groups, 2) == [((True, True, False, False), 4, 2, True)] * 2
 
 
-# Whichever way a user lets gloo read the store, ranks meet.
-def test_how_gloo_reads():
-    got = run_ranks(rank_functions.gloo_readers, 4)
-    for rank, sums in enumerate(got):
-        assert sums == [(1111, "0"), (1111, "1" if rank % 2 else "0"), (1111, "1")]
-
-
-# A creation that a rank never joins ends after the timeout asked for, and leaves nothing behind.
-def test_a_creation_that_times_out_leaves_nothing():
-    (failed, waited, unchanged, groups), absent = run_ranks(rank_functions.late_rank_times_out, 2)
-    assert failed is not None
-    assert 1 <= waited < 10
-    assert unchanged
-    assert groups == []
-    assert absent[0] is None
+def late_for_the_first_try(late):
+    """One rank comes to a creation once the others have given up; then all try it again."""
+    grid, rank = HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]), dist.get_rank()
+    dist.barrier()
+    said = ""
+    if rank != late:
+        timeout = timedelta(seconds=1)
+        said, _ = attempt(lambda: grid.create_pg(["tp", "dp"], timeout=timeout))
+    dist.barrier()
+    with grid:
+        return said, all_reduce_of(10**rank, grid.create_pg(["tp", "dp"]))
 
 
 # Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
-# all, succeeds under a name that the failed one has left nothing at.
-@pytest.mark.long
+# all, succeeds under a name that the failed one has left nothing at. On a busy machine a rank may
+# come when the others have given up already: it is told so.
 @pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
 def test_a_creation_is_tried_again(late, place):
-    got = run_ranks(rank_functions.late_for_the_first_try, 4, args=(late,), timeout=90)
+    got = run_ranks(late_for_the_first_try, 4, args=(late,), timeout=90)
     assert [total for _, total in got] == [1111] * 4
-    for rank in {0, 1, 2, 3} - {late}:
-        assert f"rank {late} ({place}) did not join" in got[rank][0]
+    waited = [said for rank, (said, _) in enumerate(got) if rank != late]
+    named = [said for said in waited if said.startswith("GroupCreationTimeout: ")]
+    assert named
+    assert all(f"rank {late} ({place})" in said for said in named)
+    assert all(said.startswith("LateRankError: ") for said in waited if said not in named)
+
+
+def survivor_and_replacement(folder):
+    """Ranks 0 and 1 are a job; then 0, which has a past, and 2, which has none, are another."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    parts = {0: [("first", 0), ("second", 0)], 1: [("first", 1)], 2: [("second", 1)]}
+    sums = []
+    for job, number in parts[rank]:
+        store = dist.FileStore(f"{folder}/{job}", 2)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+        with HyperCommGrid([2], ["dp"]) as grid:
+            group = grid.create_pg("dp", timeout=timedelta(seconds=10))
+            sums.append(all_reduce_of(10**rank, group))
+        dist.destroy_process_group()
+    return sums
 
 
 # A process that was in another job before agrees on names with one that is new.
 def test_a_survivor_and_its_new_peer(tmp_path):
-    got = run_ranks(rank_functions.survivor_and_replacement, 3, args=(str(tmp_path),), timeout=60)
+    got = run_ranks(survivor_and_replacement, 3, args=(str(tmp_path),), timeout=60)
     assert got == [[11, 101], [11], [101]]
-
-
-# A strategy that cannot work here is refused before anything is created, with those that can.
-def test_split_without_a_device():
-    for message in run_ranks(rank_functions.split_is_refused, 2):
-        assert "'split' cannot create groups of backend 'gloo' here" in message
-        assert "use one of ['auto', 'local', 'enumerate']" in message

@@ -1,11 +1,28 @@
 """Sets of grids on real gloo processes: who takes part is read off the numbers they sum."""
 
-import pytest
-from by_numpy import group_of
-from megatron_facts import megatrons_fields
-from ranks import grid_set_ranks
+import time
+from dataclasses import fields
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
+from by_numpy import group_of
+from group_facts import all_reduce_of
+from group_facts import tables as registered
+from megatron_facts import megatrons_fields
+
+from hypercomm import GridSet, RankLayout, megatron_grids
+from hypercomm.compat.megatron import collections_of
+from hypercomm.compat.megatron.presets import create_megatron_pgs
+from hypercomm.errors import HyperCommError
 from hypercomm.launch import run_ranks
+
+SIZES = {"encoder": "tp=2,dp=2", "llm": "tp=2,pp=2"}
+SETS = {
+    "tiled": {"a": RankLayout.parse("tp=2"), "b": RankLayout.parse("tp=2", rank_offset=2)},
+    "overlapping": {"a": RankLayout.parse("tp=4"), "b": RankLayout.parse("tp=2", rank_offset=2)},
+    "colocated": {"a": RankLayout.parse("tp=2,dp=2"), "b": RankLayout.parse("tp=4")},
+}
 
 
 def expected(shape, names, offset, dims, rank, pick=slice(None)):
@@ -14,11 +31,33 @@ def expected(shape, names, offset, dims, rank, pick=slice(None)):
     return sum(10**member for member in members) if rank in members else None
 
 
+def sums_of(created):
+    """The sum of 10**rank over each group, or None where this rank is in none."""
+    return {
+        name: [group and all_reduce_of(10 ** dist.get_rank(), group) for group in groups]
+        for name, groups in created.items()
+    }
+
+
+def tiled(creation):
+    """Two grids of 4 ranks, one behind the other: the sums over groups, and what is left."""
+    with GridSet.tile(**SIZES, creation=creation) as warm_up:
+        warm_up.create_pgs({"encoder": ["tp"], "llm": ["tp"]})
+    before = registered()
+    with GridSet.tile(**SIZES, creation=creation) as grids:
+        created = grids.create_pgs({"llm": ["pp", ["tp", "pp"]], "encoder": ["tp", "dp"]})
+        sums = sums_of(created)
+        grids.verify()
+        held = sum(group is not None for groups in created.values() for group in groups)
+        new = len(registered()[0]) - len(before[0])
+    return sums, (held, new), registered() == before, grids.grids_of()
+
+
 # An encoder and a language model beside each other: each rank creates its own groups only, which
 # reach exactly their members; leaving the block leaves nothing in torch's registries.
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 def test_tiled(creation):
-    got = run_ranks(grid_set_ranks.tiled, 8, args=(creation,), timeout=120)
+    got = run_ranks(tiled, 8, args=(creation,), timeout=120)
     for rank, (sums, (held, new), is_clean, names) in enumerate(got):
         assert sums == {
             "encoder": [expected([2, 2], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
@@ -31,9 +70,20 @@ def test_tiled(creation):
         assert names == (("encoder",) if rank < 4 else ("llm",))
 
 
+def overlapping():
+    """Two grids that share ranks 2..5: the sums over their groups."""
+    layouts = {
+        "low": RankLayout.parse("tp=2,dp=3"),
+        "high": RankLayout.parse("cp=3,dp=2", rank_offset=2),
+    }
+    with GridSet(layouts) as grids:
+        sums = sums_of(grids.create_pgs({"low": ["tp", "dp"], "high": ["cp", "dp"]}))
+        return sums, {pair: list(ranks) for pair, ranks in grids.overlaps.items()}
+
+
 # Grids that share some ranks: the shared ones take part in both, and nobody waits for ever.
 def test_overlapping():
-    got = run_ranks(grid_set_ranks.overlapping, 8, timeout=120)
+    got = run_ranks(overlapping, 8, timeout=120)
     for rank, (sums, overlaps) in enumerate(got):
         assert overlaps == {("low", "high"): [2, 3, 4, 5]}
         assert sums == {
@@ -42,34 +92,28 @@ def test_overlapping():
         }
 
 
+def colocated(share):
+    """Two grids on the same ranks; each rank writes its requests in an order of its own."""
+    requests = {"training": ["tp", "dp"], "inference": ["tp", "dp"]}
+    if dist.get_rank() % 2:
+        requests = dict(reversed(requests.items()))
+    sizes = {"training": "tp=2,dp=4", "inference": "tp=4,dp"}
+    with GridSet.colocated(**sizes, verify=True, share=share) as grids:
+        created = grids.create_pgs(requests)
+        return list(created), sums_of(created)
+
+
 # Grids on the same ranks are created in the set's order on every rank, although half of the ranks
 # write their requests in another one; a comparison of plans finds no difference.
 @pytest.mark.parametrize("share", ["never", "identical"])
 def test_colocated(share):
-    got = run_ranks(grid_set_ranks.colocated, 8, args=(share,), timeout=120)
+    got = run_ranks(colocated, 8, args=(share,), timeout=120)
     for rank, (names, sums) in enumerate(got):
         assert names == ["training", "inference"]
         assert sums == {
             "training": [expected([2, 4], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
             "inference": [expected([4, 2], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
         }
-
-
-# A creation that fails in the second grid leaves nothing of the first; the right call then works.
-def test_failing():
-    got = run_ranks(grid_set_ranks.failing, 8, timeout=120)
-    for rank, (outcomes, sums) in enumerate(got):
-        assert outcomes == [("UnknownDimError", True), ("ValueError", True)]
-        assert sums == {
-            "a": [expected([2, 4], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
-            "b": [expected([4, 2], ["tp", "dp"], 0, ["tp"], rank)],
-        }
-
-
-# Ranks that ask for different groups of the second grid hear it, and none keeps the first's.
-def test_some_fail():
-    got = run_ranks(grid_set_ranks.some_fail, 8, timeout=120)
-    assert got == [("PlanMismatchError", True)] * 8
 
 
 KINDS = ("tiled", "overlapping", "colocated")
@@ -88,6 +132,37 @@ def check_sums(kind, sums, rank, times):
         assert (name, got) == (name, [expected(shape, names, offset, ["tp"], rank)] * count)
 
 
+def attempt(grids, requests, **arguments):
+    """What came of a creation: the error, which keys there are, and the seconds that it took."""
+    begin, error = time.monotonic(), None
+    try:
+        grids.create_pgs(requests, **arguments)
+    except (HyperCommError, ValueError) as raised:
+        error = type(raised).__name__
+    keys = {name: [str(key) for key in grid.pgs] for name, grid in grids.items()}
+    return error, keys, time.monotonic() - begin
+
+
+def one_fails(kind, verify, fails):
+    """Rank 3 alone fails in the second grid, as often as is said; each retries at once."""
+    outcomes = []
+
+    def derive(groups):
+        if dist.get_rank() == 3 and len(outcomes) < fails:
+            raise ValueError("mine")
+        return groups
+
+    requests = {"a": ["tp"], "b": [{"dims": "tp", "name": "own", "derive": derive}, "tp"]}
+    with GridSet(SETS[kind], verify=verify) as grids:
+        before = registered()
+        for attempted in range(fails + 1):
+            outcomes.append(attempt(grids, requests, timeout=timedelta(seconds=30)))
+            if attempted < fails and registered() != before:
+                outcomes.append("something is left")
+        created = {name: list(grid.pgs.values()) for name, grid in grids.items()}
+        return outcomes, sums_of(created)
+
+
 # One rank that fails in its grid fails the call on all ranks, also those that are in another grid
 # only, and long before a timeout; nothing is left, and a retry at once works, however often.
 @pytest.mark.parametrize(
@@ -95,7 +170,7 @@ def check_sums(kind, sums, rank, times):
     [*((kind, False, 1) for kind in KINDS), ("colocated", True, 2), ("tiled", True, 2)],
 )
 def test_one_fails(kind, verify, fails):
-    got = run_ranks(grid_set_ranks.one_fails, 4, args=(kind, verify, fails), timeout=120)
+    got = run_ranks(one_fails, 4, args=(kind, verify, fails), timeout=120)
     for rank, (outcomes, sums) in enumerate(got):
         assert len(outcomes) == fails + 1
         for error, keys, seconds in outcomes[:-1]:
@@ -106,35 +181,45 @@ def test_one_fails(kind, verify, fails):
         check_sums(kind, sums, rank, (1, 2))
 
 
-# Ranks that wait in vain for one that comes late all give up; it meets those that try again, and
-# succeeds with its first call.
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_is_late(kind, timeout_s):
-    got = run_ranks(grid_set_ranks.one_is_late, 4, args=(kind, timeout_s), timeout=120)
-    for rank, (outcomes, sums) in enumerate(got):
-        errors = [error for error, _, _ in outcomes]
-        assert errors[-1] is None
-        assert set(errors[:-1]) <= {"LateRankError" if rank == 3 else "GroupCreationTimeout"}
-        assert all(keys == {"a": [], "b": []} for _, keys, _ in outcomes[:-1])
-        check_sums(kind, sums, rank, (1, 1))
+def one_asks_otherwise(kind):
+    """Rank 0 asks for another group of the second grid, which it may be outside of; then not."""
+    others = {"a": ["tp"], "b": ["tp"]}
+    requests = {"a": ["tp"], "b": [{"dims": "tp", "name": "other"}]}
+    with GridSet(SETS[kind]) as grids:
+        first = requests if dist.get_rank() == 0 else others
+        outcomes = [attempt(grids, asked) for asked in (first, others)]
+        created = {name: list(grid.pgs.values()) for name, grid in grids.items()}
+        return outcomes, sums_of(created)
 
 
 # A rank that asks for something else is heard of by all, in the grid or outside; then all agree.
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_asks_otherwise(kind):
-    got = run_ranks(grid_set_ranks.one_asks_otherwise, 4, args=(kind,), timeout=120)
+    got = run_ranks(one_asks_otherwise, 4, args=(kind,), timeout=120)
     for rank, (((error, keys, _), (again, _, _)), sums) in enumerate(got):
         assert (error, again) == ("PlanMismatchError", None)
         assert keys == {"a": [], "b": []}
         check_sums(kind, sums, rank, (1, 1))
 
 
+def reshaped(before, after, views):
+    """The ranks of Megatron's fields after a model was reshaped, and what each group adds up."""
+    with megatron_grids(**before) as grids:
+        create_megatron_pgs(grids)
+        grids["training"].reshape(after, views=views)
+        collection = collections_of(grids)["training"]
+        groups = {field.name: vars(collection).get(field.name) for field in fields(collection)}
+        ranks = {
+            name: group and dist.get_process_group_ranks(group) for name, group in groups.items()
+        }
+        return ranks, sums_of({"": list(groups.values())})[""]
+
+
 # After a reshape on real ranks, every field is Megatron's at the new sizes, and reaches its ranks.
 def test_reshaped_megatrons():
     views = {"expert": "expt_tp=2,ep=2,expt_dp=2,pp=1"}
     arguments = ({"tp": 2, "pp": 2, "ep": 2}, "tp=2,cp=2,dp=2,pp=1", views)
-    got = run_ranks(grid_set_ranks.reshaped, 8, args=arguments, timeout=120)
+    got = run_ranks(reshaped, 8, args=arguments, timeout=120)
     for rank, (ranks, sums) in enumerate(got):
         wanted = megatrons_fields(8, rank, tp=2, cp=2, ep=2)
         assert {
@@ -144,9 +229,22 @@ def test_reshaped_megatrons():
             assert total == (found and sum(10**member for member in found))
 
 
+def megatrons():
+    """Training and inference on the same ranks: the sums over groups of both collections."""
+    before = registered()
+    with megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}) as grids:
+        collections = create_megatron_pgs(grids)
+        names = ("tp", "pp", "dp", "mp", "ep", "expt_dp", "tp_ep_pp", "embd", "pos_embd")
+        sums = {
+            name: sums_of({"": [getattr(collection, field, None) for field in names]})[""]
+            for name, collection in collections.items()
+        }
+    return sums, registered() == before
+
+
 # Megatron's groups of training and of inference work on the same ranks, and are all destroyed.
 def test_megatrons():
-    got = run_ranks(grid_set_ranks.megatrons, 8, timeout=180)
+    got = run_ranks(megatrons, 8, timeout=180)
     models = {
         "training": (([2, 1, 2, 2], ["tp", "cp", "dp", "pp"]), ([2, 2, 1, 2], "expt")),
         "inference": (([4, 1, 2, 1], ["tp", "cp", "dp", "pp"]), ([4, 1, 2, 1], "expt")),

@@ -5,22 +5,13 @@ import pickle
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import (
     GroupOptionsError,
     LayoutError,
     UnknownDimError,
 )
 from hypercomm.testing import fake_world
-
-
-# A view says whose it is; each is one line for `repr`.
-def test_looks_of_a_view():
-    with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], name="train") as grid:
-        grid.register_view("expert", [4, 2], ["ep", "edp"])
-        view = grid.view("expert")
-        assert repr(view) == "view expert (ep=4,edp=2) of HyperCommGrid(tp=2,dp=4, name='train')"
-        assert str(view).splitlines()[1] == "  this is rank 5, at ep=1, edp=1"
 
 
 # A dim of a view that is asked of the grid: whatever the call, the error says where it is.
@@ -55,31 +46,9 @@ def test_a_dim_of_a_view(call):
     [
         (lambda grids: grids["encodr"], UnknownDimError, "encoder"),
         (lambda grids: grids["llm"].ensure_pg("tp", timout=3), TypeError, "timeout"),
-        (lambda grids: grids["llm"].ensure_pg("tp", viw=3), TypeError, "view"),
-        (lambda grids: grids["llm"].explain("tp", shar=3), TypeError, "share"),
         (lambda grids: grids["llm"].create_pgs([{"dims": "tp", "nam": 1}]), TypeError, "name"),
         (lambda grids: grids["llm"].create_pg("tp", creation="locl"), GroupOptionsError, "local"),
-        (
-            lambda _: GridSet({"a": RankLayout.parse("tp=8")}, requires="tile", world_size=8),
-            LayoutError,
-            "tiled",
-        ),
-        (
-            lambda _: GridSet(
-                {"llm": RankLayout.parse("tp=8")}, overrides={"lm": {}}, world_size=8
-            ),
-            UnknownDimError,
-            "llm",
-        ),
-        (
-            lambda _: GridSet(
-                {"llm": RankLayout.parse("tp=8")},
-                world_size=8,
-                overrides={"llm": {"bakend": "gloo"}},
-            ),
-            TypeError,
-            "backend",
-        ),
+        (lambda _: GridSet(a="tp=8", requires="tile", world_size=8), LayoutError, "tiled"),
     ],
 )
 def test_did_you_mean(call, error, meant):

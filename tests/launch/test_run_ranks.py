@@ -44,7 +44,7 @@ def test_results_and_processes(nprocs):
 
 # A rank sees the caller's environment of now, not of when the fork server was started. Its reports
 # arrive in order; so do 100 MiB, and output of 5 MB in the caller's stdout and stderr.
-@pytest.mark.long
+@pytest.mark.full
 def test_what_ranks_see_and_send(monkeypatch, capfd):
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
     received = []
@@ -142,7 +142,7 @@ def test_a_rank_that_fails(rank, act, begin, end):
 
 # Ranks that do not return in time are ended, and the error has the stack of each; a stopped one has
 # none to show.
-@pytest.mark.long
+@pytest.mark.full
 def test_ranks_that_hang():
     pids = []
 
@@ -169,7 +169,7 @@ def test_ranks_that_hang():
 
 # The result of a rank counts, also if the rank then dies, cannot leave, or has left its job before
 # others could connect to it.
-@pytest.mark.long
+@pytest.mark.full
 def test_after_returning():
     def body():
         rank = dist.get_rank()
@@ -207,7 +207,7 @@ run_ranks(body, 3, on_message=lambda _, pid: print(pid, flush=True))
 
 
 # Whatever ends the caller, its ranks and the fork server end with it.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [

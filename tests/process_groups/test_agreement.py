@@ -12,42 +12,13 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import attempt, registered, sum_over
+from group_facts import attempt, registered, sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import fake_world, run_ranks
 
 LONG = timedelta(seconds=40)
 EVERY = ["tp", "dp"]
-
-
-# A rank with another grid is named to all, with both values; all can then build the same grid.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("odd", "arguments", "words"),
-    [
-        (1, ([4, 1], EVERY), "shape: "),
-        (1, ([2, 1], EVERY), "shape: "),
-        (0, ([2, 2], ["dp", "tp"]), "dims: "),
-    ],
-)
-def test_another_grid(odd, arguments, words):
-    def program():
-        rank, before = dist.get_rank(), registered()
-        grid = HyperCommGrid(*(arguments if rank == odd else ([2, 2], EVERY)))
-        said, waited = attempt(lambda: grid.create_pg(grid.dim_names, timeout=LONG))
-        is_clean = registered() == before and not grid.pgs
-        grid.destroy()
-        dist.barrier()
-        with HyperCommGrid([2, 2], EVERY) as grid:
-            return said, waited, is_clean, sum_over(grid.create_pg(EVERY, timeout=LONG))
-
-    for said, waited, is_clean, total in run_ranks(program, 4, timeout=90):
-        assert said.startswith("PlanMismatchError: "), said
-        assert words in said
-        assert is_clean
-        assert total == 1111
-        assert waited < late_s(5)
 
 
 # Ranks that agree are told nothing, however late one is; a rank outside takes no part.
@@ -68,32 +39,6 @@ def test_agreeing_ranks(verify):
     assert got[0] == [None] * 4
     assert got[1] == [110, 11110, 1010, 1010]
     assert got[4] == [11000, 11110, 10100, 10100]
-
-
-# Threads create at the same time, in any order: each gets its group, a shared one is made once.
-def test_threads():
-    def program():
-        outcomes, rank = {}, dist.get_rank()
-        grid = HyperCommGrid([2, 2], EVERY)
-
-        def create(number):
-            own = grid.create_pg(EVERY, name=f"thread {number}")
-            outcomes[number] = own, grid.ensure_pg("dp")
-
-        order = range(4) if rank % 2 else reversed(range(4))
-        running = [threading.Thread(target=create, args=(number,)) for number in order]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
-        sums = [sum_over(outcomes[number][0]) for number in range(4)]
-        shared = {id(group) for _, group in outcomes.values()}
-        total = sum_over(outcomes[0][1])
-        grid.destroy()
-        return sums, len(shared), total, len(registered())
-
-    for rank, got in enumerate(run_ranks(program, 4, timeout=60)):
-        assert got == ([1111] * 4, 1, 101 if rank % 2 == 0 else 1010, 1)
 
 
 # A grid that is destroyed while a thread waits: that creation ends, and nothing is left.

@@ -1,12 +1,9 @@
 """A store that holds what somebody else wrote: a named error."""
 
-import ast
 import json
-from pathlib import Path
 
 import pytest
 
-import hypercomm
 from hypercomm.errors import CreationError
 from hypercomm.process_groups.agreement.protocol import Delete, Exchange, Proposal, Read, propose
 from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
@@ -70,17 +67,3 @@ def test_bad_reports(bad):
     keys = {status_key("job", 1): BAD[bad](other.text())}
     with pytest.raises(CreationError, match=r"'job/rank 1' holds .*hypercomm did not write"):
         drive(find_deadlock("job", own, {}), keys)
-
-
-# A clock that jumps moves nothing: what waits looks at one that cannot. A dump alone says to people
-# when it was written.
-def test_no_clock_that_jumps():
-    found = []
-    package = Path(hypercomm.__file__).parent
-    for path in {*package.rglob("*.py")} - {package / "tools/blame/watch.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                name = f"{node.value.id}.{node.attr}"
-                if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}:
-                    found.append(f"{path.name}:{node.lineno} {name}")
-    assert found == []

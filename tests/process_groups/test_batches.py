@@ -1,16 +1,13 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
-import collections
-import os
 import re
-import threading
 from datetime import timedelta
 
 import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ranks.common import registered
+from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
@@ -21,7 +18,6 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -99,12 +95,6 @@ def test_what_a_batch_says_for_all(monkeypatch):
     assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
 
 
-# Outside the grid a batch gives None for each group, as create_pg does.
-def test_a_batch_outside_the_grid():
-    with fake_world(9, rank=8), grid_of() as grid:
-        assert grid.create_pgs(["tp", "dp"]) == [None, None]
-
-
 # A batch with a mistake anywhere is refused before anything is created, or even planned.
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
@@ -112,12 +102,8 @@ def test_a_batch_outside_the_grid():
         (["dp", "tp", ["dp"]], GroupExistsError, "at positions 0 and 2"),
         (["dp", "cp"], GroupExistsError, "Process group 'cp' has already been created"),
         (["dp", "xp"], UnknownDimError, "xp"),
-        (["dp", {"dims": "tp", "timeout": 3}], GroupOptionsError, "timeout must be a datetime"),
-        (["dp", {"dims": "tp", "backend": "smoke"}], GroupOptionsError, "unknown backend 'smoke'"),
-        (["dp", {"dims": "tp", "share": "some"}], GroupOptionsError, "share must be one of"),
         (["dp", {"dim": "tp"}], GroupOptionsError, "needs 'dims'"),
-        ("tp", LayoutError, "create_pgs(['tp', ['dp', 'cp']])"),
-        ({"dims": "tp"}, LayoutError, "['dp', 'cp']]) must be a sequence, got {'dims': 'tp'}"),
+        ("tp", LayoutError, "'tp'"),
         ({"tp"}, LayoutError, "must be a sequence, and a set has no order: {"),
         ([{"dims": "tp", "backend": "cpu:gloo,cpu:gloo"}], GroupOptionsError, "each device once"),
     ],
@@ -152,21 +138,6 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
         assert groups[2] is cp
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
-
-
-# A creation that fails leaves alone what another thread has created meanwhile.
-def test_a_failure_beside_another_thread(monkeypatch):
-    honest, others = c10d.new_group, []
-
-    def failing(_name, members, **options):
-        others.append(honest("another thread's", members, **options))
-        raise RuntimeError("out of sockets")
-
-    with fake_world(8, rank=5), grid_of() as grid:
-        monkeypatch.setattr(c10d, "new_group", failing)
-        with pytest.raises(RuntimeError, match="out of sockets"):
-            grid.create_pg("tp")
-        assert others[0] in registered()
 
 
 # A grid says how it would create a group, and how it has created one.
@@ -210,35 +181,6 @@ def test_one_split_for_each_dims(bound):
     assert bound[-1] == [sorted(table[tp, :, :, pp].ravel().tolist())]
 
 
-# Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
-# of them with its own group, and in no call do two groups of one colour meet.
-@pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
-def test_colliding_colors(monkeypatch, bound, colors):
-    monkeypatch.setattr(c10d, "split_colors", lambda _groups: colors)
-    own = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)}
-    calls = {}
-    for rank in range(9):  # rank 8 is outside the grid, and takes part all the same
-        with fake_world(9, rank):
-            grid = HyperCommGrid([2, 4], ["tp", "dp"], creation="split")
-            grid.create_pg("tp")
-            assert f"in {max(colors.count(color) for color in colors)} turns" in str(
-                grid.explain("tp")
-            )
-        calls[rank] = [groups for (groups,) in bound]
-        bound.clear()
-    turns = max(colors.count(color) for color in colors)
-    assert {len(made) for made in calls.values()} == {turns}
-    met = collections.Counter()
-    for turn in range(turns):
-        taking_part = {rank for rank in range(9) if rank in calls[rank][turn]}
-        groups = {tuple(calls[rank][turn]) for rank in taking_part}
-        assert taking_part == {rank for group in groups for rank in group}
-        used = [colors[group[0] // 2] for group in groups]
-        assert len(used) == len(set(used))
-        met.update(groups)
-    assert met == {tuple(group): 1 for group in own.values()}
-
-
 # Such collisions are no theory: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
 def test_a_collision_of_torch(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
@@ -248,35 +190,6 @@ def test_a_collision_of_torch(monkeypatch, bound):
         grid.create_pg("cp")
     assert told.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
     assert bound == [[[0, 8]], [[1988, 1996]]]
-
-
-# Threads whose groups connect alike create them at once, whether they say so or leave it to the
-# environment; one that wants it otherwise waits for them, and the environment is what it was.
-@pytest.mark.parametrize("in_environment", ["0", "1"])
-def test_lazy_init_of_threads(monkeypatch, in_environment):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
-    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
-
-    def create(lazily, entered):
-        with lazy_init.set_to(lazily):
-            seen.append(lazy_init.is_set)
-            entered.set()
-
-    def begin(lazily):
-        entered = threading.Event()
-        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
-        thread.start()
-        return thread, entered
-
-    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
-        with lazy_init.set_to(first):
-            assert begin(alike)[1].wait(10)
-            waiting, entered = begin(other)
-            assert not entered.wait(0.05)
-        waiting.join(10)
-        assert entered.is_set()
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
-    assert seen == [usual, not usual, not usual, usual]
 
 
 # A dict of requests is answered by a dict, whose order is the order of creation.

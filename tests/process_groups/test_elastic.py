@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hypercomm import HyperCommGrid, RankLayout
-from ranks.common import sum_over
+from group_facts import sum_over
 
 folder, victim = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")

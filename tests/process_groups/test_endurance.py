@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks.common import all_reduce_of, registered, settle, threads_and_files
+from group_facts import all_reduce_of, registered, settle, threads_and_files
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks

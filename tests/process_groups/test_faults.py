@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import sum_over
-from ranks.mortal_ranks import attempt, run_scene, start
+from group_facts import attempt, sum_over
+from mortal_ranks import run_scene, start
 
 from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import CreationError, GroupCreationTimeout, HyperCommError
@@ -67,7 +67,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
 # A rank that is killed or stopped before it comes to a creation, or before it connects: every other
 # rank names it within the timeout and two seconds, and has nothing left. After the creation, the
 # next collective fails in time. Destroying the grid neither hangs nor leaves anything.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
 def test_a_rank_that_is_lost(tmp_path, number, fault, victim, timeout_s):
@@ -143,7 +143,7 @@ def lose_the_store(rank, server, number, is_first):
 
 # When the process that serves the store is gone or silent, each call ends in time with an error of
 # ours that says so, the first one and those that follow.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_store_that_is_lost(tmp_path, number, is_first):
@@ -179,7 +179,6 @@ grid = HyperCommGrid("dp=2")
 calls = {
     "plain": lambda: dist.new_group([0, 1]),
     "create_pg": lambda: grid.create_pg("dp"),
-    "create_pgs": lambda: grid.create_pgs(["dp"]),
     "verify": grid.verify,
 }
 if rank == 1:
@@ -191,15 +190,14 @@ else:
 
 
 # An interpreter that ends while a thread of it waits for another rank ends as with torch alone.
-@pytest.mark.long
+@pytest.mark.full
 def test_an_interpreter_that_ends(tmp_path):
     def programs(how):
         command = [sys.executable, "-c", PROGRAM, how]
         run = [[*command, str(rank), str(tmp_path / how)] for rank in (0, 1)]
         return [subprocess.Popen(each, stderr=subprocess.DEVNULL) for each in run]
 
-    codes = {}
-    for how in ("plain", "create_pg", "create_pgs", "verify"):
-        codes[how] = [program.wait(60) for program in programs(how)]
+    running = {how: programs(how) for how in ("plain", "create_pg", "verify")}
+    codes = {how: [program.wait(90) for program in pair] for how, pair in running.items()}
     assert set(map(tuple, codes.values())) == {tuple(codes["plain"])}, codes
     assert codes["plain"] == [0, 0]

@@ -3,11 +3,20 @@
 What reaches NCCL is recorded without a GPU by test_nccl_calls.py.
 """
 
+import os
+import time
+from datetime import timedelta
+
 import pytest
 import torch
-from ranks import gpu_ranks
+import torch.distributed as dist
+from group_facts import all_reduce_of, registered
 
+from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
+
+ASLEEP_S = 20.0
+"""NCCL takes seconds to begin."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,36 +31,125 @@ def on_one_card(function, *args):
     return run_ranks(function, 4, args=args, timeout=180)
 
 
+def sum_over(group, device="cuda"):
+    return all_reduce_of(10 ** dist.get_rank(), group, device)
+
+
+def begin(backend="nccl", *, bound):
+    """Make WORLD anew with NCCL, which refuses two ranks of one host on a card."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+    torch.cuda.set_device(0)
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    options = {"device_id": torch.device("cuda", 0)} if bound else {}
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+        **options,
+    )
+    sum_over(dist.group.WORLD)  # NCCL connects all ranks
+    return rank
+
+
+def groups(bound, creation):
+    """The sums over the groups of a grid, and whether they leave nothing."""
+    begin(bound=bound)
+    before = registered()
+    with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
+        sums = [sum_over(group) for group in grid.create_pgs(["tp", "dp"])]
+    is_clean = registered() == before
+    dist.destroy_process_group()
+    return sums, is_clean
+
+
 # Every way of creating groups that works here gives groups whose sums are right, on a WORLD that is
 # bound to a device and on one that is not, and leaves nothing behind.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("creation", ["auto", "local", "enumerate"])
 def test_groups(bound, creation):
-    for rank, (sums, is_clean) in enumerate(on_one_card(gpu_ranks.groups, bound, creation)):
+    for rank, (sums, is_clean) in enumerate(on_one_card(groups, bound, creation)):
         assert sums == SUMS[rank]
         assert is_clean
+
+
+def members_alone(bound, lazy_init):
+    """Ranks 2 and 3 create their group and use it while the others sleep."""
+    rank = begin(bound=bound)
+    start, total, grid = time.monotonic(), None, None
+    if rank >= 2:
+        grid = HyperCommGrid([2], ["tp"], rank_offset=2, lazy_init=lazy_init)
+        total = sum_over(grid.create_pg("tp"))
+    else:
+        time.sleep(ASLEEP_S)
+    took_s = time.monotonic() - start
+    every = sum_over(dist.group.WORLD)
+    if grid is not None:
+        grid.destroy()
+    dist.destroy_process_group()
+    return total, took_s, every
 
 
 # A grid at an offset is created by its members alone, while the others sleep.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("lazy_init", [None, True, False])
 def test_nobody_outside_is_waited_for(bound, lazy_init):
-    got = on_one_card(gpu_ranks.members_alone, bound, lazy_init)
+    got = on_one_card(members_alone, bound, lazy_init)
     for rank, (total, took_s, every) in enumerate(got):
         assert (total, every) == (1100 if rank >= 2 else None, 1111)
-        assert rank < 2 or took_s < gpu_ranks.ASLEEP_S
+        assert rank < 2 or took_s < ASLEEP_S
+
+
+def mixed():
+    """Sums on the CPU and on the card over groups of a mixed WORLD, and of its parts."""
+    begin("cpu:gloo,cuda:nccl", bound=True)
+    with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        both = grid.create_pg("dp", name="both")
+        nccl = grid.create_pg("dp", name="nccl", backend="nccl")
+        gloo = grid.create_pg("dp", name="gloo", backend="gloo")
+        found = {
+            "both": [sum_over(both, "cpu"), sum_over(both)],
+            "nccl": [None, sum_over(nccl)],
+            "gloo": [sum_over(gloo, "cpu"), None],
+        }
+    dist.destroy_process_group()
+    return found
 
 
 # A WORLD of gloo and NCCL gives groups of both, and of each.
 def test_a_mixed_world():
-    for rank, found in enumerate(on_one_card(gpu_ranks.mixed)):
+    for rank, found in enumerate(on_one_card(mixed)):
         own = [101, 1010][rank % 2]
         assert found == {"both": [own, own], "nccl": [None, own], "gloo": [own, None]}
 
 
+def abort():
+    """All ranks but the first begin a collective that waits for it, and give up."""
+    rank = begin(bound=True)
+    store, before = dist.distributed_c10d._get_default_store(), registered()
+    grid = HyperCommGrid([4], ["dp"])
+    group = grid.create_pg("dp")
+    sum_over(group)
+    if rank == 0:
+        store.wait([f"aborted by {other}" for other in range(1, 4)], timedelta(seconds=100))
+        return 0.0, True, 0
+    work = dist.all_reduce(torch.ones(1, device="cuda"), group=group, async_op=True)
+    time.sleep(1)
+    is_pending = not work.is_completed()
+    start = time.monotonic()
+    grid.abort()
+    took_s = time.monotonic() - start
+    left = len(registered() - before)
+    store.set(f"aborted by {rank}", "1")
+    return took_s, is_pending, left
+
+
 # abort() ends a grid whose collective waits for a rank that will not come.
 def test_abort():
-    for took_s, was_pending, left in on_one_card(gpu_ranks.abort)[1:]:
+    for took_s, was_pending, left in on_one_card(abort)[1:]:
         assert was_pending
         assert took_s < 10
         assert left == 0

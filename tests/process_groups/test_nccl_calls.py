@@ -4,23 +4,24 @@ torch's own functions create the groups. What a stand-in cannot show is NCCL its
 does, where there is a GPU.
 """
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_stand_in import IS_PLUGIN, lone_world, recorded_nccl
-from ranks import nccl_ranks
+from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.testing import fake_world, run_ranks, simulate
 
+ASLEEP_S = 2.0
+
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
 HAS_SWITCH = VERSION >= "2.15"  # by which NCCL connects at the first message
 
-needs_plugins = pytest.mark.skipif(not IS_PLUGIN, reason="nccl2 came with torch 2.14")
 needs_parts = pytest.mark.skipif(VERSION < "2.13", reason="torch 2.13 splits off parts of WORLD")
 
 
@@ -38,13 +39,8 @@ def is_lazy(call):
 # A grid at an offset creates its groups by their members alone on a bound WORLD: no rank splits,
 # nobody outside is needed, and WORLD stays bound. From torch 2.15 on by NCCL's own switch.
 @pytest.mark.parametrize("creation", ["auto", "local"])
-@pytest.mark.parametrize("by_itself", [False, pytest.param(True, marks=needs_plugins)])
-def test_an_offset_grid_on_a_bound_world(creation, by_itself):
-    options = {} if by_itself else {"device_id": CUDA_5}
-    with (
-        recorded_nccl(binds_itself=by_itself) as calls,
-        lone_world("nccl", 8, rank=5, **options),
-    ):
+def test_an_offset_grid_on_a_bound_world(creation):
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         assert dist.group.WORLD.bound_device_id == CUDA_5
         calls.clear()
         with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, creation=creation) as grid:
@@ -59,17 +55,62 @@ def test_an_offset_grid_on_a_bound_world(creation, by_itself):
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
+def sum_over(group):
+    """The sum of 10**rank over the members; None where there is no group."""
+    if group is None:
+        return None
+    number = torch.tensor([10.0 ** dist.get_rank()])
+    part_of(group).allreduce([number]).wait()
+    return int(number)
+
+
+def begin_bound(backend):
+    """Make WORLD anew, bound to a device for each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=torch.device("cuda", rank),
+        timeout=timedelta(seconds=30),
+    )
+    return rank
+
+
+def members_alone(backend, creation):
+    """Ranks 2 and 3 create their group while the others sleep; seconds, sum and calls."""
+    with recorded_nccl(communicates=True) as calls:
+        rank = begin_bound(backend)
+        begin, total = time.monotonic(), None
+        if rank >= 2:
+            grid = HyperCommGrid([2], ["tp"], rank_offset=2, creation=creation)
+            total = sum_over(grid.create_pg("tp"))
+        else:
+            time.sleep(ASLEEP_S)
+        took_s = time.monotonic() - begin
+        every = sum_over(dist.group.WORLD)
+        if rank >= 2:
+            grid.destroy()
+        made = [(call.what, call.ranks, call.splits) for call in calls]
+        bound = dist.group.WORLD.bound_device_id
+        dist.destroy_process_group()
+    return took_s, total, every, made, str(bound)
+
+
 # Two real ranks create their group while the other two sleep.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nobody_outside_is_waited_for(backend):
-    got = run_ranks(nccl_ranks.members_alone, 4, args=(backend, "auto"), timeout=60)
+    got = run_ranks(members_alone, 4, args=(backend, "auto"), timeout=60)
     for rank, (took_s, total, every, made, bound) in enumerate(got):
         assert (every, bound) == (1111, f"cuda:{rank}")
         if rank < 2:
             assert (total, what_of(made)) == (None, set())
         else:
-            assert took_s < nccl_ranks.ASLEEP_S / 2
+            assert took_s < ASLEEP_S / 2
             assert total == 1100
             assert what_of(made) == {((2, 3), False)}
 
@@ -166,6 +207,24 @@ def test_a_way_for_each_key():
 # ---- splits -------------------------------------------------------------------------------------
 
 
+def mixed():
+    """Groups of a WORLD of gloo and NCCL, all and in part; strategies, sums and gloo's sums."""
+    found = []
+    with recorded_nccl(communicates=True):
+        begin_bound("cpu:gloo,cuda:nccl")
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            for backend in (None, "nccl", "cuda:nccl", "gloo", "cpu:gloo,cuda:nccl"):
+                told = grid.explain("dp", name=f"of {backend}", backend=backend)
+                group = grid.create_pg("dp", name=f"of {backend}", backend=backend)
+                total = None if part_of(group) is None else sum_over(group)
+                number = torch.tensor([10.0 ** dist.get_rank()])
+                if backend not in {"nccl", "cuda:nccl"}:
+                    dist.all_reduce(number, group=group)
+                found.append((told.strategy, total, int(number), dist.get_backend(group)))
+        dist.destroy_process_group()
+    return found
+
+
 # A WORLD of gloo and NCCL is split, too, with the parts that are asked for, and nobody enumerates;
 # real ranks communicate over both parts. Before 2.14 a split has gloo's options wrong: members
 # create such groups alone.
@@ -173,7 +232,7 @@ def test_a_way_for_each_key():
 def test_a_mixed_world():
     for_both = "split" if VERSION >= "2.14" else "local"
     every = "cpu:gloo,cuda:nccl"
-    for rank, found in enumerate(run_ranks(nccl_ranks.mixed, 4, timeout=60)):
+    for rank, found in enumerate(run_ranks(mixed, 4, timeout=60)):
         own, alone = [101, 1010][rank % 2], 10**rank
         assert found == [
             (for_both, own, own, every),
@@ -253,30 +312,6 @@ def test_nccl_on_a_laptop():
         assert grid.create_pg("tp", backend="cpu:gloo,cuda:nccl").size() == 4
     simulate(initialise, 4, backend="nccl").check()
     assert HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl", world_size=8).backend == "nccl"
-
-
-def of_a_live_job():
-    grid, said = HyperCommGrid([2], ["dp"]), []
-    told = str(grid.explain("dp", backend="nccl"))
-    for call in (grid.create_pg, grid.ensure_pg):
-        try:
-            call("dp", backend="nccl")
-        except GroupOptionsError as error:
-            said.append(str(error))
-    return told, said, dict(grid.pgs)
-
-
-# Only a live creation refuses it, with what would do.
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
-def test_nccl_in_a_live_job_without_a_gpu():
-    for told, said, left in run_ranks(of_a_live_job, 2, timeout=60):
-        assert told.startswith("dp: 1 of 2 ranks, nccl\n")
-        assert len(said) == 2
-        for line in said:
-            has = dist.is_nccl_available()
-            assert ("needs a GPU, and torch sees none on this host; use one of" in line) == has
-            assert ("is not available in this build of torch; use one of" in line) != has
-        assert left == {}
 
 
 # A backend string that torch could not read is refused, in a fake world, too.

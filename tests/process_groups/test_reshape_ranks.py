@@ -1,31 +1,20 @@
 """Reshaping on real gloo processes: numbers summed over a group say who is in it."""
 
 import contextlib
-import gc
-import os
-import signal
-import time
-from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import settle, sum_over
-from ranks.mortal_ranks import attempt, run_scene
+from group_facts import attempt, sum_over
 
-from hypercomm import HyperCommGrid, RankLayout, run_ranks
+from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Call
 from hypercomm.testing import registered_groups
 
 START, OTHER = "tp=2,cp=2,dp=2", "tp=4,dp=2"
 KEYS = [("tp",), ("cp",), ("dp",), ("tp", "cp"), ("cp", "dp"), ("tp", "cp", "dp")]
-STANDS_STILL = 2
-"""How much longer ranks wait here: a machine that stands still for a second makes others late."""
 
 
 def numpy_sums(layout, rank, keys, order=None):
@@ -98,147 +87,7 @@ def test_there_and_back(verify, batched):
         assert is_clean
 
 
-def partial_survival(order, verify):
-    target = RankLayout([2, 4], ["tp", "dp"], ranks=order)
-    with HyperCommGrid("tp=2,dp=4", verify=verify) as grid:
-        tp, _ = grid.create_pgs(["tp", "dp"])
-        result = grid.reshape(target)
-        is_kept = grid.get_pg("tp") is tp
-        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=grid.get_pg("tp"))
-        told = is_kept, [part.item() for part in gathered], len(result.kept), sums(grid)
-        grid.reshape("tp=8")
-        return *told, sums(grid)
-
-
-# A list of ranks that differs from the old order in two places: ranks 0 to 3 keep their tp group,
-# the others create theirs, whose members are in the list's order; and the next reshape works.
-@pytest.mark.parametrize("verify", [False, True])
-def test_partial_survival(verify):
-    order = [0, 1, 2, 3, 4, 6, 5, 7]
-    pairs = np.array(order).reshape(4, 2).tolist()
-    for rank, got in enumerate(run_ranks(partial_survival, 8, args=(order, verify), timeout=90)):
-        is_kept, gathered, kept, totals, last = got
-        assert (is_kept, kept) == (rank < 4, int(rank < 4))
-        assert gathered == next(pair for pair in pairs if rank in pair)
-        assert totals == numpy_sums("tp=2,dp=4", rank, [("tp",), ("dp",)], order)
-        assert last == {("tp",): 11111111}
-
-
 # ---- ranks that differ, or do not come ----------------------------------------------------------
-
-
-def another_target(odd, verify, lag_s):
-    """One rank reshapes to something else, sooner or later than the others; then all to one."""
-    rank = dist.get_rank()
-    with HyperCommGrid(START, verify=verify) as grid:
-        grid.register_view("expert", [8], ["ep"])
-        grid.create_pgs(KEYS)
-        before, said = dict(grid.pgs), []
-        for target, views in (
-            ("tp=2,dp=4", None),
-            (RankLayout([4, 2], ["tp", "dp"], ranks=range(7, -1, -1)), None),
-            (OTHER, {"expert": "ep=2,rest=4"}),
-        ):
-            if lag_s and (rank == odd) == (lag_s > 0):
-                time.sleep(abs(lag_s))
-            mine = (target, views) if rank == odd else (OTHER, None)
-            told = attempt(lambda mine=mine: grid.reshape(mine[0], views=mine[1]))
-            said.append((*told, unchanged(grid, before), sums(grid)))
-            dist.barrier()
-        grid.reshape(OTHER)
-        return said, sums(grid)
-
-
-# A rank that reshapes to something else, or gives a view other sizes: every rank raises within
-# seconds, however late it or the others are; each grid is as it was and works; so does the next.
-@pytest.mark.long
-@pytest.mark.parametrize(("odd", "verify", "lag_s"), [(0, False, 1.0), (5, True, 0), (5, True, -1)])
-def test_another_target(odd, verify, lag_s):
-    got = run_ranks(another_target, 8, args=(odd, verify, lag_s), timeout=120)
-    for rank, (told, totals) in enumerate(got):
-        for said, waited, is_same, before in told:
-            assert said.startswith("PlanMismatchError: "), said
-            assert f"rank {odd} (host" in said
-            assert waited < late_s(5)
-            assert is_same
-            assert before == numpy_sums(START, rank, KEYS)
-        assert totals == numpy_sums(OTHER, rank, KEYS)
-
-
-def does_not_call(absent, verify, times, timeout):
-    """One rank comes to a reshape once the others have given up so often."""
-    with HyperCommGrid("tp=2,dp=2", verify=verify) as grid:
-        grid.create_pgs(["tp", "dp"])
-        before, said = dict(grid.pgs), []
-        if dist.get_rank() == absent:
-            time.sleep(times * timeout.total_seconds() + 1.0)
-        else:
-            for _ in range(times):
-                words, waited = attempt(lambda: grid.reshape("tp=4", timeout=timeout))
-                said.append((words, waited, unchanged(grid, before), sums_without(grid, absent)))
-        grid.reshape("tp=4", timeout=10 * timeout)
-        grid.verify()
-        return said, sums(grid)
-
-
-def sums_without(grid, absent):
-    """The sums over the groups that a rank is not in."""
-    members = dist.get_process_group_ranks
-    return sorted(sum_over(group) for group in grid.pgs.values() if absent not in members(group))
-
-
-def groups_without(rank, absent):
-    groups = [{0, 1}, {2, 3}, {0, 2}, {1, 3}]
-    return sorted(
-        sum(10**one for one in group) for group in groups if rank in group and absent not in group
-    )
-
-
-# A rank that does not come is named by all others when their time is over, each time; nothing has
-# changed, and it meets them where they try again, in one call.
-@pytest.mark.long
-@pytest.mark.parametrize(("absent", "verify", "times"), [(0, False, 1), (3, True, 2)])
-def test_a_rank_that_does_not_call(absent, verify, times, timeout_s):
-    timeout_s *= STANDS_STILL
-    args = (absent, verify, times, timedelta(seconds=timeout_s))
-    for rank, (told, totals) in enumerate(run_ranks(does_not_call, 4, args=args, timeout=90)):
-        assert len(told) == (0 if rank == absent else times)
-        for said, waited, is_same, still in told:
-            assert said.startswith("GroupCreationTimeout: "), said
-            assert f"rank {absent} (" in said
-            assert timeout_s - 0.5 < waited < timeout_s + late_s(2)
-            assert is_same
-            assert still == groups_without(rank, absent)
-        assert totals == {("tp",): 1111}
-
-
-def is_killed(rank, victim, target, timeout_s):
-    """A rank dies before it has finished; the others are as before, and go on."""
-    grid = HyperCommGrid("tp=2,dp=2")
-    grid.create_pgs(["tp", "dp"])
-    before, timeout = dict(grid.pgs), timedelta(seconds=timeout_s)
-    dist.barrier()  # who still waits in a creation would hear of the loss there
-    if rank == victim:
-        Call._finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    told = attempt(lambda: grid.reshape(target, timeout=timeout))
-    return *told, unchanged(grid, before), sums_without(grid, victim)
-
-
-# A rank is killed after the ranks have met, whether or not groups are created: the others end in
-# time with an error that names it, are as they were, and their groups without it still work.
-@pytest.mark.long
-@pytest.mark.parametrize(("victim", "target"), [(0, "dp=2,tp=2"), (3, "tp=4")])
-def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
-    timeout_s *= STANDS_STILL
-    args = (victim, target, timeout_s)
-    for rank, got in run_scene(tmp_path, is_killed, 4, *args, victims=[victim]).items():
-        said, waited, is_same, alive = got
-        assert said.startswith("GroupCreationTimeout: "), said
-        assert f"rank {victim} (" in said
-        assert waited < timeout_s + late_s(3)
-        assert is_same
-        assert alive == groups_without(rank, victim)
 
 
 # ---- a rank that fails --------------------------------------------------------------------------
@@ -286,6 +135,7 @@ def one_fails(failing, where, verify):
 
 # One rank fails, before the ranks meet or in the creation: it raises its own error, the others
 # raise within seconds and name it, nobody has lost or kept anything, and all may try again.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("failing", "where", "verify"),
     [(0, "derive", True), (0, "create", False), (6, "derive", False), (6, "create", True)],
@@ -327,34 +177,3 @@ def test_a_group_of_another_grid():
     for rank, (said, *rest) in enumerate(run_ranks(one_of_two_grids, 4, timeout=60)):
         assert said.startswith("ZeroDivisionError" if rank == 0 else "CreationError"), said
         assert rest == [[1111, 1111], True, "another grid"]
-
-
-def many(rounds):
-    """Threads, files and groups after some reshapes, and after many more."""
-
-    def standing():
-        dist.barrier()
-        gc.collect()
-        settle()
-        counts = [len([*Path("/proc/self", kind).iterdir()]) for kind in ("task", "fd")]
-        return *counts, len(registered_groups())
-
-    with HyperCommGrid(START) as grid:
-        grid.create_pgs(KEYS)
-        for cycle in range(2 + rounds):
-            if cycle == 2:
-                before = standing()
-            grid.reshape(OTHER)
-            grid.reshape(START)
-            grid.create_pgs([dims for dims in KEYS if "cp" in dims])
-            sums(grid)
-        return before, standing()
-
-
-# Twenty reshapes leave no thread and no group; files may differ by a few that gloo is about to
-# close, where a group left by each reshape would hold two sockets at least.
-@pytest.mark.slow
-def test_no_leftovers():
-    for before, after in run_ranks(many, 8, args=(10,), timeout=180):
-        assert (after[0], after[2]) == (before[0], before[2])
-        assert after[1] - before[1] < 10

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from ranks.common import sum_over
-from ranks.mortal_ranks import attempt, run_scene
+from group_facts import attempt, sum_over
+from mortal_ranks import run_scene
 
-from hypercomm import GridSet, HyperCommGrid, renew_world
+from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import (
     CreationError,
     GroupCreationTimeout,
@@ -20,7 +20,6 @@ from hypercomm.errors import (
     GroupMissingError,
     GroupOptionsError,
 )
-from hypercomm.process_groups.torch_internals import store as c10d
 from hypercomm.testing import fake_world, registered_groups, run_ranks
 
 GROUPS, PATIENCE = timedelta(seconds=3), timedelta(seconds=5)
@@ -85,7 +84,7 @@ def lose(rank, losses):
 
 # Ranks die, once or again: the others find out, hear who it was, and communicate over new groups,
 # in an order of their own; a partner of a lost rank may be spare.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
     [
@@ -109,30 +108,6 @@ def test_a_loss(tmp_path, size, losses):
             assert "lost: " in said
 
 
-def lose_of_a_set(rank):
-    grids = GridSet.tile(encoder="tp=2,dp=2", llm="tp=2,dp=2", share="identical")
-    keys = [{"dims": dim, "timeout": GROUPS} for dim in ("tp", "dp")]
-    grids.create_pgs({"encoder": keys, "llm": keys})
-    if rank == 6:
-        die()
-    left = grids["llm"].survivors(PATIENCE) if rank > 3 else None
-    grids["llm"].reshape("tp=1,dp=3", ranks=[4, 5, 7], timeout=2 * PATIENCE)
-    twin = {"dims": "dp", "name": "twin"}
-    grids.create_pgs({"encoder": [twin], "llm": [twin]})
-    return [left, figures(grids["encoder"]), figures(grids["llm"]), list(grids.spare_ranks)]
-
-
-# One module of a set loses a rank: it goes on without, the other as it is, and both create jointly.
-@pytest.mark.long
-def test_a_set(tmp_path):
-    for rank, got in run_scene(tmp_path, lose_of_a_set, 8, victims=[6]).items():
-        left, encoder, llm, spare = got
-        assert (left, spare) == (None if rank < 4 else [4, 5, 7], [6])
-        for sums, ranks, tp in ((encoder, [0, 1, 2, 3], 2), (llm, [4, 5, 7], 1)):
-            wanted = groups_in(ranks, tp, rank)
-            assert sums == {**wanted, "dp (twin)": wanted["dp"]}
-
-
 def wake(rank):
     """Rank 2 notices an error of its own; the others wait for it in a collective."""
     grid = HyperCommGrid("tp=2,dp=2")
@@ -149,7 +124,7 @@ def wake(rank):
 
 # survivors() ends the grid's groups, so that ranks that wait in a collective come, too; and it
 # does so although the frames of the exception at hand refer to them.
-@pytest.mark.long
+@pytest.mark.full
 def test_waiting_ranks_wake_up():
     for left, waited, said in run_ranks(lambda: wake(dist.get_rank()), 4, timeout=90):
         assert (left, "created: tp+dp" in said or "destroyed: tp+dp" in said) == (
@@ -179,31 +154,6 @@ def test_timeouts():
         assert grid.get_pg("tp").size() == 4
         with pytest.raises(CreationError, match="min_ranks=9"):
             grid.survivors(timedelta(hours=1), min_ranks=9)
-
-
-def wait_elsewhere(rank):
-    """Rank 2 does not come: it waits for rank 3, which is in no grid of the others."""
-    grid = HyperCommGrid("dp=3", world_size=4)
-    if rank == 2:
-        other = HyperCommGrid("pp=2", rank_offset=2, name="other", world_size=4)
-        return attempt(lambda: other.create_pg("pp", timeout=timedelta(seconds=6)))[0]
-    if rank == 3:
-        return ""
-    time.sleep(1)  # rank 2 says by then whom it waits for
-    said, _ = attempt(lambda: grid.survivors(timedelta(seconds=2), min_ranks=3))
-    return [grid.survivors(timedelta(seconds=2)), said]
-
-
-# A rank that waits for one outside is not among the survivors; too few may not go on.
-@pytest.mark.long
-def test_who_waits_elsewhere(tmp_path):
-    got = run_scene(tmp_path, wait_elsewhere, 4)
-    for rank in (0, 1):
-        left, said = got[rank]
-        assert left == [0, 1]
-        assert said.startswith("CreationError: ")
-        assert "min_ranks=3" in said
-    assert "rank 3" in got[2]
 
 
 # ---- lists of ranks -----------------------------------------------------------------------------
@@ -244,85 +194,12 @@ def name_the_dead(rank):
 
 # A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
 # without it they go on.
-@pytest.mark.long
 def test_a_dead_rank_in_the_list(tmp_path):
     for rank, got in run_scene(tmp_path, name_the_dead, 4, victims=[2]).items():
         missing, waited, *kept, sums = got
         assert (missing, kept) == ([2], ["tp=2,dp=2", 2])
         assert waited < 2 + late_s(2)
         assert sums == groups_in([0, 1, 3], 1, rank)
-
-
-def disagree(lists, target, late):
-    """Ranks go on with different ranks; then, told so, with the same ones."""
-    rank = dist.get_rank()
-    grid = HyperCommGrid("tp=2,dp=2")
-    grid.create_pgs(["tp", "dp"])
-    before, said, waited = dict(grid.pgs), "", 0.0
-    if rank == late:
-        time.sleep(1)
-    if rank in lists[rank]:
-        said, waited = attempt(lambda: grid.reshape(target, ranks=lists[rank]))
-    same = dict(grid.pgs) == before
-    works = sum_over(grid.get_pg("dp"))
-    if rank < 3:
-        grid.reshape("tp=1,dp=3", ranks=[0, 1, 2])
-    return said, waited, same, works, figures(grid) if rank < 3 else {}
-
-
-# Ranks that go on with different ranks, or with the same in another order, all hear so, whoever
-# comes late; nothing has changed, and the next call works.
-@pytest.mark.parametrize(
-    ("lists", "target", "late"),
-    [
-        ([[0, 1, 2, 3]] * 3 + [[1, 2, 3]], "tp=1,dp=-1", -1),
-        ([[0, 1, 2, 3]] * 3 + [[1, 2, 3]], "tp=1,dp=-1", 3),
-        ([[0, 1, 2, 3]] * 2 + [[1, 2, 3]] * 2, "tp=1,dp=-1", 0),
-        ([[0, 1, 2], [0, 2, 1], [0, 1, 2], [0, 1, 2]], "dp=3", -1),
-    ],
-)
-def test_lists_that_differ(lists, target, late):
-    got = run_ranks(disagree, 4, args=(lists, target, late), timeout=60)
-    for rank, (said, waited, same, works, sums) in enumerate(got):
-        assert said.startswith("PlanMismatchError: ") == (rank in lists[rank]), said
-        assert (waited < late_s(5), same) == (True, True)
-        assert works == sum_of(range(rank % 2, 4, 2))[0]
-        assert not sums or sums == groups_in([0, 1, 2], 1, rank)
-
-
-def paused(rank, how):
-    """Ranks 2 and 3 stand still while the others continue without them; then they want to, too."""
-    grid = create(HyperCommGrid("tp=2,dp=2"), "tp", "dp")
-    world = c10d.store()
-    if rank > 1:
-        world.wait(["continued"])
-    ranks, told = [[0, 1], [2, 3]][rank // 2], []
-    calls = {
-        "reshape": lambda: grid.reshape("dp=2", ranks=ranks, timeout=PATIENCE),
-        "alone": lambda: grid.reshape("dp=1", ranks=[rank], timeout=PATIENCE),
-        "renew": lambda: renew_world(ranks, timeout=PATIENCE),
-    }
-    if rank > 1:
-        told = [attempt(lambda: grid.survivors(PATIENCE))[0]]
-        return told + [attempt(calls[how])[0] for _ in range(2)]
-    left = grid.survivors(PATIENCE)
-    calls["renew" if how == "renew" else "reshape"]()
-    total = sum_over(dist.group.WORLD if how == "renew" else grid.get_pg("dp"))
-    world.set("continued", "")
-    return [left, total]
-
-
-# Two sets of ranks with nobody in common cannot both continue: who comes later is refused, each
-# time.
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["reshape", "alone", "renew"])
-def test_disjoint_lists(tmp_path, how):
-    got = run_scene(tmp_path, paused, 4, how)
-    assert [got[rank] for rank in (0, 1)] == [[[0, 1], 11]] * 2
-    for rank in (2, 3):
-        for said in got[rank]:
-            assert said.startswith("CreationError: "), said
-            assert "without rank" in said
 
 
 # ---- a new WORLD --------------------------------------------------------------------------------
@@ -352,7 +229,7 @@ def renew(rank, losses, folder):
 
 # One of four dies, then the first of the rest: each time those that are left make a WORLD of their
 # own, in which the grid goes on; what is lost is told in the numbers from before.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_new_world(tmp_path, in_a_file):
     losses = [([2], [0, 1, 3], "tp=1,dp=3"), ([0], [2, 1], "tp=2,dp=1")]
@@ -389,7 +266,7 @@ def renew_without_one(rank, lists):
 
 # Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
 # meant is refused.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lists", "kind", "names"),
     [

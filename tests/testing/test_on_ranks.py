@@ -132,7 +132,7 @@ TESTS = """
         fake_world(16)
 """
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.full
 
 
 def run_pytest(folder, *arguments):

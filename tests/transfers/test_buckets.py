@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
-from hypercomm.transfers.buckets import Parameter, segments, split
+from hypercomm.transfers.buckets import Parameter, segments
 
 some = settings(max_examples=examples(200), deadline=None)
 
@@ -137,16 +137,3 @@ def test_balance(source, target):
     buckets = max(bucket for bucket, _ in rooms) + 1
     busiest = max(sum(rooms[bucket, rank] for bucket in range(buckets)) for rank in range(12))
     assert buckets <= 1.3 * busiest / (1 << 16) + 1  # so buckets are full
-
-
-# The parts of a box are the box, in order, none larger than asked for.
-@some
-@given(st.lists(st.integers(1, 6), max_size=4), st.integers(1, 40))
-def test_split(lengths, most):
-    whole = np.arange(math.prod(lengths)).reshape(lengths)
-    parts = [
-        whole[tuple(slice(at, at + n) for at, n in zip(offsets, extents, strict=True))].ravel()
-        for offsets, extents in split(tuple(lengths), most)
-    ]
-    assert max(part.size for part in parts) <= most
-    np.testing.assert_array_equal(np.concatenate(parts), whole.ravel())

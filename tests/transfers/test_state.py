@@ -3,7 +3,6 @@
 import contextlib
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +53,7 @@ def strided(tensor):
 
 # Each rank receives torch's chunks: mixed dtypes, scalars, empty and strided tensors, in buckets of
 # any size, with and without checksums; names come in any order.
+@pytest.mark.full
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.ranks(6, timeout=120)
 def test_arrivals(verify):
@@ -201,10 +201,8 @@ def test_wrong_arguments():
             move(**more)
         assert all(word in str(caught.value) for word in ("nothing was sent", *words))
     for words, at_fault, more in (
-        ("needs into, a dict of tensors", 1, {"into": None}),
         ("rank 0 needs state", 0, {"state": {}}),
         ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
-        ("dim 'qp'", 0, {"shards": ({"*": {"qp": 0}}, {"*": {}})}),
         ("state['b.weight']: ", 0, {"state": {**GOOD, "b.weight": torch.ones(3, 2)}}),
         ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),
         ("start must be at most 1, got 9", 0, {"start": (9, 0)}),
@@ -248,18 +246,6 @@ ALONE = RankMapping("tp=1", "tp=1", along=None)
 ONE = torch.ones(2)
 
 
-# Addresses count, not storages: views of one numpy array have different storages.
-def test_memory_of_several_storages():
-    room = np.zeros(8, np.float32)
-    state = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
-    into = {"a": torch.from_numpy(room[2:6]), "b": torch.zeros(4)}
-    with fake_world(1):
-        with pytest.raises(LayoutError, match=r"into\['a'\] overlaps state\['.'\]"):
-            transfer_state(ALONE, state, into=into, shards={"*": {}})
-        same = {"a": torch.from_numpy(room[:4]), "b": torch.from_numpy(room[4:])}
-        assert transfer_state(ALONE, state, into=same, shards={"*": {}}) == 0
-
-
 @pytest.mark.parametrize(
     ("words", "mapping", "state", "more"),
     [
@@ -268,14 +254,10 @@ def test_memory_of_several_storages():
         ("needs state, a dict of tensors", ALONE, [ONE], {}),
         ("state['a'] must be a torch.Tensor, got 3", ALONE, {"a": 3}, {}),
         ("state['a'] must be a dense tensor", ALONE, {"a": ONE.to("meta")}, {}),
-        ("shards must map patterns", ALONE, {"a": ONE}, {"shards": "tp"}),
         ("shards", ALONE, {"a": ONE}, {"shards": {"*": 0}}),
-        ("matches parameter 'a'", ALONE, {"a": ONE}, {"shards": {"b*": {}, "c": {}}}),
         ("the pattern 'a' of shards", ALONE, {"a": ONE}, {"shards": {"*": {}, "a": {"tp": 0}}}),
-        ("into has 'b'", ALONE, {"a": ONE}, {"into": {"a": ONE.clone(), "b": ONE}}),
         ("into['a'] is expanded", ALONE, {"a": ONE}, {"into": {"a": torch.ones(1).expand(2)}}),
         ("bucket_bytes must be an int, got 1.5", ALONE, {"a": ONE}, {"bucket_bytes": 1.5}),
-        ("start must be an int, got 'x'", ALONE, {"a": ONE}, {"start": "x"}),
         ("start must be at most 0, got 1", ALONE, {"a": ONE}, {"start": 1}),
     ],
 )
@@ -296,13 +278,3 @@ def test_dtensor_and_outsiders():
     away = RankMapping(RankLayout([1], ["tp"], 1), RankLayout([1], ["tp"], 2), along=None)
     with fake_world(3):
         assert transfer_state(away) is None
-
-
-# A tensor that was received into has another version afterwards, which autograd sees.
-def test_versions():
-    into = {"a": torch.zeros(2, requires_grad=True)}
-    with fake_world(1):
-        before = into["a"]._version
-        transfer_state(ALONE, {"a": ONE}, into=into)
-    assert into["a"].tolist() == [1, 1]
-    assert into["a"]._version > before

@@ -66,7 +66,7 @@ def succeeds(*parts):
 
 
 # After install() Megatron's own modules are imported with ours in place of the three.
-@pytest.mark.long
+@pytest.mark.full
 def test_before_megatron():
     succeeds(
         OURS,

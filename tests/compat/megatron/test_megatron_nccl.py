@@ -13,9 +13,9 @@ import megatron_facts as facts
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import tables as registered
 from megatron_facts import ours, theirs
 from oracle import utils as their_utils
-from ranks.rank_functions import registered
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.compat.megatron import version

@@ -12,9 +12,9 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import all_reduce_of, given_back, settle, threads_and_files
+from group_facts import tables as registered
 from megatron_facts import state_of, theirs
-from ranks.common import all_reduce_of, given_back, settle, threads_and_files
-from ranks.common import tables as registered
 
 from hypercomm.compat.megatron import ParallelState, install, parallel_state
 from hypercomm.compat.megatron.state import GLOBALS
@@ -106,7 +106,7 @@ def cycles(count, arguments):
 
 # Over and over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
 # puts into a group takes part in its sums; groups, threads and files are back where they started.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
 def test_cycles(arguments, count):
@@ -238,7 +238,7 @@ def one_rank_late(late):
 
 
 # A rank that comes too late is named, nothing is left behind, and a second try works.
-@pytest.mark.long
+@pytest.mark.full
 def test_a_late_rank():
     found = run_ranks(partial(one_rank_late, 3), 4)
     for rank, (said, left, total) in enumerate(found):

@@ -85,7 +85,7 @@ def ranks_to_ask(world_size, data):
 
 # Each group, list of ranks, size, rank, stage and flag is Megatron's; what Megatron refuses, we
 # refuse with an error that its callers catch.
-@pytest.mark.long
+@pytest.mark.full
 @settings(max_examples=examples(200))
 @given(configurations(), st.data())
 def test_a_state_is_megatrons(configuration, data):

@@ -220,7 +220,7 @@ def test_two_mistakes(tmp_path):
 
 # One of 1,024 ranks of tp=8,dp=128 is missing in the last of 100 calls: under 5 seconds on a quiet
 # machine, four times that of the processor here.
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("size", [256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_many_ranks(tmp_path, size):
     dumps, missing = job(8, size // 8), size * 3 // 4 + 9

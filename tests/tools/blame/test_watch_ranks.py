@@ -11,7 +11,7 @@ from tools.blame.dumps import blame
 
 from hypercomm import HyperCommGrid
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.full, pytest.mark.ranks(4)]
 
 
 def watched(folder, program):

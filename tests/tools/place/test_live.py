@@ -32,7 +32,7 @@ def topologies(hosts, *jobs):
 
 # All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
 # level that one rank does not know is left out on all.
-@pytest.mark.long
+@pytest.mark.full
 def test_hosts_and_switches():
     hosts, addresses = ["b", "a", "b"], ["top.s1.b", "top.s2.a", "top.s1.b"]
     leaves, spine = Level("leaf", [0, 1, 0], ["s1", "s2"]), Level("spine", [0, 0, 0], ["top"])

@@ -77,13 +77,3 @@ def run_scene(folder, scene, size, *args, victims=(), timeout_s=30, seconds=90, 
         rank: json.loads(Path(folder, f"{rank}.json").read_text())
         for rank in {*range(size)} - {*victims}
     }
-
-
-def attempt(action):
-    """What came of an action, and how long it took."""
-    begin = time.monotonic()
-    try:
-        said = str(action())
-    except Exception as error:  # noqa: BLE001 - the test looks at what it is
-        said = f"{type(error).__name__}: {error}"
-    return said, time.monotonic() - begin

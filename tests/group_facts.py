@@ -71,10 +71,10 @@ def settle():
 
 
 def attempt(action):
-    """What an action returned or raised, and how long it took."""
+    """What an action returned or raised, as text, and how long it took."""
     begin = time.monotonic()
     try:
-        said = action()
+        said = str(action())
     except Exception as error:  # noqa: BLE001 - the test looks at what it is
         said = f"{type(error).__name__}: {error}"
     return said, time.monotonic() - begin
