@@ -255,8 +255,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         if name in held and _number(name, held) > 1:
             raise LaunchError(
-                f"{name}={held[name]}, and SLURM_STEP_ID names no step: this is inside an "
-                f"allocation, not in a step of it; start with srun, or unset {name}"
+                f"{name}={held[name]} is set, but srun did not start this process, which is in a "
+                f"SLURM allocation; start it with srun, or unset {name}"
             )
     if "MASTER_ADDR" in held:  # else each process would create a world alone
         raise LaunchError(
@@ -269,7 +269,7 @@ def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int 
     text = held[name]
     if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
         raise LaunchError(
-            f"{name} must be an integer of {smallest} to {largest}, got {shown(text)}"
+            f"{name} must be an integer from {smallest} to {largest}, got {shown(text)}"
         )
     return int(text)
 
