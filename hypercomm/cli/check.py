@@ -175,8 +175,8 @@ class Outcome:
     Attributes:
         request: The layout and the groups.
         found: The figures of each rank, by the groups.
-        failed: The rank that failed, if one did, and why; in a launched job this rank, whose error
-            another one may have caused.
+        failed: The rank that failed and the reason; None if none failed. In a launched job this is
+            always the own rank, even if another rank caused the error.
     """
 
     request: Request

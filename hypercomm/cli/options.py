@@ -45,7 +45,8 @@ def read_layout(
     Args:
         text: Sizes, as in "tp=2,dp=4"; one may be unspecified.
         world_size: The number of ranks that they must multiply to, if it is known.
-        room: The clause of the error about that number. Default: that the world has as many.
+        room: What errors write about that number, as in "--nprocs is 4"; default: that the world
+            has that many ranks.
         rank_offset: The smallest rank.
 
     Raises:
@@ -89,7 +90,7 @@ class Key:
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
-    """List every combination of dims, of more than 6 dims only the pairs; not those of size 1.
+    """List each dim, and the combinations of dims larger than 1; of more than 6 dims, the pairs.
 
     Example:
         >>> combinations_of(RankLayout.parse("tp=2,cp=1,dp=2"))

@@ -286,7 +286,7 @@ def topology_axes(
 
     Raises:
         LayoutError: The ranks do not begin at 0, have gaps or another order; the dims of an
-            axis are no neighbours; or as for `Mpu`.
+            axis are not adjacent; or as for `Mpu`.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.

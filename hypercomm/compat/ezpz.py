@@ -372,7 +372,8 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raise unless one number divides another.
 
     Raises:
-        ConfigurationError: It does not, or one is not an int (an AssertionError).
+        ConfigurationError: `denominator` does not divide `numerator`, or one of them is not an int
+            (an AssertionError).
 
     Example:
         >>> ensure_divisibility(7, 2)

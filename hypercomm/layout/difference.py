@@ -31,7 +31,7 @@ _Dims = tuple[str, ...]
 
 @attrs.frozen
 class GroupsChange:
-    """The fate of the groups over some dims; made by `difference`.
+    """How the groups over some dims change; made by `difference`.
 
     Args:
         before: The dims that make these groups in the layout before, in its order; none if new.
@@ -86,7 +86,8 @@ class LayoutDifference:
         after: The layout after.
         changes: One for every combination of dims of either layout that makes groups of two ranks
             or more: those of `before` in its order, few dims first, then what is new in `after`.
-            Several, where lists of ranks let groups over some dims be kept over different ones.
+            A combination has several if its groups are kept over different dims, which needs
+            layouts with lists of ranks.
         groups_before: The number of groups of two ranks or more that `before` has.
         groups_after: The number of groups of two ranks or more that `after` has.
         groups_kept: The number of groups that both have.
@@ -290,10 +291,10 @@ def _named(layout: RankLayout) -> str:
 
 @attrs.frozen(slots=False)
 class Lost:
-    """The shards that are lost with the ranks that another layout lacks; `str()` is a sentence.
+    """The shards that are lost if a job continues without some ranks; `str()` is a sentence.
 
     State that is sharded over some dims and replicated along the others has a shard for each
-    combination of coordinates along those dims. A shard is lost if no rank is left that held it.
+    combination of coordinates along those dims. A shard is lost if none of its holders is left.
 
     Args:
         before: The layout before.

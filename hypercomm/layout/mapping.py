@@ -430,8 +430,8 @@ class RankMapping:
         for dim, axis in self.shards:
             if self.along is not None and axis == (ZIGZAG, self.batch_axis):
                 raise LayoutError(
-                    f"dim {dim!r} in shards cuts axis {self.batch_axis} in zigzag, which is the "
-                    f"batch's; give the axis of the sequence, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
+                    f"dim {dim!r} in shards cannot cut the batch axis {self.batch_axis} in zigzag; "
+                    f"give the sequence axis, as in {{{dim!r}: ({ZIGZAG!r}, 1)}}"
                 )
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         if before % after and after % before:
@@ -486,7 +486,9 @@ def as_shards(value: object, sequence: int) -> Shards:
     shards: list[tuple[str, TensorAxis]] = []
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise LayoutError(f"shards must be such as {{'cp': 1}}, got {shown(value)}")
+            raise LayoutError(
+                f"shards must map dims to axes, as in {{'cp': 1}}, got {shown(value)}"
+            )
         dim, axis = pair
         what = f"the axis of dim {dim!r} in shards"
         if axis == ZIGZAG:

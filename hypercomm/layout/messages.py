@@ -333,8 +333,8 @@ class Sharding:
     def shards_of(self, rank: int) -> list[tuple[int, ...]]:
         """Return what a rank of the layout sends or receives: an index for each axis that is cut.
 
-        Several where a dim cuts in zigzag; none off the stage, and for a replica that only the
-        leader acts for.
+        A rank has several if a dim cuts in zigzag. It has none outside the stage, or if only the
+        first replica of its cell sends or receives.
         """
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items() or self.replica_of(rank) >= self.active:

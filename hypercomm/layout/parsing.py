@@ -372,7 +372,7 @@ def divisors(number: int) -> list[int]:
 
 
 def completions(choices: Sequence[Sequence[int]], total: int) -> list[tuple[int, ...]]:
-    """List all shapes with one size of each choice (-1 for any) that multiply to `total`.
+    """List all shapes of product `total`, with one size of each choice; -1 stands for any size.
 
     >>> completions([[2, 4], [-1]], 8)
     [(2, 4), (4, 2)]

@@ -299,7 +299,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if grids is not None and type(obj) is grids.HyperCommGrid:
             state = obj._state
             if state.lender is not None:
-                raise LaunchError("it has share_with=, a grid which is not on the ranks")
+                raise LaunchError(
+                    "the grid has share_with=, and the ranks do not have that other grid"
+                )
             options = attrs.asdict(state.options)
             del options["world_size"]  # the ranks have one
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]

@@ -41,8 +41,8 @@ class Disagreement:
 
     Attributes:
         group: The process group, as the first of the ranks knows it.
-        number: The number of the call among the collectives of this group on each rank, or among
-            the messages from one rank to another, from 1; of the creation of the group, 0.
+        number: 0 for the creation of the group. Otherwise the position of the call, from 1, among
+            the collectives of this group or the messages from one rank to another.
         calls: The calls by rank; of a creation, the group as each rank creates it.
         absent: Why each other member is missing, by rank.
         differs: How the calls differ; "" if they do not.
@@ -223,7 +223,9 @@ def simulate(
         raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
     check_known(backend)
     if c10d.is_other_world():
-        raise LaunchError("simulate() was called by a function that it runs; leave it out there")
+        raise LaunchError(
+            "simulate() was called inside simulate(); call it outside of the simulated function"
+        )
     book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
     job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
@@ -290,7 +292,7 @@ def judge(programs: Programs) -> tuple[Disagreement, ...]:
     there are consequences.
 
     Args:
-        programs: The steps of each simulated rank; the calls of other ranks are taken to be right.
+        programs: The steps of each simulated rank; other ranks are assumed to make the right calls.
 
     Returns:
         The differences, then the waits; first those for a call that a member never makes.

@@ -723,7 +723,7 @@ def create_all_gather_groups(
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
         GroupOptionsError: An option is none, or they exist and were created with other options (a
             ValueError).
-        ConfigurationError: `nccl_comm_cfgs` are no configuration.
+        ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """
     nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
     return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)
@@ -734,7 +734,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is no timedelta, or `pg` no group of this process.
+        GroupOptionsError: The timeout is not a timedelta, or `pg` is not a group of this process.
     """
     check_given_timeout(timeout)
     if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):

@@ -136,8 +136,8 @@ def megatron_grids(
         room = total - start if beside else training.size
         if room < 1:
             raise WorldSizeError(
-                f"beside=True, but training ({training}) leaves none of the world's {total} ranks "
-                f"behind it; make a size smaller, or start more ranks"
+                f"beside=True needs ranks after those of training ({training}), and the world has "
+                f"only {total}; make a size smaller, or start more ranks"
             )
         models["inference"] = _model("inference", _inference_sizes(inference), order, room, start)
     if requires is None and inference is None:
@@ -209,8 +209,8 @@ def megatron_requests(
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
-        LayoutError: `grid` is no grid, has none of Megatron's dims, or cannot be cut like this.
-        GroupOptionsError: A choice is none, or a function is no function.
+        LayoutError: `grid` is not a grid, has none of Megatron's dims, or cannot be cut like this.
+        GroupOptionsError: A choice does not exist, or a function is not callable.
         ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
             not come out even.
         NotInitializedError: There are NCCL options, but no job.
@@ -311,16 +311,17 @@ def create_megatron_pgs(
 
 
 def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
-    """Return Megatron's collection of each grid of a set that the calling rank is in, by name.
+    """Return Megatron's collection for each grid of a set, by name, if it has the calling rank.
 
-    The groups are those that were created: see `ProcessGroupCollection.from_grid`. A grid
-    without the view "expert" lays its experts out as its dense layers.
+    Each collection holds the groups that were created: see
+    `ProcessGroupCollection.from_grid`. A grid without the view "expert" uses its own layout
+    for its experts.
 
     Args:
         grids: The set.
 
     Raises:
-        LayoutError: `grids` is no set.
+        LayoutError: `grids` is not a GridSet.
         GridDestroyedError: One of these grids was destroyed.
         NotInitializedError: The calling rank is unknown.
 
@@ -347,15 +348,15 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
 def multi_module_of(
     grids: GridSet, language_model: str | None = None
 ) -> MultiModuleProcessGroupCollection:
-    """Return Megatron's collection of the modules of a set that the calling rank works on.
+    """Return Megatron's collection of the process groups of the calling rank's modules.
 
     Args:
-        grids: The set.
-        language_model: The grid of the language model; the collection has none on a rank
-            that is not in it.
+        grids: The set, with a grid for each module.
+        language_model: The grid of the language model. On a rank outside that grid, the
+            collection has no language model.
 
     Raises:
-        LayoutError: `grids` is no set.
+        LayoutError: `grids` is not a GridSet.
         UnknownDimError: The set has no such grid.
         RankOutsideError: The calling rank is in none of the grids.
         GridDestroyedError: One of these grids was destroyed.

@@ -507,7 +507,7 @@ class MultiModuleProcessGroupCollection:
         language_model_module_name: Which of them is the language model; None without one.
 
     Raises:
-        ValueError: There is no module, or the language model is none of them.
+        ValueError: There are no modules, or the language model is not one of them.
 
     Example:
         >>> encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()

@@ -127,7 +127,7 @@ class ParallelState(ModuleState):
 
     Attributes:
         configuration: The arguments that it was created from; None while it is empty.
-        grids: The "dense" grid, and its view "expert" of the expert layers; empty while it is.
+        grids: The "dense" grid, and its view "expert" of the expert layers; none in an empty state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         facts: The sizes and ranks of the real groups that it holds, by key, for the getters.
 

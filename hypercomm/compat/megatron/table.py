@@ -464,8 +464,8 @@ class _Derive:
                 return made[self.part]
             except LookupError:
                 raise LayoutError(
-                    f"{self.row.option} makes no groups {self.row.part}{self.part} of "
-                    f"{groups.group_size} ranks; keep these sizes, or destroy_pg() the group first"
+                    f"with {groups.group_size} ranks in each group, {self.row.option} makes no "
+                    f"groups {self.row.part}{self.part}; keep the sizes, or destroy the group"
                 ) from None
         return made if isinstance(made, RankGroups) else groups
 

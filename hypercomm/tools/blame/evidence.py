@@ -103,14 +103,14 @@ Lane = tuple[Group, str]
 
 @attrs.define(eq=False)
 class Record:
-    """The calls of one rank, and what its dump says about its process.
+    """The calls of one rank, and the facts that its dump holds about its process.
 
     Attributes:
         rank: The rank.
         lanes: The calls of each lane, in order.
         counts: The number of the last call of each lane.
         groups: The groups of the rank.
-        is_whole: Whether a lane that is not counted had no calls; False if older ones are lost.
+        is_whole: False if older calls are lost; if True, a lane without a count had no calls.
         file: The name of the dump.
         host: The host; "" if unknown.
         why: Why the dump was written.

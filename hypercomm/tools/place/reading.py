@@ -321,7 +321,7 @@ def _expand_brackets(part: str, where: str) -> list[str]:
     try:
         return list(hostlist.expand_hostlist(part, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError) as error:
-        raise LayoutError(f"{where}{shown(part)} is no node list: {error}") from error
+        raise LayoutError(f"{where}{shown(part)} is not a node list: {error}") from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
@@ -429,6 +429,8 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         above = {host: parent.get(switch, switch) for host, switch in switch_of[-1].items()}
         switch_of.append(above)
         if len(switch_of) > _MOST_LEVELS:
-            raise LayoutError(f"{source}: switches form a cycle, or {_MOST_LEVELS} levels")
+            raise LayoutError(
+                f"{source}: the switches form a cycle, or have {_MOST_LEVELS} levels or more"
+            )
     levels |= {tier(number): found for number, found in enumerate(switch_of[1:-1])}
     return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)
