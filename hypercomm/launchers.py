@@ -117,8 +117,8 @@ class FoundJob:
             return self.address, self.port
         raise LaunchError(
             f"unknown address or port of rank 0 (MASTER_ADDR={self.address}, MASTER_PORT="
-            f"{self.port}): this is rank {self.rank} of {self.size} ({self.source}); set both to "
-            f"the host of rank 0 and a free port there, for mpirun with -x, for mpiexec with -genv"
+            f"{self.port}) on rank {self.rank} of {self.size} ({self.source}); set MASTER_ADDR to "
+            f"its host and MASTER_PORT to a free port there (mpirun: -x, mpiexec: -genv)"
         )
 
 

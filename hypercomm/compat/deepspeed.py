@@ -195,7 +195,7 @@ class Mpu:
         if group is None:
             raise RankOutsideError(
                 f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
-                f"of it; ask grid.is_current_rank_in_grid() first"
+                f"of it; call grid.is_current_rank_in_grid() first"
             )
         return group
 

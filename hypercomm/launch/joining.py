@@ -363,7 +363,7 @@ def renew_world(
     if not c10d.has_ranks() or c10d.is_other_world():
         raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
-        raise LaunchError("this torch does not expose the job's store; give store= to meet in")
+        raise LaunchError("this torch does not expose the job's store; pass a store as store=")
     if old.rank not in given:
         raise RankOutsideError(
             f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "

@@ -111,7 +111,7 @@ def run_ranks(
     them is kept for the next call, and ends with the calling process.
 
     Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work. What it cannot pickle raises its error.
+    functions of a notebook cell work. For anything that it cannot pickle, its error is raised.
 
     Args:
         function: The function that each rank runs.

@@ -170,7 +170,7 @@ class RankLayout:
             ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
-                raise LayoutError(f"a RankLayout has its own dims and ranks: give {shape!r} alone")
+                raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
             close_sizes(shape.sizes, world_size)
             self._set(*shape._numbering)
             return

@@ -60,7 +60,7 @@ class HasLayout(Protocol):
 
     @property
     def layout(self) -> RankLayout:
-        """The numbering of its ranks."""
+        """The layout of its ranks."""
 
 
 AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
@@ -351,10 +351,10 @@ class RankMapping:
         return self._after.replicas_of(rank)
 
     def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of what a target rank receives, from that of what a source rank has.
+        """Return the shape that a target rank receives, given the shape on a source rank.
 
         Raises:
-            LayoutError: A length cannot be cut evenly, or an axis that is cut is not there.
+            LayoutError: A length cannot be cut evenly, or an axis that is cut does not exist.
 
         Example:
             >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))

@@ -327,7 +327,7 @@ class Sharding:
         return self.layout.ranks_where(**self.stage)
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of a rank among the replicas of its cells."""
+        """Return the index of a rank among the ranks that hold the same cells."""
         return self._copies.shards_at(self.layout.coords(rank))[0]
 
     def shards_of(self, rank: int) -> list[tuple[int, ...]]:

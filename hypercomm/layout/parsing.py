@@ -113,7 +113,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """
     wanted = [split_dims(part) for part in _split(text, ",", "tp,dp+cp")]
     if len(set(map(frozenset, wanted))) < len(wanted):
-        raise LayoutError(f"groups come twice in {shown(text)}")
+        raise LayoutError(f"groups are listed twice in {shown(text)}")
     return wanted
 
 

@@ -721,7 +721,7 @@ def create_all_gather_groups(
 
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
-        GroupOptionsError: An option is none, or they exist and were created with other options (a
+        GroupOptionsError: An option is invalid, or the groups already exist with other options (a
             ValueError).
         ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """

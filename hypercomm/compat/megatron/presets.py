@@ -122,8 +122,8 @@ def megatron_grids(
     total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
     if offset >= total:
         raise WorldSizeError(
-            f"no ranks of the world of {total} are left behind rank_offset={offset}; make it "
-            f"smaller, or start at least {offset + 1} ranks"
+            f"rank_offset={offset} leaves no ranks in a world of {total}; use a smaller offset, or "
+            f"start at least {offset + 1} ranks"
         )
     if as_flag(beside, "beside") and as_size("dp", dp) == OPEN:
         raise WorldSizeError(
@@ -196,8 +196,8 @@ def megatron_requests(
 
     A dim that the grid lacks has size 1. Megatron's code takes None for WORLD, so a field all of
     whose dims are lacking, such as `cp`, gets groups of one rank, which are one process group.
-    Groups that are derived from those over dims are so again after `grid.reshape(...)`, as long
-    as the dims keep their names. SHARP is left out: it is for the first communicator of a job.
+    Derived groups, such as the embedding groups, are derived again by `grid.reshape(...)` if the
+    dims keep their names. SHARP is not requested: only the first communicator of a job has it.
 
     Args:
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it

@@ -489,7 +489,7 @@ def _config_of(model: Any) -> Any:
     while getattr(model, "config", None) is None:
         if not hasattr(model, "module"):
             raise ConfigurationError(
-                f"model_chunks[0] has no config, nor has what it wraps: {model!r}"
+                f"neither model_chunks[0] nor the module in it has a config: {model!r}"
             )
         model = model.module
     return model.config

@@ -285,7 +285,7 @@ class ParallelState(ModuleState):
         return groups[0], groups[1] if len(groups) > 1 else None
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
-        """Add groups to the list of those whose timeout `update_pg_timeout` changes."""
+        """Register groups whose timeout `update_pg_timeout` is to change."""
         listed = self.values[_LIST]
         if listed is None:
             listed = [None]  # WORLD

@@ -36,7 +36,8 @@ class Group:
     Attributes:
         name: torch's name.
         ranks: Its ranks.
-        title: Its dims, "cp+dp of expert", else "WORLD" or "group 7"; "" in a simulation.
+        title: Its dims, as in "cp+dp of expert"; "WORLD" or "group 7" without dims; "" in a
+            simulation.
     """
 
     name: str

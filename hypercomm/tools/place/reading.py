@@ -418,10 +418,12 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
-                raise LayoutError(f"{where} has host {host!r}, which another unit has already")
+                raise LayoutError(f"{where} has host {host!r}, which is in another unit")
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
-                raise LayoutError(f"{where} has {child!r}: not another switch, or below two")
+                raise LayoutError(
+                    f"{where} has {child!r}, which is not another switch or has two parents"
+                )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch that is shorter than others repeats its highest switch.
     switch_of: list[_Names] = [{}, leaf_of]
