@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -43,6 +44,10 @@ from hypercomm.process_groups.strategies import ADOPTED
 logger = logging.getLogger(__name__)
 
 CREATE = "create_pgs()"
+
+
+class _ReleasedError(Exception):
+    """The key was released while this thread waited for its creation."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -152,26 +157,20 @@ class GroupOwner:
 
     def create(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group, or leave everything as it was."""
-        return self._fulfil_or_release(spec.key, self.reserve(spec))
+        return self.fulfil(spec.key, self.reserve(spec), is_new=True)
 
     def ensure(self, spec: GroupSpec) -> ProcessGroup | None:
         """Create a group at the first call; return the same group afterwards."""
-        with self.pool.lock:
-            existing = self.specs.get(spec.key)
-            if existing is not None:
-                existing.check_same(spec)
-            group = self.groups[spec.key] if existing is not None else self.reserve(spec)
-        if existing is not None:
-            return self.fulfil(spec.key, group)
-        return self._fulfil_or_release(spec.key, group)
-
-    def _fulfil_or_release(self, key: GroupKey, group: Group) -> ProcessGroup | None:
-        try:
-            return self.fulfil(key, group)
-        except BaseException:
-            if key not in self.created:  # else it was interrupted once all ranks agreed
-                self.release([key])
-            raise
+        while True:
+            with self.pool.lock:
+                existing = self.specs.get(spec.key)
+                if existing is not None:
+                    existing.check_same(spec)
+                group = self.groups[spec.key] if existing is not None else self.reserve(spec)
+            try:
+                return self.fulfil(spec.key, group, is_new=existing is None)
+            except _ReleasedError:  # by the thread that reserved it, whose creation has failed
+                continue
 
     def reserve(self, spec: GroupSpec) -> Group:
         """Register a key whose group is to be created.
@@ -204,11 +203,21 @@ class GroupOwner:
         if group.is_created:
             self.created[spec.key] = group
 
-    def fulfil(self, key: GroupKey, group: Group) -> ProcessGroup | None:
-        """Create the group of a reserved key, unless it exists, and return it."""
+    def fulfil(self, key: GroupKey, group: Group, *, is_new: bool = False) -> ProcessGroup | None:
+        """Create the group of a reserved key, unless it exists, and return it.
+
+        Args:
+            key: The key.
+            group: Its group.
+            is_new: Whether this call has reserved the key, and releases it on failure.
+        """
         pending: BaseException | None = None
         if not group.is_created:
-            with group.lock:
+            releasing = partial(self._releasing, key, group) if is_new else contextlib.nullcontext
+            with releasing(), group.lock, releasing():  # the second acts before others go on
+                if not is_new and self.groups.get(key) is not group:
+                    self.check_alive()
+                    raise _ReleasedError
                 if not group.is_created:
                     pending = group.owner._create(group)
         with self.pool.lock:
@@ -219,6 +228,17 @@ class GroupOwner:
         if pending is not None:
             raise pending
         return group.pg
+
+    @contextlib.contextmanager
+    def _releasing(self, key: GroupKey, group: Group) -> Iterator[None]:
+        """Release a key if its creation fails within a `with` block."""
+        try:
+            yield
+        except BaseException:
+            with self.pool.lock:
+                if key not in self.created and self.groups.get(key) is group:
+                    self.release([key])
+            raise
 
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""

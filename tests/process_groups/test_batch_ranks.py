@@ -3,13 +3,17 @@
 import json
 import signal
 import socket
+import time
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from busy import late_s
 from ranks import batch_ranks
 from ranks.mortal_ranks import exit_codes
 
+from hypercomm import HyperCommGrid
+from hypercomm.errors import PlanMismatchError
 from hypercomm.testing import run_ranks
 
 HOST = socket.gethostname()
@@ -53,6 +57,19 @@ def test_a_rank_that_differs():
 def test_a_local_mistake():
     got = run_ranks(batch_ranks.local_mistake, 2, timeout=60)
     assert got == [["CreationError", 11, 11], ["ValueError", 11, 11]]
+
+
+# The rank that serves the store finds a difference, and ends: the others have heard of it.
+def test_the_serving_rank_ends():
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+        time.sleep(1.5 * (rank == 0))  # by now the others look only now and then
+        with pytest.raises(PlanMismatchError, match="ranks differ at position 0"):
+            grid.create_pgs(["dp"] if rank == 0 else ["tp"])
+        if rank == 0:
+            dist.destroy_process_group()
+
+    run_ranks(program, 4, timeout=60)
 
 
 # Groups that differ where no text shows them differ all the same.

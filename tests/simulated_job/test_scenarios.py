@@ -207,6 +207,33 @@ def test_two_threads_in_two_orders(seed):
     check_time(job, 2 * QUICK_S)
 
 
+# Two threads ensure one group, and the first times out: the second creates it anew, and keeps it.
+@seeds
+def test_two_threads_ensure_one_group(seed):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([2], ["tp"])
+        found = []
+        ensure = lambda: found.append(attempt(grid.ensure_pg, "tp"))  # noqa: E731
+        if rank == 1:
+            sleep(T + 1)
+            ensure()
+        else:
+            threads = [thread(ensure)]
+            sleep(T / 2)
+            threads.append(thread(ensure))
+            for one in threads:
+                one.join()
+        kept = grid.get_pg("tp")
+        return [call.value is kept for call in found], [call.kind for call in found], grid
+
+    job = simulate_job(program, 2, seed=seed, timeout_s=T)
+    (first, kinds, _), (second, others, _) = job.values()
+    assert kinds == ["GroupCreationTimeout", ""], job
+    assert first[1:] == second == [True], job
+    assert others == [""], job
+    assert [len(rank.held) for rank in job.ranks] == [1, 1], job
+
+
 # What a rank outside of a grid calls concerns nobody inside.
 @seeds
 def test_a_rank_outside(seed):

@@ -249,6 +249,8 @@ class Call(Generic[T]):
         if self._outcome is not None and self._outcome.kind == "agreed":
             self.scope.job.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
+        if self._outcome is not None:
+            _linger(self.scope.job)
         if pending is not None:
             raise pending
         raise self._failure()
@@ -491,7 +493,7 @@ class Call(Generic[T]):
         """
         begin = last = time.monotonic()
         deadline = self.deadline if deadline is None else deadline
-        longest_s = max(_LONGEST_S, self.scope.job.size / _MOST_POLLS)
+        longest_s = _longest_s(self.scope.job)
         while (value := ready()) is None:
             now = time.monotonic()
             if self._is_interrupted:
@@ -574,6 +576,17 @@ class Call(Generic[T]):
         text = self._status(waits_for, outcome).text() if has_failed else ""
         with contextlib.suppress(RuntimeError):
             run_one(protocol.Write(status_key(job.namespace, job.rank), text))
+
+
+def _longest_s(job: Job) -> float:
+    """Return how long ranks that have waited for long pause before they look again."""
+    return max(_LONGEST_S, job.size / _MOST_POLLS)
+
+
+def _linger(job: Job) -> None:
+    """Let the others read how a call failed: rank 0 serves the store as a rule, and may end."""
+    if job.rank == 0:
+        time.sleep(_longest_s(job))
 
 
 def run_one(operation: protocol.Operation) -> Any:
@@ -699,6 +712,7 @@ def refuse(scope: Scope, error: BaseException) -> None:
     try:
         with contextlib.suppress(RuntimeError):
             in_time(lambda: scope.refuse(proposal), _REFUSAL_S)
+            _linger(scope.job)
     finally:
         lock.release()
 
