@@ -224,7 +224,7 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     rank, size = _number(launcher.rank, held), _number(size_name, held, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
     if rank >= size:
-        raise LaunchError(f"{source}: the last rank would be {size - 1}")
+        raise LaunchError(f"{source}: ranks of a job of {size} are 0 to {size - 1}")
     local_rank, local_size = (
         _number(name, held) if name in held else None
         for name in (launcher.local_rank, launcher.local_size)

@@ -140,7 +140,7 @@ def read_keys(
     views: AskedViews,
     wanted: Sequence[tuple[str, ...]] | None,
 ) -> list[Key]:
-    """Find the view of each set of dims; by default every combination, of the views what is new.
+    """Return the key of each set of dims; default: all combinations, shared ones only once.
 
     Raises:
         UnknownDimError: Neither the layout nor a view has the dims.

@@ -425,7 +425,7 @@ def split_tensor_along_last_dim(
         [[0, 1], [2, 3], [4, 5]]
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-        raise ConfigurationError(f"tensor must be one of at least one dim, got {shown(tensor)}")
+        raise ConfigurationError(f"tensor must be a tensor with dims, got {shown(tensor)}")
     size = divide_and_check_no_remainder(tensor.size(-1), num_partitions)
     if num_partitions < 1:
         raise ConfigurationError(f"num_partitions must be at least 1, got {num_partitions}")

@@ -181,7 +181,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         after: The layout to go to, likewise; it may have other ranks and other dims.
 
     Returns:
-        The fate of all groups, and the number of ranks that move.
+        What becomes of all groups, and how many ranks move.
 
     Raises:
         LayoutError: One of them is not a layout, or has too many ranks or dims.
@@ -232,7 +232,7 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
         raise LayoutError(f"{what} must be a RankLayout, got {shown(layout)}")
     if layout.size > LARGEST_WORLD:
         raise LayoutError(
-            f"{what} has {layout.size:,} ranks; layouts of up to {LARGEST_WORLD:,} are compared"
+            f"{what} has {layout.size:,} ranks; the most to compare are {LARGEST_WORLD:,}"
         )
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:

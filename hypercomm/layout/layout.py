@@ -179,7 +179,9 @@ class RankLayout:
         if strides is not None:
             steps = as_sizes(strides, "strides")
             if ranks is not None or len(steps) != len(sizes):
-                raise LayoutError(f"strides {steps} must be one for each of {[*sizes]}, not ranks")
+                raise LayoutError(
+                    f"strides must be one for each of {[*sizes]}, without ranks; got {steps}"
+                )
             if not are_nested(map(Axis, sizes.values(), steps)):
                 raise LayoutError(
                     f"strides {steps} overlap: each must be at least the extent before"
@@ -335,7 +337,8 @@ class RankLayout:
     ) -> RankLayout:
         """Return the best of the layouts that `suggest` lists, as an elastic job needs it.
 
-        The sizes are as large as can be, that of the first dim above all; those of -1 do not count.
+        It has the largest size of the first dim that fits, then of the second, and so on; dims with
+        -1 do not count.
 
         Args:
             world_size: The number of ranks that the sizes must multiply to.
@@ -710,7 +713,7 @@ class RankLayout:
         offset = self._offset_at(coords)
         if not kept:
             rank = self._rank_at(offset)
-            raise LayoutError(f"select() of every dim leaves none; the rank there is {rank}")
+            raise LayoutError(f"select() must leave a dim; for the rank there, {rank}, call rank()")
         axes = self._axes(kept)
         shape, strides = zip(*axes, strict=True)
         if self._listing is not None:

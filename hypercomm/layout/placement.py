@@ -44,7 +44,7 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
             or several sizes are unspecified.
         WorldSizeError: The ranks left are not a multiple of that layout's other sizes.
 
@@ -83,7 +83,7 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         The layouts in their places, by name.
 
     Raises:
-        LayoutError: There is none, a name is not text, a layout has gaps, a text cannot be read,
+        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
             or several of its sizes are unspecified.
         WorldSizeError: The layouts have different numbers of ranks.
 
@@ -243,7 +243,7 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(f"grid {name!r}: no ranks are left")
+        raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
     try:
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
     except WorldSizeError as error:

@@ -122,9 +122,9 @@ class Views(Mapping[str, View]):
         return others
 
     def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
-        """Return the view that dims belong to, None for the base, and the dims in its order.
+        """Return the view that has some dims (None for the base), and the dims in its order.
 
-        Dims that a view shares are the base's.
+        Dims that a view shares with the base count as the base's.
 
         Raises:
             UnknownDimError: There is no such view or dim; names the view that has the dim, if any.

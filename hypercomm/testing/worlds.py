@@ -223,7 +223,7 @@ def fake_world(
 
 
 def registered_groups() -> set[dist.ProcessGroup]:
-    """Return the process groups of this process, WORLD included: for tests that none is left.
+    """Return the process groups of this process, WORLD included; tests check that none is left.
 
     Returns:
         The groups that torch has registered.

@@ -91,7 +91,7 @@ def test_no_job():
         (step(0, 8, 0, SLURM_STEP_ID=str(2**32 - 6)), ["SLURM_NTASKS=8", "start with srun"]),
         (by_hand(0, 8) | open_mpi(1, 4, 1), ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset"]),
         (by_hand(0, 1) | step(3, 8, 3), ["WORLD_SIZE=1", "SLURM_NTASKS=8", "unset"]),
-        (by_hand(4, 4), ["RANK=4 and WORLD_SIZE=4", "the last rank would be 3"]),
+        (by_hand(4, 4), ["RANK=4 and WORLD_SIZE=4", "ranks of a job of 4 are 0 to 3"]),
         (by_hand(-1, 4), ["RANK must be an integer", "'-1'"]),
         (by_hand("9" * 5000, 4), ["RANK must be an integer", "'999"]),
         (step(0, 1, 0, SLURM_STEP_ID="9" * 5000), ["SLURM_STEP_ID must be an integer"]),

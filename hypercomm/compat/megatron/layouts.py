@@ -172,7 +172,7 @@ def generate_masked_orthogonal_rank_groups(
     mask, sizes = as_ordered(mask, "mask"), as_ordered(parallel_size, "parallel_size")
     for marked in mask:
         if not isinstance(marked, (int, np.integer, np.bool_)):
-            raise LayoutError(f"mask must hold True and False, got {shown(mask)}")
+            raise LayoutError(f"mask must hold booleans, got {shown(mask)}")
     names = [f"d{axis}" for axis in range(len(mask))]
     # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
     layout = RankLayout([*sizes, 1], [*names, "one"])

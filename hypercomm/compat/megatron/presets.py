@@ -166,8 +166,8 @@ class MegatronChoices(TypedDict, total=False):
     Attributes:
         num_distributed_optimizer_instances: The number of parts that dp is cut into; default: 1.
         hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
-        create_all_gather_group: Whether dp and cp have a second group, for all-gathers, and so has
-            the dp of experts that are parallel.
+        create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
+            expert parallelism the dp of experts has one, too.
         hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
         create_gloo_process_groups: Whether the data parallel groups have gloo groups too, named
             "gloo", or with the suffix _gloo; with GTP there are none. Default: no.

@@ -304,7 +304,7 @@ def _fields_of(file: Path) -> Any:
 
 def _integer(value: object) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise ValueError("a field that must be an integer of 64 bits is not one")
+        raise ValueError("a field is not an integer of 64 bits")
     return value
 
 
