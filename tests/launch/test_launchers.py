@@ -85,10 +85,10 @@ def test_no_job():
         ({"RANK": "0"}, ["WORLD_SIZE is missing", "RANK='0'"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is missing"]),
         ({"MASTER_ADDR": "a"}, ["RANK and WORLD_SIZE are missing", "MASTER_ADDR='a'"]),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "start with srun"]),
-        (ALLOCATION | {"SLURM_JOB_NUM_NODES": "2"}, ["SLURM_JOB_NUM_NODES=2", "start with srun"]),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "start it with srun"]),
+        (ALLOCATION | {"SLURM_JOB_NUM_NODES": "2"}, ["SLURM_JOB_NUM_NODES=2", "start it with srun"]),
         # the interactive step of salloc
-        (step(0, 8, 0, SLURM_STEP_ID=str(2**32 - 6)), ["SLURM_NTASKS=8", "start with srun"]),
+        (step(0, 8, 0, SLURM_STEP_ID=str(2**32 - 6)), ["SLURM_NTASKS=8", "start it with srun"]),
         (by_hand(0, 8) | open_mpi(1, 4, 1), ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset"]),
         (by_hand(0, 1) | step(3, 8, 3), ["WORLD_SIZE=1", "SLURM_NTASKS=8", "unset"]),
         (by_hand(4, 4), ["RANK=4 and WORLD_SIZE=4", "ranks of a job of 4 are 0 to 3"]),
