@@ -86,7 +86,10 @@ def test_no_job():
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is missing"]),
         ({"MASTER_ADDR": "a"}, ["RANK and WORLD_SIZE are missing", "MASTER_ADDR='a'"]),
         ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "start it with srun"]),
-        (ALLOCATION | {"SLURM_JOB_NUM_NODES": "2"}, ["SLURM_JOB_NUM_NODES=2", "start it with srun"]),
+        (
+            ALLOCATION | {"SLURM_JOB_NUM_NODES": "2"},
+            ["SLURM_JOB_NUM_NODES=2", "start it with srun"],
+        ),
         # the interactive step of salloc
         (step(0, 8, 0, SLURM_STEP_ID=str(2**32 - 6)), ["SLURM_NTASKS=8", "start it with srun"]),
         (by_hand(0, 8) | open_mpi(1, 4, 1), ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset"]),

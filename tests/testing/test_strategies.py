@@ -178,7 +178,7 @@ def test_impossible_bounds(bounds):
         (lambda: views_of(LAYOUT, shared_dims=["ep"]), UnknownDimError, "'ep'"),
         (lambda: views_of(LAYOUT, dim_names="a", shared_dims=["cp"]), LayoutError, "dim_names"),
         (lambda: views_of(LAYOUT, dim_names=["a"], shared_dims=["cp"]), InvalidArgument, "needs 2"),
-        (lambda: mappings(along="batch"), UnknownDimError, "along names 'batch'"),
+        (lambda: mappings(along="batch"), UnknownDimError, "'batch'"),
         (lambda: shardings([-1]), LayoutError, "got [-1]"),
     ],
 )

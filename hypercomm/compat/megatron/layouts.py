@@ -154,7 +154,7 @@ def generate_masked_orthogonal_rank_groups(
     """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
 
     Args:
-        world_size: The number of ranks, which divides the product of the sizes.
+        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
         parallel_size: The size of each dim.
         mask: For each dim, whether the groups span it.
 
@@ -163,7 +163,7 @@ def generate_masked_orthogonal_rank_groups(
 
     Raises:
         LayoutError: A size is not a positive int, or the lengths differ.
-        ConfigurationError: The product of the sizes is not a multiple of `world_size`.
+        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
 
     Example:
         >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])

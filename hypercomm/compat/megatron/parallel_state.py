@@ -76,7 +76,7 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
     Raises:
-        StateError: `state` is no ParallelState.
+        StateError: `state` is not a ParallelState.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -640,7 +640,7 @@ def create_hierarchical_groups(
     """Create the groups of a hierarchy over `ranks`, and return those that `rank` is in.
 
     Args:
-        rank: Whose groups to return.
+        rank: The rank whose groups are returned.
         ranks: The ranks, in the order in which the hierarchy cuts them.
         hierarchical_group_sizes: Group size of each level, innermost first.
         create_gloo_process_groups: Create a gloo group for each.
@@ -652,8 +652,8 @@ def create_hierarchical_groups(
         One group for each level, and its gloo group or None; empty where `rank` is not in `ranks`.
 
     Raises:
-        LayoutError: The sizes do not multiply to the ranks, or a rank is not of the world.
-        GroupOptionsError: An option is wrong, or `pg_options` are not as many as the levels.
+        LayoutError: The sizes do not multiply to the ranks, or a rank is not in the world.
+        GroupOptionsError: An option is wrong, or `pg_options` has another length than the levels.
     """
     layout = _layout_of(rank, ranks)
     levels = layout.groups("rank").levels(hierarchical_group_sizes)

@@ -168,7 +168,7 @@ class Row:
         name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        derive: Derives the groups, one or several, from those over `dims`; None: those.
+        derive: Derives the groups, one or several, from those over `dims`; None: uses these.
         gtp: Whether the group exists because of GTP.
         otherwise: The global whose group is used if there is none, or a function that returns it.
         option: The argument that enables these groups, for error messages.
