@@ -72,7 +72,7 @@ class GroupMissingError(HyperCommError, KeyError):
 
 
 class GroupOptionsError(HyperCommError, ValueError):
-    """An option of a group is unknown, unavailable or would be dropped: give another, or none."""
+    """An option of a group is unknown, unavailable or ignored by torch: give another, or none."""
 
 
 class CreationError(HyperCommError, RuntimeError):

@@ -80,7 +80,7 @@ class Connections:
 
     Attributes:
         rows: One for each communicator and each edge of the rank.
-        meeting_seconds: How long the ranks waited for each other before.
+        meeting_seconds: How long the calling rank waited for the others before.
     """
 
     rows: tuple[Connection, ...] = ()
@@ -97,7 +97,7 @@ class Connections:
 
     @property
     def seconds(self) -> float:
-        """How long all rows took, without `meeting_seconds`."""
+        """The sum of the rows' seconds: the time of the connecting itself."""
         return sum(row.seconds for row in self.rows)
 
     def __repr__(self) -> str:

@@ -387,7 +387,9 @@ class GridView:
         if isinstance(mesh_dim, str):
             return mesh_dim
         if not -len(names) <= as_int(mesh_dim, "mesh_dim") < len(names):
-            raise UnknownDimError(f"mesh_dim {mesh_dim} is none of the {len(names)} dims {names}")
+            raise UnknownDimError(
+                f"mesh_dim must be a name of {names} or a position in it, got {mesh_dim}"
+            )
         return names[mesh_dim]
 
     # ---- process groups -------------------------------------------------------------------------
@@ -1155,9 +1157,8 @@ class HyperCommGrid(GridView):
             name: As for the class.
 
         Raises:
-            LayoutError: The mesh has no dim names, or one that a grid cannot have, or its ranks
-                are permuted and its groups are not: torch sorts them, `grid.device_mesh()` does
-                not.
+            LayoutError: The mesh has no dim names, or a name that a grid cannot have; or its ranks
+                do not ascend, and torch has sorted those of its groups.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh

@@ -432,9 +432,9 @@ class GroupOwner:
         """Raise if the grid was destroyed, or belongs to the process that forked this one."""
         if os.getpid() != self._process:
             raise GridDestroyedError(
-                f"this grid ({self.layout}) belongs to process {self._process}, of which this one "
-                f"is a fork: its process groups do not work here; build what this process needs "
-                f"after torch.distributed.init_process_group() of its own"
+                f"this grid ({self.layout}) was made in process {self._process}, which forked this "
+                f"one, and its process groups do not work here; call init_process_group() in this "
+                f"process, and make a new grid"
             )
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")

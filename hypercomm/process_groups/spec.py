@@ -232,8 +232,7 @@ def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
         raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
     if key.name is None:
         raise GroupOptionsError(
-            f"derive= makes other groups than those over {key.as_call()}; file them under a "
-            f"name of their own, name=..."
+            f"derive= needs a name: its groups are not those over {key.as_call()}; give name=..."
         )
     derived = derive(groups)
     if not isinstance(derived, RankGroups):

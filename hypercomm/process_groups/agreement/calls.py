@@ -603,7 +603,7 @@ def _late(*ranks: int) -> Outcome:
 
 
 def ask(title: str, question: Callable[[], V], limit_s: float) -> V:
-    """Ask the job's store something outside of a call, with a time limit.
+    """Return what `question` reads from the job's store, within a time limit.
 
     Raises:
         CreationError: The store is gone, or does not answer.

@@ -335,7 +335,7 @@ def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
 
 
 def refuse(key: str, proposal: Proposal, seen: int) -> Steps[int]:
-    """End the open round of a record, or begin one with a refusal; return it; wait for nobody."""
+    """Fail the open round of a record, or the next one; return its number without waiting."""
     ticket = yield from propose(key, proposal, seen)
     if ticket.record.outcome is None and ticket.record.first != proposal:
         yield from decide(ticket, Outcome("failed", proposal.refusal))

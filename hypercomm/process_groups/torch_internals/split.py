@@ -58,7 +58,7 @@ def split_device() -> torch.device | None:
 
 
 def connects_as_told(backend: str) -> bool:
-    """Return whether NCCL has the option `lazy_init`: nccl2 and nccl-lazy (2.15)."""
+    """Return whether a backend has NCCL's option `lazy_init`, as nccl2 and nccl-lazy do (2.15)."""
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if not hasattr(options, "lazy_init"):
         return False
