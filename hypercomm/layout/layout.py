@@ -170,7 +170,7 @@ class RankLayout:
             ranks, strides = ranks.ranks, None
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
-                raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
+                raise LayoutError(f"{shape!r} already has dims and ranks: give it alone")
             close_sizes(shape.sizes, world_size)
             self._set(*shape._numbering)
             return
@@ -180,7 +180,7 @@ class RankLayout:
             steps = as_sizes(strides, "strides")
             if ranks is not None or len(steps) != len(sizes):
                 raise LayoutError(
-                    f"strides must be one for each of {[*sizes]}, without ranks; got {steps}"
+                    f"strides {steps} must be one for each of {[*sizes]}; leave ranks= out"
                 )
             if not are_nested(map(Axis, sizes.values(), steps)):
                 raise LayoutError(
@@ -713,7 +713,7 @@ class RankLayout:
         offset = self._offset_at(coords)
         if not kept:
             rank = self._rank_at(offset)
-            raise LayoutError(f"select() must leave a dim; for the rank there, {rank}, call rank()")
+            raise LayoutError(f"select() must leave a dim; the rank there is {rank}")
         axes = self._axes(kept)
         shape, strides = zip(*axes, strict=True)
         if self._listing is not None:
