@@ -215,7 +215,7 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
             raise LayoutError(f"the name of a grid must be a non-empty text, got {shown(name)}")
         if "." in name:
             hint = f"write {name.replace('.', '_')!r}"
-            raise LayoutError(f"the name of a grid must not contain '.', got {shown(name)}; {hint}")
+            raise LayoutError(f"the name of a grid must hold no '.', got {shown(name)}; {hint}")
     return layouts
 
 
