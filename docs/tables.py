@@ -162,7 +162,7 @@ def command_table() -> str:
     """Describe every command and its options, as `--help` does."""
     import click
 
-    from hypercomm.cli.commands import cli
+    from hypercomm.cli import cli
 
     parts = []
     context = click.Context(cli)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
-    from hypercomm.testing.fake import fake_world as fake_world
+    from hypercomm.testing.worlds import fake_world as fake_world
     from hypercomm.tools.draw import draw as draw
     from hypercomm.tools.place import live_topology as live_topology
     from hypercomm.tools.place import place as place

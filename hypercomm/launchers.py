@@ -117,8 +117,8 @@ class FoundJob:
             return self.address, self.port
         raise LaunchError(
             f"unknown address or port of rank 0 (MASTER_ADDR={self.address}, MASTER_PORT="
-            f"{self.port}): this is rank {self.rank} of {self.size} ({self.source}); set both to "
-            f"the host of rank 0 and a free port there, for mpirun with -x, for mpiexec with -genv"
+            f"{self.port}) on rank {self.rank} of {self.size} ({self.source}); set MASTER_ADDR to "
+            f"its host and MASTER_PORT to a free port there (mpirun: -x, mpiexec: -genv)"
         )
 
 
@@ -224,7 +224,7 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     rank, size = _number(launcher.rank, held), _number(size_name, held, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
     if rank >= size:
-        raise LaunchError(f"{source}: the last rank would be {size - 1}")
+        raise LaunchError(f"{source}: ranks of a job of {size} are 0 to {size - 1}")
     local_rank, local_size = (
         _number(name, held) if name in held else None
         for name in (launcher.local_rank, launcher.local_size)
@@ -255,8 +255,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         if name in held and _number(name, held) > 1:
             raise LaunchError(
-                f"{name}={held[name]}, and SLURM_STEP_ID names no step: this is inside an "
-                f"allocation, not in a step of it; start with srun, or unset {name}"
+                f"{name}={held[name]} is set, but srun did not start this process, which is in a "
+                f"SLURM allocation; start it with srun, or unset {name}"
             )
     if "MASTER_ADDR" in held:  # else each process would create a world alone
         raise LaunchError(
@@ -269,7 +269,7 @@ def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int 
     text = held[name]
     if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
         raise LaunchError(
-            f"{name} must be an integer of {smallest} to {largest}, got {shown(text)}"
+            f"{name} must be an integer from {smallest} to {largest}, got {shown(text)}"
         )
     return int(text)
 

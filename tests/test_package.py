@@ -84,7 +84,7 @@ def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
         for file, tree in trees().items()
-        if "torch_internals" not in file and file != "testing/other_world.py"
+        if "torch_internals" not in file and file != "testing/worlds.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

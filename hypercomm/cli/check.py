@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import attrs
 import click
@@ -16,17 +17,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.groups import Key, read_keys, read_views
+from hypercomm.cli.options import AskedViews, Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
-from hypercomm.cli.probe import Figures, Message, Request, probe, probe_local
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.launch import run_ranks
+from hypercomm.launch.run import preloads
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords
 
+if TYPE_CHECKING:
+    import torch
+
 _PROCESSES_PER_CORE = 4
 _SHOWN_FAILURES = 8
+_ROUNDS = 3
+_BYTES = 4 * 1024 * 1024
+
+preloads.append(__name__)  # for the ranks; torch is imported in functions that they call
 
 
 @click.command(short_help="Create every group on real processes and all-reduce over it.")
@@ -122,6 +130,44 @@ def _check_cores(layout: RankLayout) -> None:
         )
 
 
+@attrs.frozen
+class Request:
+    """The arguments of the probe.
+
+    Attributes:
+        layout: The layout of all ranks.
+        keys: The groups to check, in this order.
+        backend: Backend of the groups.
+        views: Other factorisations of the layout.
+    """
+
+    layout: RankLayout
+    keys: Sequence[Key]
+    backend: str = "gloo"
+    views: AskedViews = ()
+
+    def layout_of(self, key: Key | None) -> RankLayout:
+        """Return the layout that the dims of a key belong to."""
+        views = (view for name, view, _ in self.views if key is not None and name == key.view)
+        return next(views, self.layout)
+
+
+class Figures(TypedDict):
+    """The measurements of one rank over its group of some dims, in seconds and bytes/s.
+
+    `wrong` describes a wrong result; it is empty if the result is right.
+    """
+
+    host: str
+    creation: float
+    bandwidth: float
+    wrong: str
+
+
+Message = tuple[int, Key, str | Figures]
+"""A report of one rank about some groups: the step that it begins, or in the end its figures."""
+
+
 @attrs.define
 class Outcome:
     """Runs the probe, gathers the messages of all ranks, and shows the result.
@@ -129,8 +175,8 @@ class Outcome:
     Attributes:
         request: The layout and the groups.
         found: The figures of each rank, by the groups.
-        failed: The rank that failed, if one did, and why; in a launched job this rank, whose error
-            another one may have caused.
+        failed: The rank that failed and the reason; None if none failed. In a launched job this is
+            always the own rank, even if another rank caused the error.
     """
 
     request: Request
@@ -293,3 +339,68 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             "[red]wrong[/]" if row["wrong"] else "[green]ok[/]",
         )
     return shown
+
+
+# ---- on each rank -------------------------------------------------------------------------------
+
+
+def probe_local(request: Request) -> None:
+    """Run the probe as one of the ranks that `run_ranks` started."""
+    from hypercomm.launch import join, report
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the parent prints the result, maybe as JSON
+    probe(request, report, join().device)
+
+
+def probe(
+    request: Request, send: Callable[[Message], None], device: torch.device | None = None
+) -> None:
+    """Create all requested groups, one after another, and report the figures of each.
+
+    Args:
+        request: The groups; the layout must fill the world.
+        send: Called with each step that begins, and with the figures.
+        device: The device of the tensors; default: the CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from hypercomm.grid import HyperCommGrid
+
+    rank, host = dist.get_rank(), socket.gethostname()
+    with HyperCommGrid.from_layout(request.layout, backend=request.backend, cover="exact") as grid:
+        for name, view, shared in request.views:
+            grid.register_view(name, view.shape, view.dim_names, shared)
+        for key in request.keys:
+            send((rank, key, "creation"))
+            dist.barrier()
+            begin = time.perf_counter()
+            owner: Any = grid if key.view is None else grid.view(key.view)
+            group = owner.create_pg(key.dims)
+            creation = time.perf_counter() - begin
+            send((rank, key, "all-reduce"))
+            ranks = owner.group_ranks(key.dims)
+            total = torch.tensor([rank + 1, rank * rank], dtype=torch.int64, device=device)
+            dist.all_reduce(total, group=group)
+            got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
+            wrong = "" if got == expected else f"all-reduce gave {got}, expected {expected}"
+            bandwidth = _bandwidth(group, device)
+            send(
+                (rank, key, Figures(host=host, creation=creation, bandwidth=bandwidth, wrong=wrong))
+            )
+
+
+def _bandwidth(group: Any, device: torch.device | None) -> float:
+    """Return 4 MiB over the median time of an all-reduce of them; the first one connects."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.zeros(_BYTES // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        begin = time.perf_counter()
+        dist.all_reduce(data, group=group)
+        if data.device.type != "cpu":
+            torch.get_device_module(data.device).synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return _BYTES / statistics.median(seconds[1:])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, combinations
+
+import attrs
 import click
 
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
+from hypercomm.layout.views import Views
 
 
 def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
@@ -40,7 +45,8 @@ def read_layout(
     Args:
         text: Sizes, as in "tp=2,dp=4"; one may be unspecified.
         world_size: The number of ranks that they must multiply to, if it is known.
-        room: The clause of the error about that number. Default: that the world has as many.
+        room: What errors write about that number, as in "--nprocs is 4"; default: that the world
+            has that many ranks.
         rank_offset: The smallest rank.
 
     Raises:
@@ -56,3 +62,109 @@ def read_layout(
     """
     closed = close_sizes(parse_sizes(text), world_size, room)
     return RankLayout(tuple(closed.values()), tuple(closed), rank_offset)
+
+
+# ---- the groups that a command is about ---------------------------------------------------------
+
+_MANY_DIMS = 6
+"""More dims than this have too many combinations to look at."""
+
+AskedViews = Sequence[tuple[str, RankLayout, tuple[str, ...]]]
+"""Name, layout and shared dims of each view."""
+
+
+@attrs.frozen
+class Key:
+    """The groups over some dims, of a view or of the layout itself (None)."""
+
+    view: str | None
+    dims: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Write it as tables show it.
+
+        >>> str(Key(None, ("tp", "dp"))), str(Key("expert", ("ep",)))
+        ('tp+dp', 'expert:ep')
+        """
+        return f"{self.view}:" * (self.view is not None) + "+".join(self.dims)
+
+
+def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
+    """List each dim, and the combinations of dims larger than 1; of more than 6 dims, the pairs.
+
+    Example:
+        >>> combinations_of(RankLayout.parse("tp=2,cp=1,dp=2"))
+        [('tp',), ('cp',), ('dp',), ('tp', 'dp')]
+    """
+    long = [name for name in layout.dim_names if layout.size_of(name) > 1]
+    most = len(long) if len(long) <= _MANY_DIMS else 2
+    several = (combinations(long, count) for count in range(2, most + 1))
+    return [(name,) for name in layout.dim_names] + list(chain.from_iterable(several))
+
+
+def read_views(
+    layout: RankLayout, texts: Sequence[str]
+) -> list[tuple[str, RankLayout, tuple[str, ...]]]:
+    """Read views such as "expert:ep=2,rest=-1"; the second without a name is "view2".
+
+    Dims that make the same groups in the layout and the view are shared.
+
+    Raises:
+        LayoutError: A text cannot be read.
+        LayoutError, WorldSizeError: The sizes do not fit.
+
+    Example:
+        >>> dense = RankLayout.parse("tp=2,dp=2,pp=2")
+        >>> [(name, str(view), shared) for name, view, shared in read_views(dense, ["ep=4,pp=2"])]
+        [('view1', 'ep=4,pp=2', ('pp',))]
+    """
+    views = Views(layout)
+    for number, text in enumerate(texts, 1):
+        name, colon, sizes = text.partition(":")
+        if not colon:
+            name, sizes = f"view{number}", text
+        room = f"the layout {layout} has {layout.size}"
+        closed = close_sizes(parse_sizes(sizes), layout.size, room)
+        other = RankLayout(tuple(closed.values()), tuple(closed))
+        both = [dim for dim in layout.dim_names if dim in other.dim_names]
+        renumbered = layout.renumber(other.shape, other.dim_names)
+        shared = [dim for dim in both if layout.groups(dim) == renumbered.groups(dim)]
+        if shared and layout.groups(*shared) != renumbered.groups(*shared):
+            shared = shared[:1]
+        views.register(name.strip(), other.shape, other.dim_names, shared)
+    return [(view.name, view.layout, view.shared_dims) for view in views.values()]
+
+
+def read_keys(
+    layout: RankLayout,
+    views: AskedViews,
+    wanted: Sequence[tuple[str, ...]] | None,
+) -> list[Key]:
+    """Return the key of each set of dims; default: all combinations, shared ones only once.
+
+    Raises:
+        UnknownDimError: Neither the layout nor a view has the dims.
+
+    Example:
+        >>> dense = RankLayout.parse("tp=2,pp=2")
+        >>> views = read_views(dense, ["e:ep=2,pp=2"])
+        >>> print(*read_keys(dense, views, None))
+        tp pp tp+pp e:ep e:ep+pp
+    """
+    if wanted is None:
+        own = (Key(None, layout.order_dims(dims)) for dims in combinations_of(layout))
+        others = (
+            Key(name, view.order_dims(dims))
+            for name, view, shared in views
+            for dims in combinations_of(view)
+            if not set(dims) <= set(shared)
+        )
+        return list(chain(own, others))
+    keys = []
+    for dims in wanted:
+        having = ((name, view) for name, view, _ in views if set(dims) <= set(view.dim_names))
+        name, owner = (
+            (None, layout) if set(dims) <= set(layout.dim_names) else next(having, (None, layout))
+        )
+        keys.append(Key(name, owner.order_dims(dims)))
+    return keys

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.groups import Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.launchers import find_number

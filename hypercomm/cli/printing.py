@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 
 class _Output(Console):
-    """Prints to stdout; removes trailing spaces where it is no terminal."""
+    """Prints to stdout; removes trailing spaces unless it is a terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as `rich.console.Console.print` does."""
@@ -30,13 +30,13 @@ class _Output(Console):
 
 
 def console(piped_width: int = 120) -> Console:
-    """Return a console for stdout, with `piped_width` columns where it is no terminal."""
+    """Return a console for stdout, with `piped_width` columns unless it is a terminal."""
     found = _Output(highlight=False)
     return found if found.is_terminal else _Output(highlight=False, width=piped_width)
 
 
 def write(text: str) -> None:
-    """Write to stdout; a reader that has closed the pipe, as `head` does, is no error."""
+    """Write to stdout; ignore that the reader has closed the pipe, as `head` does."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -191,7 +191,7 @@ class Mpu:
         if group is None:
             raise RankOutsideError(
                 f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
-                f"of it; ask grid.is_current_rank_in_grid() first"
+                f"of it; call grid.is_current_rank_in_grid() first"
             )
         return group
 
@@ -256,7 +256,7 @@ def topology_axes(
 
     Raises:
         LayoutError: The ranks do not begin at 0, have gaps or another order; the dims of an
-            axis are no neighbours; or as for `Mpu`.
+            axis are not adjacent; or as for `Mpu`.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.

@@ -336,7 +336,8 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raise unless one number divides another.
 
     Raises:
-        ConfigurationError: It does not, or one is not an int (an AssertionError).
+        ConfigurationError: `denominator` does not divide `numerator`, or one of them is not an int
+            (an AssertionError).
 
     Example:
         >>> ensure_divisibility(7, 2)
@@ -388,7 +389,7 @@ def split_tensor_along_last_dim(
         [[0, 1], [2, 3], [4, 5]]
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-        raise ConfigurationError(f"tensor must be one of at least one dim, got {shown(tensor)}")
+        raise ConfigurationError(f"tensor must be a tensor with dims, got {shown(tensor)}")
     size = divide_and_check_no_remainder(tensor.size(-1), num_partitions)
     if num_partitions < 1:
         raise ConfigurationError(f"num_partitions must be at least 1, got {num_partitions}")

@@ -144,7 +144,7 @@ def torchtitan_meshes(
         "spmd_sparse_for_fwdbwd" if ep is larger than 1.
 
     Raises:
-        LayoutError: `grids` has no such grid, or it has no such views.
+        LayoutError: `grids` lacks a grid or view that `torchtitan_grids` makes.
         GroupOptionsError: `spmd_backend` is unknown.
         CreationError, GroupExistsError: As for `HyperCommGrid.create_pgs`.
 

@@ -8,9 +8,9 @@ from hypercomm import _resolver
 
 if TYPE_CHECKING:
     from hypercomm.launch.joining import Joined as Joined
+    from hypercomm.launch.joining import Renewed as Renewed
     from hypercomm.launch.joining import join as join
-    from hypercomm.launch.renewing import Renewed as Renewed
-    from hypercomm.launch.renewing import renew_world as renew_world
+    from hypercomm.launch.joining import renew_world as renew_world
     from hypercomm.launch.run import report as report
     from hypercomm.launch.run import run_ranks as run_ranks
 
@@ -18,7 +18,6 @@ __all__ = ["Joined", "Renewed", "join", "renew_world", "report", "run_ranks"]
 
 __getattr__ = _resolver(
     __name__,
-    dict.fromkeys(("Joined", "join"), "hypercomm.launch.joining")
-    | dict.fromkeys(("Renewed", "renew_world"), "hypercomm.launch.renewing")
+    dict.fromkeys(("Joined", "Renewed", "join", "renew_world"), "hypercomm.launch.joining")
     | dict.fromkeys(("report", "run_ranks"), "hypercomm.launch.run"),
 )

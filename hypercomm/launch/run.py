@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
@@ -35,7 +37,7 @@ from hypercomm.layout.checks import positive
 
 T = TypeVar("T")
 
-preloads = ["hypercomm.grid", "hypercomm.launch.run", "hypercomm.launch.pickling"]
+preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
 """Modules that the fork server imports before it starts the first rank; torch is among theirs."""
 
 _LOOPBACK = "127.0.0.1"
@@ -109,7 +111,7 @@ def run_ranks(
     them is kept for the next call, and ends with the calling process.
 
     Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work. What it cannot pickle raises its error.
+    functions of a notebook cell work. For anything that it cannot pickle, its error is raised.
 
     Args:
         function: The function that each rank runs.
@@ -138,10 +140,6 @@ def run_ranks(
             f"nprocs must be at most {_MOST_RANKS}, got {nprocs}; use fake_world() or simulate() "
             f"of hypercomm.testing for larger jobs"
         )
-    try:
-        from hypercomm.launch.pickling import dumps
-    except ModuleNotFoundError:
-        raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
     call = dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
@@ -175,6 +173,38 @@ def report(value: object) -> None:
         [None]
     """
     _parent.send("message", value)
+
+
+def dumps(value: object, kind: Any = None) -> bytes:
+    """Pickle a value with cloudpickle; functions keep the file that their tracebacks name.
+
+    Args:
+        value: The value. Functions that the other process cannot import travel as code.
+        kind: A subclass of cloudpickle's Pickler to use instead of it.
+
+    Raises:
+        MissingPackageError: cloudpickle is not installed.
+
+    Example:
+        >>> pickle.loads(dumps(lambda number: number + 1))(2)
+        3
+    """
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
+    buffer = io.BytesIO()
+    pickler = (kind or cloudpickle.Pickler)(buffer)
+    reducers = dict(pickler.dispatch_table)
+
+    def reduce_code(code: types.CodeType) -> Any:
+        make, arguments, *more = reducers[types.CodeType](code)  # 3.1.3 drops the file
+        kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
+        return make, tuple(kept), *more
+
+    pickler.dispatch_table = {**reducers, types.CodeType: reduce_code}
+    pickler.dump(value)
+    return buffer.getvalue()
 
 
 # ---- in the parent ------------------------------------------------------------------------------
@@ -305,8 +335,6 @@ class _Parent:
     def send(self, kind: str, value: object) -> None:
         if self.link is None:
             raise NotInitializedError("report() works only in a rank that run_ranks() started")
-        from hypercomm.launch.pickling import dumps
-
         message = dumps((kind, value))
         with self._lock:
             self.link.send_bytes(message)

@@ -159,7 +159,7 @@ class Placement:
         return len({frozenset(layout.ranks) for layout in self.layouts.values()}) == 1
 
     def require(self, wanted: Requirement) -> None:
-        """Raise unless the layouts lie as wanted.
+        """Raise unless the layouts have the wanted placement.
 
         Args:
             wanted: "tiled", "disjoint" or "colocated", as in `kind`, or "any". Tiled layouts are

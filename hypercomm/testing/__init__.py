@@ -15,11 +15,9 @@ from hypercomm.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
-    from hypercomm.testing.fake import fake_world as fake_world
-    from hypercomm.testing.fake import registered_groups as registered_groups
     from hypercomm.testing.on_ranks import given_ranks as given_ranks
-    from hypercomm.testing.simulation.run import Simulation as Simulation
-    from hypercomm.testing.simulation.run import simulate as simulate
+    from hypercomm.testing.simulation import Simulation as Simulation
+    from hypercomm.testing.simulation import simulate as simulate
     from hypercomm.testing.strategies import dim_subsets as dim_subsets
     from hypercomm.testing.strategies import grids as grids
     from hypercomm.testing.strategies import layouts as layouts
@@ -28,17 +26,19 @@ if TYPE_CHECKING:
     from hypercomm.testing.strategies import ranks_of as ranks_of
     from hypercomm.testing.strategies import shardings as shardings
     from hypercomm.testing.strategies import views_of as views_of
+    from hypercomm.testing.worlds import fake_world as fake_world
+    from hypercomm.testing.worlds import registered_groups as registered_groups
 
 _STRATEGIES = "dim_subsets grids layouts mappings orders ranks_of shardings views_of"
 
 _HOMES = {
     **dict.fromkeys(_STRATEGIES.split(), "hypercomm.testing.strategies"),
-    "Simulation": "hypercomm.testing.simulation.run",
-    "fake_world": "hypercomm.testing.fake",
+    "Simulation": "hypercomm.testing.simulation",
+    "fake_world": "hypercomm.testing.worlds",
     "given_ranks": "hypercomm.testing.on_ranks",
-    "registered_groups": "hypercomm.testing.fake",
+    "registered_groups": "hypercomm.testing.worlds",
     "run_ranks": "hypercomm.launch",
-    "simulate": "hypercomm.testing.simulation.run",
+    "simulate": "hypercomm.testing.simulation",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import os
 import pickle
 import re
@@ -26,8 +25,7 @@ from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.pickling import Pickler
-from hypercomm.launch.run import preloads
+from hypercomm.launch.run import dumps, preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
 from hypercomm.testing import _bound
@@ -279,19 +277,17 @@ def _pickled(
         values = {f"argument {argument!r} of {name}": arguments[argument] for argument in arguments}
         pickles = []
         for what, value in {name: function, **values}.items():
-            buffer = io.BytesIO()
             try:
-                _Pickler(buffer).dump(value)
+                pickles.append(dumps(value, _Pickler))
             except Exception as error:
                 raise LaunchError(
                     f"{what} cannot be pickled for its ranks: {shown(value)}: {error}; make what "
                     f"cannot be pickled in the function"
                 ) from error
-            pickles.append(buffer.getvalue())
         return pickles[0], dict(zip(arguments, pickles[1:], strict=True))
 
 
-class _Pickler(Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles a grid as its arguments; tests of hypothesis and unittest cases hold what cannot."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -303,7 +299,9 @@ class _Pickler(Pickler):
         if grids is not None and type(obj) is grids.HyperCommGrid:
             state = obj._state
             if state.lender is not None:
-                raise LaunchError("it has share_with=, a grid which is not on the ranks")
+                raise LaunchError(
+                    "the grid has share_with=, and the ranks do not have that other grid"
+                )
             options = attrs.asdict(state.options)
             del options["world_size"]  # the ranks have one
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]

@@ -387,7 +387,7 @@ def _unique_names(value: object, what: str, known: Sequence[str] | None = None) 
     for name in names:
         if known is not None and name not in known:
             raise UnknownDimError(
-                f"{what} names {name!r}, not one of {known}{did_you_mean(name, known)}"
+                f"{what} contains {name!r}, which is not one of {known}{did_you_mean(name, known)}"
             )
     return names
 

@@ -216,8 +216,8 @@ def _match(patterns: Mapping[str, RankMapping], names: Sequence[str]) -> dict[st
         pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
         if pattern is None:
             raise LayoutError(
-                f"no pattern of shards matches parameter {name!r}: they are {shown([*patterns])}; "
-                f"add '*': {{}} as the last one for parameters that no dim cuts"
+                f"no pattern in shards matches parameter {name!r}, got {shown([*patterns])}; add "
+                f"'*': {{}} as the last one for parameters that are not sharded"
             )
         found[name] = patterns[pattern]
         unused.discard(pattern)

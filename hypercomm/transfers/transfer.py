@@ -80,9 +80,9 @@ def transfer(
         mapping: The mapping from the source layout to the target layout.
         tensor: On a source rank the part to send; on a rank of the target alone the buffer to
             receive into. Ignored on all other ranks.
-        groups: With leaders, on a target rank that shares its part: the process group of its
-            `broadcast_siblings`, in which the first of them broadcasts. Otherwise None or torch's
-            `GroupMember.NON_GROUP_MEMBER`.
+        groups: If `mapping` has leaders, and other ranks need the same part as this rank of the
+            target: the process group of its `broadcast_siblings`, whose first rank broadcasts.
+            Otherwise None or torch's `GroupMember.NON_GROUP_MEMBER`.
         out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
             memory. Default: a new tensor.
         verify: Whether all ranks of both stages first check that they propose the same mapping,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from launched import rank_free
 
-from hypercomm.cli.probe import probe_local
+from hypercomm.cli.check import probe_local
 
 SOON_S = 30
 """An interrupted check ends immediately; one that ignored it would continue for minutes."""
@@ -204,7 +204,7 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 @pytest.mark.parametrize(
     ("environment", "code", "message"),
     [
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, 2, "inside an allocation, not in a step"),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, 2, "srun did not start this process"),
         ({"RANK": "0", "WORLD_SIZE": "8"}, 2, "MASTER_ADDR=None, MASTER_PORT=None"),
         ({**JOB, "RANK": "0", "WORLD_SIZE": "8"}, 2, "tp=2 needs 2 ranks; the job has 8 (RANK=0"),
         ({**JOB, "RANK": "1", "WORLD_SIZE": "8"}, 2, None),

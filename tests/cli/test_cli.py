@@ -14,7 +14,7 @@ from hypercomm import __version__
 
 def hypercomm(*arguments, before="", **variables):
     """Run the command in a process, after some code has run there."""
-    program = f"{before}\nimport sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = f"{before}\nimport sys; from hypercomm.__main__ import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,

@@ -190,7 +190,7 @@ def test_devices(kind, arguments, backend, device, started, monkeypatch):
     ("arguments", "error", "words"),
     [
         ({"need_launcher": True}, LaunchError, "no launcher was found"),
-        ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8, .* srun"),
+        ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8 .* srun"),
         ({"environment": STEP}, LaunchError, "MASTER_ADDR=None.* rank 1 of 4"),
         ({"rank": 1, "size": 4, "address": "node7"}, LaunchError, "node7, MASTER_PORT=None"),
         ({"rank": 4}, LaunchError, "rank=4 and size=None: give both"),

@@ -154,7 +154,7 @@ def test_allocations(slurm, tmp_path):
     script.write_text(f"#!/bin/sh\n{alone}\n{step}\n{step}\n")
     batch = ["-n", "4", "--wait", "-o", str(out), "-e", str(log), str(script)]
     started([program("sbatch"), *batch], slurm)
-    assert "LaunchError: SLURM_NTASKS=4, and SLURM_STEP_ID names no step" in log.read_text()
+    assert "LaunchError: SLURM_NTASKS=4 is set, but srun did not start" in log.read_text()
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(rank["place"][1] for rank in found) == [0, 0, 1, 1, 2, 2, 3, 3], log.read_text()
     assert len({rank["at"][1] for rank in found}) == 2

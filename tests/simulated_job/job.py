@@ -24,8 +24,8 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals import gloo
 from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
-from hypercomm.testing.other_world import OtherWorld, other_worlds
-from hypercomm.testing.simulation.group import SimulatedGroup
+from hypercomm.testing.simulated_group import SimulatedGroup
+from hypercomm.testing.worlds import OtherWorld, other_worlds
 from simulated_job.scheduler import Clock, EndedError, Scheduler, Task, Threads
 
 _LOST = "the link to the simulated store is lost"

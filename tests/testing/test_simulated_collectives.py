@@ -344,20 +344,6 @@ def test_what_is_refused(call):
     assert isinstance(error.value.__cause__, SimulationError)
 
 
-# Parameters are filled though they have gradients, and tensors without storage work.
-def test_kinds_of_tensors():
-    def run():
-        parameter = torch.nn.Parameter(own())
-        dist.broadcast(parameter, src=0)
-        dist.broadcast(torch.zeros(2, device="meta"), src=0)
-        dist.all_reduce(torch.zeros(2, dtype=torch.complex64))
-        return parameter.tolist()
-
-    got = simulate(run, 2)
-    assert got.returned == {0: [0, 0], 1: [0, 0]}
-    assert got.collectives[1][2].shapes == ((2, 2),)
-
-
 WORLD, GROUPS = 6, [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5), tuple(range(6))]
 STEPS = st.lists(
     st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(1, 3), st.booleans()),

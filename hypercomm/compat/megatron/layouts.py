@@ -101,7 +101,7 @@ def order_layout(
 
     Args:
         order: The dims, the first one varying fastest.
-        sizes: Their sizes; without a size of gtp_remat there is no such dim.
+        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
         rank_offset: The smallest rank.
         anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
             the order must name it.
@@ -155,7 +155,7 @@ def generate_masked_orthogonal_rank_groups(
     """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
 
     Args:
-        world_size: The number of ranks to fill; a part of the product of the sizes is allowed.
+        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
         parallel_size: The size of each dim.
         mask: For each dim, whether the groups span it.
 
@@ -164,7 +164,7 @@ def generate_masked_orthogonal_rank_groups(
 
     Raises:
         LayoutError: A size is not a positive int, or the lengths differ.
-        ConfigurationError: The sizes do not multiply to as many as `world_size` ranks.
+        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
 
     Example:
         >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
@@ -173,7 +173,7 @@ def generate_masked_orthogonal_rank_groups(
     mask, sizes = as_ordered(mask, "mask"), as_ordered(parallel_size, "parallel_size")
     for marked in mask:
         if not isinstance(marked, (int, np.integer, np.bool_)):
-            raise LayoutError(f"mask must hold True and False, got {shown(mask)}")
+            raise LayoutError(f"mask must hold booleans, got {shown(mask)}")
     names = [f"d{axis}" for axis in range(len(mask))]
     # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
     layout = RankLayout([*sizes, 1], [*names, "one"])
@@ -199,8 +199,8 @@ class RankGenerator:
         cp: Context parallel size; this or `ep` is 1.
         order: The dims, the first one varying fastest; those of size 1 may be left out.
         rank_offset: The smallest rank.
-        gtp_remat: Number of GTP peers; as a dim it is there from megatron-core 0.19 on, or if it
-            is larger than 1.
+        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
+            megatron-core 0.19 on.
 
     Raises:
         ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
@@ -245,7 +245,7 @@ class RankGenerator:
         """Return for each dim of `order` whether `token` names it.
 
         Raises:
-            LayoutError: `order` or `token` is no text.
+            LayoutError: `order` or `token` is not a string.
             UnknownDimError: `token` names a dim that `order` does not.
         """
         dims, wanted = _split(order, "order"), _split(token, "token")
@@ -261,11 +261,11 @@ class RankGenerator:
         return groups.to_array().tolist()  # type: ignore[no-any-return]
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Enumerate the groups of GTP peers; each rank alone where their size is 1.
+        """Enumerate the groups of GTP peers; with a size of 1, each rank is a group.
 
         Raises:
             ConfigurationError: `gtp_remat_size` is not that of the generator.
-            LayoutError: It is no positive int.
+            LayoutError: `gtp_remat_size` is not a positive int.
         """
         if positive(gtp_remat_size, "gtp_remat_size") != self.gtp_remat:
             raise ConfigurationError(

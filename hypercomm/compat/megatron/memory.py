@@ -42,7 +42,7 @@ class GlobalMemoryBuffer:
         Args:
             tensor_shape: Its shape.
             dtype: Its dtype.
-            name: Which buffer; two tensors of one name and dtype share their memory.
+            name: The name of the buffer; two tensors of one name and dtype share memory.
             mem_alloc_context: Makes the context in which memory is allocated.
         """
         length = math.prod(tensor_shape)

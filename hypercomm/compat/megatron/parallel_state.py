@@ -83,7 +83,7 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
     Raises:
-        StateError: `state` is no ParallelState.
+        StateError: `state` is not a ParallelState.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -638,7 +638,7 @@ def create_hierarchical_groups(
     """Create the groups of a hierarchy over `ranks`, and return those that `rank` is in.
 
     Args:
-        rank: Whose groups to return.
+        rank: The rank whose groups are returned.
         ranks: The ranks, in the order in which the hierarchy cuts them.
         hierarchical_group_sizes: Group size of each level, innermost first.
         create_gloo_process_groups: Create a gloo group for each.
@@ -650,8 +650,8 @@ def create_hierarchical_groups(
         One group for each level, and its gloo group or None; empty where `rank` is not in `ranks`.
 
     Raises:
-        LayoutError: The sizes do not multiply to the ranks, or a rank is not of the world.
-        GroupOptionsError: An option is wrong, or `pg_options` are not as many as the levels.
+        LayoutError: The sizes do not multiply to the ranks, or a rank is not in the world.
+        GroupOptionsError: An option is wrong, or `pg_options` has another length than the levels.
     """
     layout = _layout_of(rank, ranks)
     levels = layout.groups("rank").levels(hierarchical_group_sizes)
@@ -719,9 +719,9 @@ def create_all_gather_groups(
 
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
-        GroupOptionsError: An option is none, or they exist and were created with other options (a
+        GroupOptionsError: An option is invalid, or the groups already exist with other options (a
             ValueError).
-        ConfigurationError: `nccl_comm_cfgs` are no configuration.
+        ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """
     nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
     return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)
@@ -732,7 +732,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is no timedelta, or `pg` no group of this process.
+        GroupOptionsError: The timeout is not a timedelta, or `pg` is not a group of this process.
     """
     check_given_timeout(timeout)
     if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):

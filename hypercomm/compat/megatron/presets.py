@@ -122,8 +122,8 @@ def megatron_grids(
     total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
     if offset >= total:
         raise WorldSizeError(
-            f"no ranks of the world of {total} are left behind rank_offset={offset}; make it "
-            f"smaller, or start at least {offset + 1} ranks"
+            f"rank_offset={offset} leaves no ranks in a world of {total}; use a smaller offset, or "
+            f"start at least {offset + 1} ranks"
         )
     if as_flag(beside, "beside") and as_size("dp", dp) == OPEN:
         raise WorldSizeError(
@@ -136,8 +136,8 @@ def megatron_grids(
         room = total - start if beside else training.size
         if room < 1:
             raise WorldSizeError(
-                f"beside=True, but training ({training}) leaves none of the world's {total} ranks "
-                f"behind it; make a size smaller, or start more ranks"
+                f"beside=True needs ranks after those of training ({training}), and the world has "
+                f"only {total}; make a size smaller, or start more ranks"
             )
         models["inference"] = _model("inference", _inference_sizes(inference), order, room, start)
     if requires is None and inference is None:
@@ -166,8 +166,8 @@ class MegatronChoices(TypedDict, total=False):
     Attributes:
         num_distributed_optimizer_instances: The number of parts that dp is cut into; default: 1.
         hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
-        create_all_gather_group: Whether dp and cp have a second group, for all-gathers, and so has
-            the dp of experts that are parallel.
+        create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
+            expert parallelism the dp of experts has one, too.
         hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
         create_gloo_process_groups: Whether the data parallel groups have gloo groups too, named
             "gloo", or with the suffix _gloo; with GTP there are none. Default: no.
@@ -196,8 +196,8 @@ def megatron_requests(
 
     A dim that the grid lacks has size 1. Megatron's code takes None for WORLD, so a field all of
     whose dims are lacking, such as `cp`, gets groups of one rank, which are one process group.
-    Groups that are derived from those over dims are so again after `grid.reshape(...)`, as long
-    as the dims keep their names. SHARP is left out: it is for the first communicator of a job.
+    Derived groups, such as the embedding groups, are derived again by `grid.reshape(...)` if the
+    dims keep their names. SHARP is not requested: only the first communicator of a job has it.
 
     Args:
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it
@@ -209,8 +209,8 @@ def megatron_requests(
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
-        LayoutError: `grid` is no grid, has none of Megatron's dims, or cannot be cut like this.
-        GroupOptionsError: A choice is none, or a function is no function.
+        LayoutError: `grid` is not a grid, has none of Megatron's dims, or cannot be cut like this.
+        GroupOptionsError: A choice does not exist, or a function is not callable.
         ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
             not come out even.
         NotInitializedError: There are NCCL options, but no job.
@@ -310,16 +310,17 @@ def create_megatron_pgs(
 
 
 def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
-    """Return Megatron's collection of each grid of a set that the calling rank is in, by name.
+    """Return Megatron's collection for each grid of a set, by name, if it has the calling rank.
 
-    The groups are those that were created: see `ProcessGroupCollection.from_grid`. A grid
-    without the view "expert" lays its experts out as its dense layers.
+    Each collection holds the groups that were created: see
+    `ProcessGroupCollection.from_grid`. A grid without the view "expert" uses its own layout
+    for its experts.
 
     Args:
         grids: The set.
 
     Raises:
-        LayoutError: `grids` is no set.
+        LayoutError: `grids` is not a GridSet.
         GridDestroyedError: One of these grids was destroyed.
         NotInitializedError: The calling rank is unknown.
 
@@ -346,15 +347,15 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
 def multi_module_of(
     grids: GridSet, language_model: str | None = None
 ) -> MultiModuleProcessGroupCollection:
-    """Return Megatron's collection of the modules of a set that the calling rank works on.
+    """Return Megatron's collection of the process groups of the calling rank's modules.
 
     Args:
-        grids: The set.
-        language_model: The grid of the language model; the collection has none on a rank
-            that is not in it.
+        grids: The set, with a grid for each module.
+        language_model: The grid of the language model. On a rank outside that grid, the
+            collection has no language model.
 
     Raises:
-        LayoutError: `grids` is no set.
+        LayoutError: `grids` is not a GridSet.
         UnknownDimError: The set has no such grid.
         RankOutsideError: The calling rank is in none of the grids.
         GridDestroyedError: One of these grids was destroyed.

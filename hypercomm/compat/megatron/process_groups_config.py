@@ -209,13 +209,13 @@ class ProcessGroupCollection:
         """Return the groups that an optimizer needs, by name.
 
         Args:
-            pg_collection: Where to take them from; default: the current parallel state.
+            pg_collection: The collection that has them; default: the current parallel state.
             model_chunks: The configuration of the first one decides which groups are needed.
             use_gloo_process_groups: Whether to add gloo groups. With GTP the state has none.
 
         Raises:
-            ValueError: A group that is needed was not set, or a gloo group.
-            StateError: The parallel state is needed and not initialised.
+            ValueError: A needed group was not set, or a gloo group is missing.
+            StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
         return _for_optimizer(pg_collection, model_chunks, use_gloo_process_groups)
 
@@ -226,13 +226,13 @@ class ProcessGroupCollection:
         """Return the groups that DistributedDataParallel needs, by name.
 
         Args:
-            pg_collection: Where to take them from; default: the current parallel state.
+            pg_collection: The collection that has them; default: the current parallel state.
             config: The model's configuration: its `context_parallel_size` decides what is needed.
             ddp_config: So does its `num_distributed_optimizer_instances`.
 
         Raises:
             ValueError: A group that is needed was not set.
-            StateError: The parallel state is needed and not initialised.
+            StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
         return _for_ddp(pg_collection, config, ddp_config)
 
@@ -487,7 +487,7 @@ def _config_of(model: Any) -> Any:
     while getattr(model, "config", None) is None:
         if not hasattr(model, "module"):
             raise ConfigurationError(
-                f"model_chunks[0] has no config, nor has what it wraps: {model!r}"
+                f"neither model_chunks[0] nor the module in it has a config: {model!r}"
             )
         model = model.module
     return model.config
@@ -505,7 +505,7 @@ class MultiModuleProcessGroupCollection:
         language_model_module_name: Which of them is the language model; None without one.
 
     Raises:
-        ValueError: There is no module, or the language model is none of them.
+        ValueError: There are no modules, or the language model is not one of them.
 
     Example:
         >>> encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()

@@ -92,7 +92,7 @@ class ParallelState(ModuleState):
 
     Attributes:
         configuration: The arguments that it was created from; None while it is empty.
-        grids: The "dense" grid, and its view "expert" of the expert layers; empty while it is.
+        grids: The "dense" grid, and its view "expert" of the expert layers; none in an empty state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         facts: `SIZE` and `RANK` of the real groups that it holds, by global; None where a getter
             must ask.
@@ -265,7 +265,7 @@ class ParallelState(ModuleState):
         return groups[0], groups[1] if len(groups) > 1 else None
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
-        """Add groups to the list of those whose timeout `update_pg_timeout` changes."""
+        """Register groups whose timeout `update_pg_timeout` is to change."""
         listed = self.values[_LIST]
         if listed is None:
             listed = [None]  # WORLD

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from hypercomm.layout.text import format_ranks
-from hypercomm.tools.blame.calls import Call, Evidence
+from hypercomm.tools.blame.evidence import Call, Evidence
 
 _T = TypeVar("_T")
 
@@ -294,7 +294,7 @@ class Verdict:
     Example:
         Rank 1 has not entered the second all_reduce.
 
-        >>> from hypercomm.tools.blame.calls import Group, Record
+        >>> from hypercomm.tools.blame.evidence import Group, Record
         >>> world = Group("0", (0, 1), "WORLD")
         >>> first = Call("all_reduce", world, number=1, order=0, state="finished")
         >>> second = Call("all_reduce", world, number=2, order=1, state="started")

@@ -10,7 +10,7 @@ from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
 from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.reading import read_folder
+from hypercomm.tools.blame.evidence import read_folder
 
 _COLOURS = {"clear": "green", "blamed": "red", "unclear": "yellow"}
 

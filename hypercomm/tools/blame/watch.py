@@ -39,8 +39,7 @@ from hypercomm.layout.text import shown
 from hypercomm.process_groups import job
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
-from hypercomm.tools.blame.calls import FROM_ANYBODY
-from hypercomm.tools.blame.reading import OPS
+from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 __all__ = ["Watch"]
 

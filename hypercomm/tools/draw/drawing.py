@@ -65,7 +65,7 @@ class Drawing:
             resvg = importlib.import_module("resvg_py")
         except ImportError as error:
             advice = "pip install 'hypercomm[draw]', or save the picture as SVG"
-            raise MissingPackageError(f"a PNG needs resvg-py: {advice}") from error
+            raise MissingPackageError(f"Drawing.png() needs resvg-py: {advice}") from error
         font = "DejaVu Sans"
         return bytes(resvg.svg_to_bytes(svg_string=self.svg(), zoom=2, sans_serif_family=font))
 
@@ -88,7 +88,9 @@ class Drawing:
         try:
             from rich.console import Console
         except ImportError as error:
-            raise MissingPackageError("a text needs rich: pip install 'hypercomm[cli]'") from error
+            raise MissingPackageError(
+                "Drawing.text() needs rich: pip install 'hypercomm[cli]'"
+            ) from error
         colors: Any = "truecolor" if color else None
         console = Console(width=width, force_terminal=color, color_system=colors)
         with console.capture() as capture:

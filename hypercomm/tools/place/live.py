@@ -44,7 +44,9 @@ def live_topology() -> Topology:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
-        raise NotInitializedError("torch.distributed is needed: call hypercomm.join() first")
+        raise NotInitializedError(
+            "torch.distributed is not initialised: call hypercomm.join() first"
+        )
     own = {"host": socket.gethostname(), **slurm_units(os.environ)}
     domain = _nvlink_domain()
     every: list[Any] = [None] * dist.get_world_size()

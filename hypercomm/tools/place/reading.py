@@ -321,7 +321,7 @@ def _expand_brackets(part: str, where: str) -> list[str]:
     try:
         return list(hostlist.expand_hostlist(part, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError) as error:
-        raise LayoutError(f"{where}{shown(part)} is no node list: {error}") from error
+        raise LayoutError(f"{where}{shown(part)} is not a node list: {error}") from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
@@ -418,10 +418,12 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
-                raise LayoutError(f"{where} has host {host!r}, which another unit has already")
+                raise LayoutError(f"{where} has host {host!r}, which is in another unit")
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
-                raise LayoutError(f"{where} has {child!r}: not another switch, or below two")
+                raise LayoutError(
+                    f"{where} has {child!r}, which is not another switch or has two parents"
+                )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch that is shorter than others repeats its highest switch.
     switch_of: list[_Names] = [{}, leaf_of]
@@ -429,6 +431,8 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         above = {host: parent.get(switch, switch) for host, switch in switch_of[-1].items()}
         switch_of.append(above)
         if len(switch_of) > _MOST_LEVELS:
-            raise LayoutError(f"{source}: switches form a cycle, or {_MOST_LEVELS} levels")
+            raise LayoutError(
+                f"{source}: the switches form a cycle, or have {_MOST_LEVELS} levels or more"
+            )
     levels |= {tier(number): found for number, found in enumerate(switch_of[1:-1])}
     return _Found(source, dict.fromkeys([*block_of, *leaf_of]), levels)

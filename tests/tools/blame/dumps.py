@@ -4,7 +4,7 @@ import pickle
 
 from hypercomm import RankLayout
 from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.reading import read_folder
+from hypercomm.tools.blame.evidence import read_folder
 
 STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
 

@@ -32,16 +32,6 @@ def test_chain(tmp_path):
     assert verdict.waits[0].call.where == "train.py:42 in step"
 
 
-# Dims come from the layout where torch's names say nothing.
-def test_dims_by_layout(tmp_path):
-    dumps = Dumps(4)
-    dumps.group("7", "undefined", [1, 3])
-    dumps.call(1, "7", state="runs")
-    folder = dumps.write(tmp_path)
-    assert blame(folder, "tp=2,dp=2").waits[0].call.group.title == "dp"
-    assert blame(folder).waits[0].call.group.title == "group 7"
-
-
 @pytest.mark.parametrize(
     ("more", "kind"),
     [({"sizes": (5,)}, "shape"), ({"dtype": "Half"}, "dtype"), ({"op": "broadcast"}, "order")],

@@ -59,21 +59,6 @@ def test_each_rank_once(layout):
         assert len(set(colours.values())) == len(colours)
 
 
-# Each dim larger than 1 has a row of cells up to 64 ranks, or each of the selected groups has.
-@pytest.mark.parametrize(
-    ("sizes", "kwargs", "rows"),
-    [
-        ("tp=2,dp=2,pp=2,ep=1", {}, 3),
-        ("tp=2,dp=2,pp=2", {"groups": "tp,dp+pp"}, 2),
-        ("tp=2,dp=2,pp=2", {"groups": [["dp", "tp"]]}, 1),
-        ("tp=1,dp=1", {"on": 8}, 1),
-    ],
-)
-def test_rows(sizes, kwargs, rows):
-    layout = RankLayout.parse(sizes)
-    assert len(cells_of(draw(layout, **kwargs).svg())) == rows * layout.size
-
-
 # A schematic shows one host with its ranks, and what repeats it multiplies to all ranks.
 @pytest.mark.parametrize(
     ("sizes", "on", "host"),
@@ -115,20 +100,6 @@ def test_stages():
     assert [int(text) for text, *_ in cells_of(svg)] == [
         first + rank for first in (0, 128, 896) for rank in range(16)
     ]
-
-
-# Links: the innermost level that holds all groups of a dim, in the table and in the boxes.
-def test_links():
-    layout = RankLayout.parse("tp=4,cp=4,dp=8,pp=4")
-    text = draw(layout, on=read_topology("host=4,domain=16,leaf=128", 512)).text(width=160)
-    rows = [line.split() for line in text.splitlines()]
-    links = {row[0]: " ".join(row[-2:]) for row in rows if row and row[0] in layout.dim_names}
-    assert links["tp"].endswith("NVLink")
-    assert links["cp"] == "NVLink domain"
-    assert links["dp"].endswith("leaf")
-    assert links["pp"] == "across leaves"
-    assert "4 cp  NVLink domain" in text
-    assert "x 8 dp  leaf" in text
 
 
 # The units of the groups, counted rank by rank, are those that a picture counts by hosts.
@@ -190,20 +161,6 @@ def test_names_are_text():
     with_hosts = draw(layout, on=read_topology(names, gpus_per_host=2))
     assert "<script" not in with_hosts.svg()
     assert "d]]>[red]p" in with_hosts.text(width=120)
-
-
-# Names with ESC or NUL reach neither SVG nor terminal.
-@pytest.mark.parametrize("evil", ["a\x1b[31m", "a\0", "a\u202e"])
-def test_control_characters(evil):
-    layout = RankLayout.parse("tp=2,dp=40")
-    for call in (
-        lambda: draw(f"{evil}=2,dp=40"),
-        lambda: draw(layout, groups=[evil]),
-        lambda: draw(layout, on={evil: "leaf1"}),
-        lambda: draw(layout, on={"host1": evil}),
-    ):
-        with pytest.raises(errors.LayoutError):
-            call()
 
 
 # A change marks each group by whether the same ranks, in the same order, are one on the other side.
@@ -286,14 +243,6 @@ def test_text(width, on):
     for dim in layout.dim_names:
         coords = dict(zip(rows["rank"], rows[dim], strict=True))
         assert coords == {rank: layout.coords(rank)[dim] for rank in layout.ranks}
-
-
-def test_colours_of_text():
-    picture = draw(RankLayout.parse("tp=2,dp=2"))
-    plain, coloured = picture.text(width=60, color=False), picture.text(width=60, color=True)
-    uncoloured = re.sub(r"\x1b\[[\d;]*m", "", coloured)
-    assert [line.rstrip() for line in uncoloured.splitlines()] == plain.splitlines()
-    assert coloured != uncoloured
 
 
 # A stream that has ASCII only gets ASCII.

@@ -120,12 +120,6 @@ def test_topology_yaml(file):
     assert read_topology(file("topology.yml", only), 4).names == ("host", "domain")
 
 
-# Without a default that is a tree or blocks, several topologies are an error.
-def test_topology_yaml_without_default(file):
-    with pytest.raises(LayoutError, match="default"):
-        read_topology(file("t.yaml", SLURM_YAML.replace("cluster_default", "other")), 4)
-
-
 # {host: switch}, as YAML or a mapping.
 def test_switches_of_hosts(file):
     leaves = {"a": "s1", "b": "s2"}

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hypercomm.layout.text import some_of
-from hypercomm.tools.blame.calls import FROM_ANYBODY, Call, Group
+from hypercomm.tools.blame.evidence import FROM_ANYBODY, Call, Group
 
 # The op of a creation.
 CREATE = "create"
 
-_HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[2]}/")
+_HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[1]}/")
 # Functions of torch that call several collectives, which are recorded as one call.
 _OBJECT_CALLS = frozenset(
     {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}

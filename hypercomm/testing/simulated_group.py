@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.simulation.records import Book, Collective, Creation, Step
-from hypercomm.tools.blame.calls import FROM_ANYBODY, Call
+from hypercomm.testing.recording import Book, Collective, Creation, Step
+from hypercomm.tools.blame.evidence import FROM_ANYBODY, Call
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
