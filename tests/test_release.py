@@ -43,6 +43,7 @@ def test_all_agree(tmp_path):
     assert done.stdout == "hypercomm 1.2.3: version, changelog, wheel and tag agree\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("odd", "said"),
     [

@@ -114,7 +114,7 @@ def test_diff(arguments, in_process):
 
 
 # A reader that closes the pipe, as head does, is no error.
-@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.full)])
 def test_a_closed_pipe(form):
     with subprocess.Popen(
         [sys.executable, "-m", "hypercomm", "plan", ",".join(f"d{i}=1" for i in range(999)), *form],

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from busy import late_s
 from group_facts import sum_over
@@ -18,6 +19,7 @@ from hypercomm.compat.megatron.state import ParallelState
 from hypercomm.errors import (
     HyperCommError,
 )
+from hypercomm.grid import connect
 from hypercomm.testing import fake_world, simulate
 
 LIMIT = timedelta(seconds=20)
@@ -92,6 +94,7 @@ def of_a_set():
         return rows_of(grids.connect(timeout=LIMIT))
 
 
+@pytest.mark.full
 def test_sets():
     got = run_ranks(of_a_set, 8, timeout=60)
     assert got[:2] == [[("encoder: tp", (0, 1))]] * 2
@@ -262,3 +265,41 @@ def test_simulations():
     assert set(map(tuple, simulate(connect_in_a_simulation, 4).returned.values())) == {
         ("tp", "pp", "pp edge")
     }
+
+
+class Devices:
+    """What torch has for a kind of device."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def is_available(self):
+        return self.count > 0
+
+    def current_device(self):
+        return self.count - 1
+
+
+# Each backend of a group is connected on a device that is here, of whatever kind; in a world that
+# is not live on whichever it is for.
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ("cpu:gloo,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
+        ("cpu:gloo,cuda:nccl,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
+        ("cuda:nccl,xpu:xccl", {"xccl": "xpu"}),
+        ("cpu:gloo,cuda:gloo", {"gloo": "cpu"}),
+        ("cpu:gloo,hpu:hccl", {"gloo": "cpu"}),
+    ],
+)
+@pytest.mark.parametrize("is_real", [True, False])
+def test_devices(config, wanted, is_real, monkeypatch):
+    monkeypatch.setattr(torch, "xpu", Devices(2))
+    monkeypatch.setattr(torch, "cuda", Devices(0))
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    monkeypatch.setattr(connect, "_is_live", lambda: is_real)
+    found = connect._devices_of(None)
+    if is_real:
+        assert found == wanted
+    else:
+        assert {*found} == {each.split(":")[1] for each in config.split(",")}

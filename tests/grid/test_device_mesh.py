@@ -411,3 +411,13 @@ def test_accelerate():
         assert found == [(name, sum(1 << int(r) for r in of), True) for name, of in wanted.items()]
         assert part == 2
         assert created == 0
+
+
+# What the mesh says of devices: told, or what the backend is for.
+def test_device_type():
+    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+        grid.create_pg("tp")
+        assert grid.device_mesh("tp").device_type == "cpu"
+        meta = grid.device_mesh("tp", device_type="meta")
+        assert meta.device_type == "meta"
+        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"

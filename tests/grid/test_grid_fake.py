@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
+    CreationError,
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
@@ -25,6 +26,7 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
@@ -282,3 +284,17 @@ def test_a_plain_run_is_silent():
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"},
     )
     assert (done.stdout, done.stderr) == ("", "")
+
+
+# Without the private helper of torch, "auto" falls back to enumeration and logs why.
+def test_fallback_without_torch_internals(monkeypatch, caplog):
+    with fake_world(8, rank=3), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        helper = dist.distributed_c10d._new_process_group_helper
+        with monkeypatch.context() as patch:
+            patch.setattr(c10d, "why_not_members", lambda: "the helper is not there")
+            group = grid.create_pg("tp")
+            assert "the helper is not there" in caplog.text
+            with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
+                HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
+        assert dist.get_process_group_ranks(group) == [2, 3]
+        assert helper is dist.distributed_c10d._new_process_group_helper

@@ -43,11 +43,11 @@ def sums_over(shape, dim_names, offset, every_dims, creation):
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        ([2], ["dp"]),
-        ([2, 2], ["tp", "dp"]),
-        ([3, 2], ["tp", "dp"]),
+        pytest.param([2], ["dp"], marks=pytest.mark.full),
+        pytest.param([2, 2], ["tp", "dp"], marks=pytest.mark.full),
+        pytest.param([3, 2], ["tp", "dp"], marks=pytest.mark.full),
         ([2, 1, 3], ["tp", "cp", "dp"]),
-        ([2, 2, 2], ["tp", "cp", "dp"]),
+        pytest.param([2, 2, 2], ["tp", "cp", "dp"], marks=pytest.mark.full),
     ],
 )
 def test_all_reduce_reaches_the_group(shape, names, creation):
@@ -147,6 +147,7 @@ def cycles(count):
 
 
 # Creating and destroying again and again returns every thread and every file.
+@pytest.mark.full
 def test_cycles_leave_no_thread_and_no_file():
     for before, after in run_ranks(cycles, 4, args=(10,), timeout=120):
         assert after == before
@@ -204,6 +205,7 @@ def late_for_the_first_try(late):
 # Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
 # all, succeeds under a name that the failed one has left nothing at. On a busy machine a rank may
 # come when the others have given up already: it is told so.
+@pytest.mark.full
 @pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
 def test_a_creation_is_tried_again(late, place):
     got = run_ranks(late_for_the_first_try, 4, args=(late,), timeout=90)

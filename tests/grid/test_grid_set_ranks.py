@@ -55,7 +55,7 @@ def tiled(creation):
 
 # An encoder and a language model beside each other: each rank creates its own groups only, which
 # reach exactly their members; leaving the block leaves nothing in torch's registries.
-@pytest.mark.parametrize("creation", ["local", "enumerate"])
+@pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 def test_tiled(creation):
     got = run_ranks(tiled, 8, args=(creation,), timeout=120)
     for rank, (sums, (held, new), is_clean, names) in enumerate(got):
@@ -82,6 +82,7 @@ def overlapping():
 
 
 # Grids that share some ranks: the shared ones take part in both, and nobody waits for ever.
+@pytest.mark.full
 def test_overlapping():
     got = run_ranks(overlapping, 8, timeout=120)
     for rank, (sums, overlaps) in enumerate(got):
@@ -105,7 +106,7 @@ def colocated(share):
 
 # Grids on the same ranks are created in the set's order on every rank, although half of the ranks
 # write their requests in another one; a comparison of plans finds no difference.
-@pytest.mark.parametrize("share", ["never", "identical"])
+@pytest.mark.parametrize("share", ["identical", pytest.param("never", marks=pytest.mark.full)])
 def test_colocated(share):
     got = run_ranks(colocated, 8, args=(share,), timeout=120)
     for rank, (names, sums) in enumerate(got):
@@ -167,7 +168,17 @@ def one_fails(kind, verify, fails):
 # only, and long before a timeout; nothing is left, and a retry at once works, however often.
 @pytest.mark.parametrize(
     ("kind", "verify", "fails"),
-    [*((kind, False, 1) for kind in KINDS), ("colocated", True, 2), ("tiled", True, 2)],
+    [
+        ("overlapping", False, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                *((kind, False, 1) for kind in KINDS if kind != "overlapping"),
+                ("colocated", True, 2),
+                ("tiled", True, 2),
+            ]
+        ),
+    ],
 )
 def test_one_fails(kind, verify, fails):
     got = run_ranks(one_fails, 4, args=(kind, verify, fails), timeout=120)
@@ -193,6 +204,7 @@ def one_asks_otherwise(kind):
 
 
 # A rank that asks for something else is heard of by all, in the grid or outside; then all agree.
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_asks_otherwise(kind):
     got = run_ranks(one_asks_otherwise, 4, args=(kind,), timeout=120)
@@ -216,6 +228,7 @@ def reshaped(before, after, views):
 
 
 # After a reshape on real ranks, every field is Megatron's at the new sizes, and reaches its ranks.
+@pytest.mark.full
 def test_reshaped_megatrons():
     views = {"expert": "expt_tp=2,ep=2,expt_dp=2,pp=1"}
     arguments = ({"tp": 2, "pp": 2, "ep": 2}, "tp=2,cp=2,dp=2,pp=1", views)
@@ -243,6 +256,7 @@ def megatrons():
 
 
 # Megatron's groups of training and of inference work on the same ranks, and are all destroyed.
+@pytest.mark.full
 def test_megatrons():
     got = run_ranks(megatrons, 8, timeout=180)
     models = {

@@ -108,6 +108,7 @@ def test_worlds_that_are_not_real(monkeypatch):
 
 # If no other rank arrives, the error names the rank and the address, and nothing is initialised; if
 # another program uses the port, the error explains how to choose one.
+@pytest.mark.full
 def test_ranks_that_do_not_meet():
     port = free_port()
     with pytest.raises(LaunchError) as caught:

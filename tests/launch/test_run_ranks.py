@@ -121,10 +121,24 @@ def raise_odd_error():
     ("rank", "act", "begin", "end"),
     [
         (2, fail, "Traceback", "in fail\n[^\n]*\nValueError: a reason"),
-        (1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*"),
+        pytest.param(
+            1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*", marks=pytest.mark.full
+        ),
         (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(SIGKILL\)", ""),
-        (0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),  # a real-time one
-        (3, lambda: os._exit(7), "its process ended with exit code 7 before the function", ".*"),
+        pytest.param(
+            0,
+            lambda: os.kill(os.getpid(), 40),
+            r"killed by signal 40 \(",
+            ".*",
+            marks=pytest.mark.full,
+        ),  # a real-time one
+        pytest.param(
+            3,
+            lambda: os._exit(7),
+            "its process ended with exit code 7 before the function",
+            ".*",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_rank_that_fails(rank, act, begin, end):

@@ -174,6 +174,7 @@ def test_mistakes(before, after, message):
 
 
 # As many dims as are compared, among more that have size 1.
+@pytest.mark.full
 def test_most_dims():
     sizes = [2, 1] * MOST_DIMS
     layout = RankLayout(sizes, [f"d{index}" for index in range(len(sizes))])
@@ -222,6 +223,7 @@ def test_lost_in_words():
 
 
 # A million ranks that lose a host of eight are compared without a list of all shards.
+@pytest.mark.full
 def test_many_lost_ranks():
     layout = RankLayout.parse("tp=8,cp=4,dp=1024,pp=32")
     left = [rank for rank in range(layout.size) if rank // 8 != 5]

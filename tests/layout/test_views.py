@@ -62,6 +62,7 @@ def grid_of(layout):
 
 # Whatever the view, of a dense, shifted or listed layout, its groups are numpy's, in numpy's order,
 # asked of the grid and of the view itself.
+@pytest.mark.full
 @settings(max_examples=examples(1000))
 @given(st.data(), st.booleans())
 def test_enumerations(data, listed):

@@ -144,6 +144,7 @@ def test_ctrl_c():
 
 
 # A grid that is collected while its groups live says so, and only then.
+@pytest.mark.full
 def test_a_grid_that_is_forgotten():
     def warned(end):
         with warnings.catch_warnings(record=True) as caught:

@@ -111,6 +111,7 @@ def another_thread_meanwhile():
 
 
 # Threads that create groups at the same time do not get in each other's way.
+@pytest.mark.full
 def test_another_thread_creates_meanwhile():
     assert (
         run_ranks(another_thread_meanwhile, 2, timeout=60) == [([1, 4] * 20, [11] * 20, True)] * 2

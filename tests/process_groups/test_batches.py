@@ -1,6 +1,9 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
+import collections
+import os
 import re
+import threading
 from datetime import timedelta
 
 import bound_world
@@ -18,6 +21,7 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -202,3 +206,61 @@ def test_a_dict_is_answered_by_a_dict():
         assert groups["model"] is grid.get_pg("tp", "cp")
         assert groups["twin"] is grid.get_pg("dp", name="twin")
         assert grid.create_pgs({}) == {}
+
+
+# Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
+# of them with its own group, and in no call do two groups of one colour meet.
+@pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
+def test_colliding_colors(monkeypatch, bound, colors):
+    monkeypatch.setattr(c10d, "split_colors", lambda _groups: colors)
+    own = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)}
+    calls = {}
+    for rank in range(9):  # rank 8 is outside the grid, and takes part all the same
+        with fake_world(9, rank):
+            grid = HyperCommGrid([2, 4], ["tp", "dp"], creation="split")
+            grid.create_pg("tp")
+            assert f"in {max(colors.count(color) for color in colors)} turns" in str(
+                grid.explain("tp")
+            )
+        calls[rank] = [groups for (groups,) in bound]
+        bound.clear()
+    turns = max(colors.count(color) for color in colors)
+    assert {len(made) for made in calls.values()} == {turns}
+    met = collections.Counter()
+    for turn in range(turns):
+        taking_part = {rank for rank in range(9) if rank in calls[rank][turn]}
+        groups = {tuple(calls[rank][turn]) for rank in taking_part}
+        assert taking_part == {rank for group in groups for rank in group}
+        used = [colors[group[0] // 2] for group in groups]
+        assert len(used) == len(set(used))
+        met.update(groups)
+    assert met == {tuple(group): 1 for group in own.values()}
+
+
+# Threads whose groups connect alike create them at once, whether they say so or leave it to the
+# environment; one that wants it otherwise waits for them, and the environment is what it was.
+@pytest.mark.parametrize("in_environment", ["0", "1"])
+def test_lazy_init_of_threads(monkeypatch, in_environment):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
+    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
+
+    def create(lazily, entered):
+        with lazy_init.set_to(lazily):
+            seen.append(lazy_init.is_set)
+            entered.set()
+
+    def begin(lazily):
+        entered = threading.Event()
+        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
+        thread.start()
+        return thread, entered
+
+    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
+        with lazy_init.set_to(first):
+            assert begin(alike)[1].wait(10)
+            waiting, entered = begin(other)
+            assert not entered.wait(0.05)
+        waiting.join(10)
+        assert entered.is_set()
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
+    assert seen == [usual, not usual, not usual, usual]

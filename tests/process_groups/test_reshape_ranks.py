@@ -1,6 +1,9 @@
 """Reshaping on real gloo processes: numbers summed over a group say who is in it."""
 
 import contextlib
+import os
+import signal
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -8,9 +11,11 @@ import pytest
 import torch.distributed as dist
 from busy import late_s
 from group_facts import attempt, sum_over
+from mortal_ranks import run_scene
 
 from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement.calls import Call
 from hypercomm.testing import registered_groups
 
 START, OTHER = "tp=2,cp=2,dp=2", "tp=4,dp=2"
@@ -71,7 +76,9 @@ def there_and_back(rounds, verify, batched):
 
 # There and back, twice: after each reshape every key that has its dims reduces over what numpy
 # finds, and what was kept is the very object; with and without verify, one by one or batched.
-@pytest.mark.parametrize(("verify", "batched"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("verify", "batched"), [(False, True), pytest.param(True, False, marks=pytest.mark.full)]
+)
 def test_there_and_back(verify, batched):
     got = run_ranks(there_and_back, 8, args=(2, verify, batched), timeout=180)
     without_cp = [dims for dims in KEYS if "cp" not in dims]
@@ -177,3 +184,47 @@ def test_a_group_of_another_grid():
     for rank, (said, *rest) in enumerate(run_ranks(one_of_two_grids, 4, timeout=60)):
         assert said.startswith("ZeroDivisionError" if rank == 0 else "CreationError"), said
         assert rest == [[1111, 1111], True, "another grid"]
+
+
+STANDS_STILL = 2
+
+
+def sums_without(grid, absent):
+    """The sums over the groups that a rank is not in."""
+    members = dist.get_process_group_ranks
+    return sorted(sum_over(group) for group in grid.pgs.values() if absent not in members(group))
+
+
+def groups_without(rank, absent):
+    groups = [{0, 1}, {2, 3}, {0, 2}, {1, 3}]
+    return sorted(
+        sum(10**one for one in group) for group in groups if rank in group and absent not in group
+    )
+
+
+def is_killed(rank, victim, target, timeout_s):
+    """A rank dies before it has finished; the others are as before, and go on."""
+    grid = HyperCommGrid("tp=2,dp=2")
+    grid.create_pgs(["tp", "dp"])
+    before, timeout = dict(grid.pgs), timedelta(seconds=timeout_s)
+    dist.barrier()  # who still waits in a creation would hear of the loss there
+    if rank == victim:
+        Call._finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    told = attempt(lambda: grid.reshape(target, timeout=timeout))
+    return *told, unchanged(grid, before), sums_without(grid, victim)
+
+
+# A rank is killed after the ranks have met, whether or not groups are created: the others end in
+# time with an error that names it, are as they were, and their groups without it still work.
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "target"), [(0, "dp=2,tp=2"), (3, "tp=4")])
+def test_a_rank_is_killed(tmp_path, victim, target, timeout_s):
+    timeout_s *= STANDS_STILL
+    args = (victim, target, timeout_s)
+    for rank, got in run_scene(tmp_path, is_killed, 4, *args, victims=[victim]).items():
+        said, waited, is_same, alive = got
+        assert said.startswith("GroupCreationTimeout: "), said
+        assert f"rank {victim} (" in said
+        assert waited < timeout_s + late_s(3)
+        assert is_same
+        assert alive == groups_without(rank, victim)

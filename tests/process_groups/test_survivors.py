@@ -194,6 +194,7 @@ def name_the_dead(rank):
 
 # A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
 # without it they go on.
+@pytest.mark.full
 def test_a_dead_rank_in_the_list(tmp_path):
     for rank, got in run_scene(tmp_path, name_the_dead, 4, victims=[2]).items():
         missing, waited, *kept, sums = got

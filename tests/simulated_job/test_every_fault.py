@@ -62,6 +62,7 @@ def check_program(seed, *, odd):
 
 # Ranks that do the same hear of no error; where one makes a mistake, no other is named, calls of
 # all ranks end alike, all in time, and all can go on.
+@pytest.mark.full
 @pytest.mark.parametrize("odd", [False, True])
 def test_some_programs(odd):
     for seed in range(30):

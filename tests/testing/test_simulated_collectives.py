@@ -418,6 +418,7 @@ def start_up(odd=None):
 
 
 # A program like Megatron's runs as it is; one rank that skips one call is found.
+@pytest.mark.full
 def test_a_start_up():
     got = simulate(start_up, 128)
     got.check()

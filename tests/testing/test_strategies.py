@@ -65,6 +65,7 @@ def test_layouts_keep_their_bounds(asked, data):
 
 # Each bound can be reached, so none is tighter than it says; layouts shrink towards few dims,
 # small sizes, the first names and offset 0.
+@pytest.mark.full
 @pytest.mark.torch_free
 @pytest.mark.parametrize(
     ("asked", "condition", "smallest"),
@@ -111,6 +112,7 @@ def test_views_of(layout, data):
         assert list(view.groups(dim)) == list(layout.groups(dim))
 
 
+@pytest.mark.full
 def test_views_shrink():
     layout = RankLayout.parse("tp=2,cp=2,dp=3,pp=2")
     assert find(views_of(layout)) == RankLayout([24], ["ep"])

@@ -174,6 +174,7 @@ CUT = {"b.weight": torch.ones(2, 2), "b.bias": torch.ones(4)}
 
 # Whatever one rank gets wrong, or the two layouts disagree about, both ends raise before anything
 # is sent: the next call works.
+@pytest.mark.full
 @pytest.mark.ranks(3, timeout=120)
 def test_wrong_arguments():
     rank = dist.get_rank()

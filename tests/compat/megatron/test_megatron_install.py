@@ -125,6 +125,7 @@ def test_too_late():
 
 
 # A warning is issued once if megatron.core was imported without install(), and else not at all.
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["none", "theirs", "ours"])
 def test_a_state_of_their_own(way):
     succeeds(

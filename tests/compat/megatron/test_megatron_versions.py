@@ -165,6 +165,7 @@ def test_a_broken_package(folder):
 
 
 # If a part of megatron-core is missing or unreadable, ours works nevertheless.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "found"),
     [

@@ -55,6 +55,7 @@ def test_collections_are_megatrons(model):
 
 
 # After a reshape, of sizes or of their order, every field is Megatron's at the new sizes.
+@pytest.mark.full
 @given(models(), models(), st.data())
 @settings(max_examples=examples(100))
 def test_reshaped(before, after, data):
@@ -86,7 +87,9 @@ OPTIONS = {
 # Megatron's options change the groups as they change Megatron's, also after a reshape.
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("rank", [0, 5, 14, 31])
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize(
+    "order", ["tp-cp-ep-dp-pp", pytest.param("tp-cp-ep-pp-dp", marks=pytest.mark.full)]
+)
 def test_options(options, rank, order):
     first, then = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}, {"tp": 2, "cp": 4, "pp": 2, "ep": 4}
     asked = functools.partial(megatrons_collection, 32, rank, options, order=order)
