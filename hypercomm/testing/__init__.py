@@ -6,7 +6,6 @@ other way round. Names resolve on first use.
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +42,6 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 
-# Modules, their classes, and the strategies that draw them.
-_DRAWN = (
-    ("hypercomm.layout.layout", "RankLayout", "layouts"),
-    ("hypercomm.layout.mapping", "RankMapping", "mappings"),
-    ("hypercomm.grid.grid", "HyperCommGrid", "grids"),
-)
-
 # pytest's --ranks-max, and the ranks of an example of `given_ranks` left out because of it.
 _bound = SimpleNamespace(most=None, left_out=0)
 
@@ -65,20 +57,3 @@ def __getattr__(name: str) -> Any:
         raise MissingPackageError(
             f"hypercomm.testing.{name} needs {error.name}: pip install 'hypercomm[testing]'"
         ) from error
-
-
-def _register_strategies() -> None:
-    """Make `hypothesis.strategies.from_type` draw those of our classes that are loaded.
-
-    Called when hypothesis is loaded (its entry point), and when our strategies are.
-    """
-    from hypothesis import strategies as st
-
-    for module, kind, strategy in _DRAWN:
-
-        def draw(_: type, strategy: str = strategy) -> Any:
-            return _resolve(strategy)()
-
-        found = getattr(sys.modules.get(module), kind, None)
-        if found is not None:
-            st.register_type_strategy(found, draw)

@@ -15,7 +15,6 @@ from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.checks import as_int, as_strings, as_tuple
 from hypercomm.layout.parsing import divisors
 from hypercomm.layout.text import did_you_mean
-from hypercomm.testing import _register_strategies
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
@@ -392,4 +391,5 @@ def _unique_names(value: object, what: str, known: Sequence[str] | None = None) 
     return names
 
 
-_register_strategies()
+st.register_type_strategy(RankLayout, layouts())
+st.register_type_strategy(RankMapping, mappings())

@@ -251,11 +251,10 @@ def test_given_ranks_that_cannot_work(decorator, words):
         body()
 
 
-# Layouts, grids and mappings that are loaded are drawn by their types.
-@given(st.from_type(RankLayout), st.from_type(HyperCommGrid), st.from_type(RankMapping))
-def test_from_type(layout, grid, mapping):
+# Layouts and mappings are drawn by their types.
+@given(st.from_type(RankLayout), st.from_type(RankMapping))
+def test_from_type(layout, mapping):
     assert isinstance(layout, RankLayout)
-    assert isinstance(grid, HyperCommGrid)
     assert isinstance(mapping, RankMapping)
 
 
