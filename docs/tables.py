@@ -34,7 +34,6 @@ PUBLIC = (
 
 _MODULES = {
     "parallel_state": ("compat.md#megatron", "The names of `megatron.core.parallel_state`."),
-    "pipelines": ("layout.md", "Stages of a pipeline, also over several modules."),
     "tp": ("compat.md#ezpz", "The names of `ezpz.tp`."),
     "version": ("compat.md#version", "The release of Megatron whose behaviour is followed."),
 }

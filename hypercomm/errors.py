@@ -1,4 +1,4 @@
-"""Every exception that hypercomm raises, split by who must act.
+"""The exceptions of hypercomm, split by who must act; TypeError is Python's own.
 
 Each class also derives from the builtin that legacy code catches (Megatron's callers catch
 `KeyError`, `ValueError` and `RuntimeError`), so a port needs no new `except` clause.

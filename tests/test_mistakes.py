@@ -68,6 +68,8 @@ LAYOUTS = [
     (lambda: RankLayout([2], ["t\0p"]), errors.LayoutError, "dim name", "printable"),
     (lambda: RankLayout([2], ["tp"], -1), errors.LayoutError, "rank_offset", "-1"),
     (lambda: RankLayout([2], ["tp"], 1.5), errors.LayoutError, "rank_offset", "1.5"),
+    (lambda: RankLayout(tp=2, rank_ofset=3), TypeError, "'rank_ofset'", "'rank_offset'"),
+    (lambda: HyperCommGrid(tp=2, worldsize=8), TypeError, "'worldsize'", "'world_size'"),
     (lambda: LAYOUT.groups("pp"), errors.UnknownDimError, "'pp'", "('tp', 'cp', 'dp')"),
     (lambda: LAYOUT.groups("tp", "tp"), errors.LayoutError, "'tp'", "twice"),
     (LAYOUT.groups, errors.LayoutError, "dims is empty", "('tp', 'cp', 'dp')"),

@@ -399,6 +399,7 @@ def split_tensor_along_last_dim(
 
 for _name, _function in _getters().items():
     globals().setdefault(_name, _function)
+del _name, _function
 tp = sys.modules[__name__]
 name_functions(globals(), __name__)
 current.bind(tp, _GLOBALS)

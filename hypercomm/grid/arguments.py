@@ -20,7 +20,7 @@ from hypercomm.layout.checks import (
     world_too_small,
 )
 from hypercomm.layout.mapping import HasLayout
-from hypercomm.layout.parsing import Dims, close_sizes, read_sizes
+from hypercomm.layout.parsing import Dims, check_spelling, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
@@ -225,6 +225,7 @@ def check_sizes(call: str, dims: Mapping[str, object], keywords: Iterable[str]) 
         Traceback (most recent call last):
         TypeError: GridSet() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
+    check_spelling(dims)
     for name, size in dims.items():
         if name == "mesh_dim_names":
             raise TypeError(

@@ -1261,12 +1261,12 @@ class HyperCommGrid(GridView):
             WorldSizeError: The target has other ranks than the grid, or than `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownDimError: `views` has a name that is not a view.
-            PlanMismatchError: Another rank has a different target: all raise.
+            PlanMismatchError: Another rank has a different target, or grid: all raise.
             GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
             CreationError: Groups are planned that were not created, one could not be created,
                 another thread reshapes the grid, or the others timed out just before this rank
                 arrived: call it again.
-            PlanMismatchError, GridDestroyedError: As for `create_pg`.
+            GridDestroyedError: As for `create_pg`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -1350,9 +1350,8 @@ class HyperCommGrid(GridView):
             timeout: How long to wait; default: the timeout of WORLD.
 
         Raises:
-            PlanMismatchError: Another rank's groups differ; names the first one that does.
+            PlanMismatchError: Another rank's groups or grid differ; names what differs.
             GroupCreationTimeout: A rank did not call this in time; names it.
-            PlanMismatchError: Another rank has a different grid.
 
         Example:
             >>> from hypercomm.testing import fake_world

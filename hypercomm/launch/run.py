@@ -193,17 +193,17 @@ def dumps(value: object, kind: Any = None) -> bytes:
         import cloudpickle
     except ModuleNotFoundError:
         raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
-    buffer = io.BytesIO()
-    pickler = (kind or cloudpickle.Pickler)(buffer)
-    reducers = dict(pickler.dispatch_table)
+    buffer, kind = io.BytesIO(), kind or cloudpickle.Pickler
+    reducers = dict(kind.dispatch_table)
 
     def reduce_code(code: types.CodeType) -> Any:
         make, arguments, *more = reducers[types.CodeType](code)  # 3.1.3 drops the file
         kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
         return make, tuple(kept), *more
 
-    pickler.dispatch_table = {**reducers, types.CodeType: reduce_code}
-    pickler.dump(value)
+    # The pickler in C reads the table of its class, and no other.
+    table = {"dispatch_table": {**reducers, types.CodeType: reduce_code}}
+    type(kind.__name__, (kind,), table)(buffer).dump(value)
     return buffer.getvalue()
 
 

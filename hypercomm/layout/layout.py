@@ -293,19 +293,26 @@ class RankLayout:
         """
         total, choices = positive(world_size, "world_size"), {}
         for name, given in sizes.items():
-            several = (
-                given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-            )
+            is_one = isinstance(given, str) or not isinstance(given, Iterable)
+            several = [given] if is_one else list(given)  # type: ignore[arg-type]
             choices[name] = sorted([as_size(name, size) for size in several], reverse=True)
-        for shape in product(*choices.values()):
+        inferred = [name for name, choice in choices.items() if OPEN in choice]
+        if not choices or not all(choices.values()) or len(inferred) > 1:
+            raise LayoutError(
+                f"give each dim a size, or sizes to choose from, and -1 to one at most: "
+                f"got {shown(sizes)}"
+            )
+        possible = [[size for size in choice if total % size == 0] for choice in choices.values()]
+        for shape in product(*possible):
             fitting = dict(zip(choices, shape, strict=True))
             known = known_size(fitting)
             if known == total or (OPEN in shape and total % known == 0):
                 return cls(fitting, rank_offset=rank_offset, world_size=total)
-        smallest = math.prod([abs(min(choice, default=1)) for choice in choices.values()])
+        smallest = math.prod([abs(min(choice)) for choice in choices.values()])
+        hint = "" if inferred else " with a further dim of size -1"
         raise WorldSizeError(
-            f"no sizes of {shown(choices)} multiply to {total} ranks; with a dim of size -1, "
-            f"{nearest_multiples(total, smallest)} ranks would do; or allow more sizes"
+            f"no sizes of {shown(choices)} multiply to {total} ranks; allow more sizes, or "
+            f"{nearest_multiples(total, smallest)} ranks would do{hint}"
         )
 
     @classmethod

@@ -5,6 +5,7 @@ Also the arithmetic of sizes: inferring one that is unspecified, and which sizes
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -28,6 +29,7 @@ _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
 _SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;|/+&]+|$)"  # "tp:2;", "tp 2 "
 _JOINED_SIZE = r"([^\W\d]+)(-1|[1-9][0-9]{0,17})[\s,;]*"  # "tp2"
 _LONGEST_CORRECTED = 200
+_KEYWORDS = ("dim_names", "rank_offset", "world_size")
 
 
 # ---- text ---------------------------------------------------------------------------------------
@@ -182,12 +184,14 @@ def read_sizes(
 
     Raises:
         LayoutError: They are given twice or not at all, or a size or a name is wrong.
+        TypeError: A keyword is a misspelt argument, such as `rank_ofset`.
 
     Example:
         >>> read_sizes("tp=2,dp") == read_sizes([2, -1], ["tp", "dp"]) == {"tp": 2, "dp": -1}
         True
     """
     if dims:
+        check_spelling(dims)
         if sizes is not None or dim_names is not None:
             raise LayoutError(f"sizes are given twice: {shown(sizes)} and {shown(dict(dims))}")
         sizes = dims
@@ -208,6 +212,13 @@ def read_sizes(
     if not names:
         raise LayoutError("a layout needs at least one dim, but shape and dim_names are empty")
     return {name: as_size(name, size) for name, size in zip(names, shape, strict=True)}
+
+
+def check_spelling(keywords: Iterable[str]) -> None:
+    """Raise TypeError for the size of a dim that has nearly the name of an argument."""
+    for name in keywords:
+        if near := difflib.get_close_matches(name, _KEYWORDS, 1, 0.8):
+            raise TypeError(f"unexpected keyword argument {name!r}; did you mean {near[0]!r}?")
 
 
 def sizes_of_environment() -> dict[str, int] | None:

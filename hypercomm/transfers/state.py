@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from hypercomm.errors import CreationError, LayoutError, StateTransferError
+from hypercomm.errors import (
+    CreationError,
+    LayoutError,
+    OutcomeUnknownError,
+    StateTransferError,
+)
 from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import as_int
 from hypercomm.layout.text import did_you_mean, shown
@@ -414,6 +419,8 @@ def _share_damage(mapping: RankMapping, damage: StateTransferError | None) -> No
         raise damage
     try:
         consent(mapping, title, effect=effect)
+    except OutcomeUnknownError:
+        raise
     except CreationError as error:
         found = re.search(r"\(start=(\d+)\)", str(error))
         raise StateTransferError(str(error), bucket=int(found[1]) if found else 0) from error

@@ -82,6 +82,10 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
     if own is None:
         return None
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise ConfigurationError(
+            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
+        )
     try:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.get(_PRIORITY, False))
         for name in own.keys() & {*_OPTIONS} - {_PRIORITY}:

@@ -104,7 +104,12 @@ def _takes_arguments_of(
         @functools.wraps(function)
         def take(*args: P.args, **kwargs: P.kwargs) -> None:
             warn_of_their_own()
-            function(kind(*args, **kwargs))
+            try:
+                configuration = kind(*args, **kwargs)
+            except TypeError as error:
+                told = str(error).replace(f"{Configuration.__name__}.__init__", function.__name__)
+                raise TypeError(told) from None
+            function(configuration)
 
         take.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
         return take
@@ -155,8 +160,9 @@ def initialize_model_parallel(configuration: Configuration) -> None:  # noqa: D4
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
         WorldSizeError: The sizes do not divide the world; names sizes that would (a RuntimeError).
-        ConfigurationError: Two choices contradict each other (an AssertionError).
-        ConfigurationError, FileNotFoundError: The NCCL configuration cannot be used.
+        ConfigurationError: Two choices contradict each other, or the NCCL configuration cannot be
+            used (an AssertionError and a RuntimeError).
+        FileNotFoundError: The NCCL configuration is not there.
         StateError: torch.distributed is not initialised, or the state is (an AssertionError).
         CreationError, GroupOptionsError: The groups cannot be created here.
 
@@ -753,6 +759,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     made: dict[str, Callable[..., Any]] = {}
     for name, row in ROWS.items():
         made[f"get{name.lower()}"] = _getter(name)
+        if row.part is not None or name.endswith(("_GLOO", "_AG")):
+            continue
         stem = name.lower().removesuffix("_group")
         made[f"get{stem}_world_size"] = _fact_getter(name, SIZE)
         made[f"get{stem}_rank"] = _fact_getter(name, RANK)
@@ -771,14 +779,20 @@ def _functions() -> dict[str, Callable[..., Any]]:
         made[f"get_sequence_parallel_{what}"] = made[f"get_context_parallel_{what}"]
     for what in ("group", "world_size", "rank"):
         getter = globals()[f"get_data_parallel_{what}"]
-        made[f"get_sequence_data_parallel_{what}"] = functools.partial(
-            getter, with_context_parallel=True
-        )
+        made[f"get_sequence_data_parallel_{what}"] = _with_cp(getter)
     return made
+
+
+def _with_cp(getter: Callable[..., Any]) -> Callable[..., Any]:
+    def get(check_initialized: bool = True) -> Any:  # noqa: ARG001 - Megatron-DeepSpeed's
+        return getter(with_context_parallel=True)
+
+    return _described(get, str(getter.__doc__))
 
 
 for _name, _function in _functions().items():
     globals().setdefault(_name, _function)
+del _name, _function
 name_functions(globals(), __name__)
 current.default.reset()  # which was made before the getters
 current.bind(sys.modules[__name__], GLOBALS)

@@ -211,10 +211,10 @@ def megatron_requests(
     Raises:
         LayoutError: `grid` is not a grid, has none of Megatron's dims, or cannot be cut like this.
         GroupOptionsError: A choice does not exist, or a function is not callable.
-        ConfigurationError: There are several optimizer instances with GTP, or hybrid groups do
-            not come out even.
+        ConfigurationError: There are several optimizer instances with GTP, hybrid groups do not
+            come out even, or the NCCL configuration cannot be used.
+        FileNotFoundError: The NCCL configuration is not there.
         NotInitializedError: There are NCCL options, but no job.
-        ConfigurationError, FileNotFoundError: The NCCL configuration cannot be used.
 
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)

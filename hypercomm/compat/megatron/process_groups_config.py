@@ -326,7 +326,11 @@ def _groups_of(grid: GridView, row: Row) -> dict[str, object]:
     created = {key: pg for key, pg in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is not None:
         start = f"{row.field or row.key}_{row.part}"
-        named = {key.name.removeprefix(start): pg for key, pg in created.items() if key.name}
+        named = {
+            key.name.removeprefix(start): pg
+            for key, pg in created.items()
+            if key.name and key.name.startswith(start)
+        }
         parts = {int(end): pg for end, pg in named.items() if end.isdecimal() and pg is not None}
         return {row.field or HYBRID: collected(row, parts)} if parts else {}
     if row.field is None:

@@ -493,7 +493,7 @@ class Call(Generic[T]):
         """
         begin = last = time.monotonic()
         deadline = self.deadline if deadline is None else deadline
-        longest_s = _longest_s(self.scope.job)
+        longest_s = max(_LONGEST_S, self.scope.job.size / _MOST_POLLS)
         while (value := ready()) is None:
             now = time.monotonic()
             if self._is_interrupted:
@@ -578,15 +578,10 @@ class Call(Generic[T]):
             run_one(protocol.Write(status_key(job.namespace, job.rank), text))
 
 
-def _longest_s(job: Job) -> float:
-    """Return how long ranks that have waited for long pause before they look again."""
-    return max(_LONGEST_S, job.size / _MOST_POLLS)
-
-
 def _linger(job: Job) -> None:
     """Let the others read how a call failed: rank 0 serves the store as a rule, and may end."""
-    if job.rank == 0:
-        time.sleep(_longest_s(job))
+    if job.rank == 0 and job.size > 1:
+        time.sleep(_LONGEST_S)
 
 
 def run_one(operation: protocol.Operation) -> Any:
