@@ -128,9 +128,9 @@ class Views(Mapping[str, View]):
         Raises:
             UnknownDimError: There is no such view or dim; names the view that has the dim, if any.
         """
-        found = self.asked(view)
+        found = None if view is None else self.asked(view)
         try:
-            ordered = self.layout_of(view).order_dims(dims)
+            ordered = (self.base if found is None else found.layout).order_dims(dims)
         except UnknownDimError as error:
             if not self:
                 raise
