@@ -452,8 +452,7 @@ class GridView:
         keywords: GroupKeywords = {"name": name, "view": view, "backend": backend}
         keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
         keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
-        spec = self._spec((dims, *more) if more else dims, keywords)
-        return self._state.owner.create(spec)
+        return self._owner.create(self._spec(_flatten(dims, more), keywords))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
