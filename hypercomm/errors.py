@@ -32,6 +32,7 @@ __all__ = [
     "ToolError",
     "UnknownDimError",
     "UnknownFieldError",
+    "WorldRestartedError",
     "WorldSizeError",
 ]
 
@@ -113,6 +114,10 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
 
 class LateRankError(CreationError):
     """The other ranks timed out before this one arrived: call it again on all ranks."""
+
+
+class WorldRestartedError(CreationError):
+    """Ranks have joined the world of this call again: call its `rejoin()` on all others."""
 
 
 class OutcomeUnknownError(CreationError):

@@ -138,8 +138,8 @@ def connect(
     for grid in grids.values():
         grid._owner.check_alive()
     check_timeout(timeout)
-    along, limit_s = _read_pipelines(pipelines, grids.values()), limit_of(timeout)
-    job, begin = scope.job, time.monotonic()
+    along, limit_s = _read_pipelines(pipelines, grids.values()), limit_of(timeout, scope.world)
+    job, begin = scope.world, time.monotonic()
     with refusing(scope):
         groups = _in_order(grids)
         items = _items_of(groups, [(dim,) for dim in along], job.rank)
@@ -194,7 +194,7 @@ def _connect_all(
 
     def connect_each() -> tuple[Connection, ...]:
         with c10d.on_device(device):  # each thread has its own current device
-            rows.extend(item.connect(call.scope.job.rank) for item in items)
+            rows.extend(item.connect(call.scope.world.rank) for item in items)
         return tuple(rows)
 
     if call.scope.is_alone:

@@ -63,11 +63,11 @@ from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
 from hypercomm.process_groups.create import abort, destroy
 from hypercomm.process_groups.explain import Explanation
-from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
 from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
 from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
+from hypercomm.process_groups.world import World, current, current_or_none
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,7 +113,7 @@ class GridState:
     lender: GridState | None = None
     device_type: str | None = None
     gave_meshes: bool = False
-    job: Job | None = None
+    job: World | None = None
 
     def warn_of_live(self) -> None:
         """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
@@ -711,13 +711,14 @@ class GridView:
             creation,
         )
         base = state.views.base
-        if (job := current_or_none()) is not state.job and job is not None:
-            self._owner.check_numbers(job)
-            check_world(base, job.size)
-            state.job = job
+        world = self._owner.world
+        if world is not state.job and world is not None:
+            self._owner.check_numbers(world)
+            check_world(base, world.size)
+            state.job = world
         return specify(
             *(key, view, base, given.get("derive"), wanted, share or options.share),
-            *(options.creation, job),
+            *(options.creation, world),
         )
 
     def _specs(
@@ -873,7 +874,7 @@ class GridView:
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
         owner.end_groups()
-        return find_survivors(owner.agreement, self.layout, limit_s, least)
+        return find_survivors(owner.world, owner.agreement, self.layout, limit_s, least)
 
     # ---- helpers for training code --------------------------------------------------------------
 
@@ -1300,7 +1301,7 @@ class HyperCommGrid(GridView):
                 check_settled(owner)
                 pool = owner.pool if left is None else Pool()
                 fresh = _owner_of(layout, state.options, pool)
-            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout))
+            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout, job))
             self._forget_meshes()
             state.views, state.owner, state.world_size = refactored, fresh, total
             self._dims = {}

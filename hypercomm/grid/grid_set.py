@@ -44,10 +44,10 @@ from hypercomm.layout.text import aligned, did_you_mean, format_coords, format_r
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.spec import GroupSpec, check_once
+from hypercomm.process_groups.world import current
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
@@ -411,7 +411,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             for batch in batches.values():
                 batch.release()
             raise
-        return create_batches(scope, CREATE, batches, limit_of(timeout))
+        return create_batches(scope, CREATE, batches, limit_of(timeout, current()))
 
     def _specs(
         self, name: str, wanted: Iterable[Dims | GroupArguments], defaults: SharedKeywords

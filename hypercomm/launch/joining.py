@@ -21,10 +21,10 @@ from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Scope, limit_of, together
-from hypercomm.process_groups.job import Job, current
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
 from hypercomm.process_groups.torch_internals.split import bound_device
-from hypercomm.process_groups.torch_internals.store import store as store_of_world
+from hypercomm.process_groups.torch_internals.store import default_store
+from hypercomm.process_groups.world import World, current
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -371,24 +371,24 @@ def renew_world(
         )
     if store is None:  # one record for all lists of ranks, so that other lists are an error
         key = _meet(old, given, timeout)
-        store = store_of_world()
+        store = default_store()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
         key = f"hypercomm/new world {digest}"
     return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
 
 
-def _meet(job: Job, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
+def _meet(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
     """Wait in the old WORLD until all ranks have joined; return a key that is new for each call."""
     names: list[str] = []
     entries = [f"{_RENEW} with ranks {list(ranks)}"]
     title = f"{_RENEW} of ranks {format_ranks(sorted(ranks))}"
-    scope, limit_s = Scope(job, "new world", ranks, is_fenced=True), limit_of(timeout)
+    scope, limit_s = Scope(old, "new world", ranks, is_fenced=True), limit_of(timeout, old)
     together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
     return names[0]
 
 
-def _renew(old: Job, ranks: tuple[int, ...], store: Any) -> Renewed:
+def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
     """Destroy the old WORLD, and create the new one."""
     options: dict[str, Any] = {"timeout": old.timeout_of(old.backend)}
     if (device := bound_device()) is not None:

@@ -14,8 +14,9 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, Attempt
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, take_stale
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.torch_internals.store import forget
+from hypercomm.process_groups.world import World
 
 
 def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup | None:
@@ -85,13 +86,13 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
         raise errors[0]
 
 
-def discard(groups: Iterable[ProcessGroup | None]) -> None:
+def discard(groups: Iterable[ProcessGroup | None], world: World) -> None:
     """Destroy what a call has made that fails on other ranks, the last one first."""
     try:
         destroy(reversed([group for group in groups if group is not None]))
     finally:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            forget(take_stale())
+            forget(world.store, world.take_stale())
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:

@@ -39,7 +39,7 @@ class Explanation:
         (strategy, reason), backend = spec.choice, spec.options.backend
         against: dict[str, str | None] = {}
         if strategy != "adopted":
-            against = obstacles(backend, spec.groups, spec.given.lazy_init)
+            against = obstacles(spec.world, backend, spec.groups, spec.given.lazy_init)
         others = {
             name: obstacle or f"it would work too: {STRATEGIES[name].cost}"
             for name, obstacle in against.items()

@@ -14,7 +14,7 @@ from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.job import Job, current
+from hypercomm.process_groups.world import World, current
 
 
 @attrs.frozen
@@ -59,17 +59,17 @@ class GroupOptions:
         if self.backend is not None:
             check_known(self.backend)
 
-    def resolve(self, group_desc: str, job: Job) -> GroupOptions:
-        """Fill in the defaults of the job.
+    def resolve(self, group_desc: str, world: World) -> GroupOptions:
+        """Fill in the defaults of the world.
 
         Args:
             group_desc: The description, unless one was given.
-            job: The job.
+            world: The world.
 
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`.
         """
-        default = job.backend
+        default = world.backend
         backend = (self.backend or default).lower()
         singles, timeout, pg_options = c10d.single_backends(backend), self.timeout, self.pg_options
         if pg_options is not None:
@@ -81,7 +81,7 @@ class GroupOptions:
             if "fake" in {default, *singles}:
                 check_pg_options(pg_options)
             timeout = timeout or _own_timeout(pg_options)
-        timeout = timeout or job.timeout_of(backend)
+        timeout = timeout or world.timeout_of(backend)
         if pg_options is not None:
             pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to

@@ -36,10 +36,10 @@ from hypercomm.process_groups.agreement.calls import (
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.create import Ending, abort, create, destroy, discard
 from hypercomm.process_groups.explain import Explanation
-from hypercomm.process_groups.job import Job, current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED
+from hypercomm.process_groups.world import World, current, current_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +119,14 @@ class GroupOwner:
         pool: The groups that keys may share.
         agreement: The keys by which the ranks of the grid agree.
         is_verified: Whether all ranks of the grid agree on each creation, not only the members.
+        world: The world that the grid was given; None: the default one, whichever that is.
 
     Attributes:
         specs: The reserved or created groups, by key.
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
         ended: The keys whose groups `end_groups` has ended.
-        job: The job whose ranks the layout numbers; None before there is one.
+        origin: The world whose ranks the layout numbers; None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
     """
 
@@ -137,6 +138,7 @@ class GroupOwner:
         agreement: GridAgreement,
         *,
         is_verified: bool,
+        world: World | None = None,
     ) -> None:
         self.layout = layout
         self.creation = creation
@@ -149,9 +151,15 @@ class GroupOwner:
         self.ended: dict[GroupKey, None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
-        self.job = current_or_none()
+        self._world = world
+        self.origin = self.world
         self._process = os.getpid()
         self._warned: set[str] = set()
+
+    @property
+    def world(self) -> World | None:
+        """The world of the grid; None before there is one."""
+        return self._world or current_or_none()
 
     # ---- one group ------------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class GroupOwner:
             GroupExistsError: The key is taken.
         """
         self.check_steady()
-        if self.job is not None and spec.options.backend != self.job.backend:
+        if self.origin is not None and spec.options.backend != self.origin.backend:
             check_backend(spec.options.backend)
         strategy, reason = spec.choice
         asked_for = spec.given.creation or self.creation
@@ -242,11 +250,11 @@ class GroupOwner:
 
     def _create(self, group: Group) -> BaseException | None:
         """Create a group with its other members; return what interrupted this rank afterwards."""
-        job, spec = current_or_none(), group.spec
-        if job is None:  # torch's own function may have been replaced, as in tests
+        world, spec = self.world, group.spec
+        if world is None:  # torch's own function may have been replaced, as in tests
             group.pg, group.is_created = create(spec, str(spec.key), None), True
             return None
-        scope = self._scope(spec, job)
+        scope = self._scope(spec, world)
         if scope is None:  # this rank is not a member
             group.is_created = True
             return None
@@ -256,28 +264,28 @@ class GroupOwner:
             made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
 
         def undo() -> None:
-            discard(made)
+            discard(made, world)
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
-        limit_s = limit_of(spec.options.timeout)
+        limit_s = limit_of(spec.options.timeout, world)
         result = together(scope, title, lambda: [spec.describe()], limit_s, work, undo)
         self.register([group], made)
         return result.pending
 
-    def _scope(self, spec: GroupSpec, job: Job) -> Scope | None:
+    def _scope(self, spec: GroupSpec, world: World) -> Scope | None:
         """Return the ranks that create a group together; None where this rank takes no part."""
         if spec.choice.strategy != "local":
-            return self.agreement.scope(job, f"{spec.key}/all", range(job.size))
+            return self.agreement.scope(world, f"{spec.key}/all", range(world.size))
         if self.is_verified:
-            return self.grid_scope(job)
+            return self.grid_scope(world)
         if spec.own is None:
             return None
         index, ranks = spec.own
-        return self.agreement.scope(job, f"{spec.title}/{index}", ranks)
+        return self.agreement.scope(world, f"{spec.title}/{index}", ranks)
 
-    def grid_scope(self, job: Job) -> Scope:
+    def grid_scope(self, world: World) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""
-        return self.agreement.scope(job, "calls")
+        return self.agreement.scope(world, "calls")
 
     def _name(self, spec: GroupSpec, call: Call[Any]) -> str:
         record = call.scope.key.rpartition("/")[2]
@@ -362,9 +370,12 @@ class GroupOwner:
         self.check_alive()
         with self.pool.lock:
             entries = sorted(spec.describe() for spec in self.specs.values())
-        scope = self.grid_scope(current())
+        world = self.world or current()
         agree(
-            scope, f"verify() of {self.layout}", lambda: ["verify()", *entries], limit_of(timeout)
+            self.grid_scope(world),
+            f"verify() of {self.layout}",
+            lambda: ["verify()", *entries],
+            limit_of(timeout, world),
         ).get()
 
     # ---- the end --------------------------------------------------------------------------------
@@ -375,7 +386,10 @@ class GroupOwner:
         Raises:
             GroupOptionsError: Names the longest one.
         """
-        limits = {key: limit_of(group.spec.options.timeout) for key, group in self.created.items()}
+        limits = {
+            key: limit_of(group.spec.options.timeout, self.world)
+            for key, group in self.created.items()
+        }
         longest = max(limits, key=lambda key: limits[key], default=None)
         if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
             return
@@ -439,10 +453,10 @@ class GroupOwner:
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
 
-    def check_numbers(self, job: Job) -> None:
-        """Raise if the ranks of the job have other numbers than those of the grid."""
-        self.job = self.job or job
-        if job is not self.job and job.numbers_in(self.job) is not None:
+    def check_numbers(self, world: World) -> None:
+        """Raise if the ranks of the world have other numbers than those of the grid."""
+        self.origin = self.origin or world
+        if world is not self.origin and world.numbers_in(self.origin) is not None:
             raise CreationError(
                 f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
                 f"call reshape(target, ranks=...) with those of the new one"
@@ -486,7 +500,8 @@ class Batch:
 
     def limit_s(self) -> float:
         """Return the longest timeout of the groups, in seconds."""
-        return max((limit_of(spec.options.timeout) for spec in self.specs), default=0.0)
+        world = self.owner.world
+        return max((limit_of(spec.options.timeout, world) for spec in self.specs), default=0.0)
 
     def create(self, call: Call[Any], grid: str) -> None:
         """Create the groups in order, named by the call and the name of the grid in it."""
@@ -497,7 +512,8 @@ class Batch:
     def undo(self) -> None:
         """Destroy what was created."""
         made, self._made = self._made, []
-        discard(made)
+        if (world := self.owner.world) is not None:
+            discard(made, world)
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""
@@ -526,12 +542,12 @@ def create_all(
         GroupCreationTimeout: A rank is missing; names it.
     """
     owner.check_alive()
-    job = current_or_none()
-    if job is None:
+    world = owner.world
+    if world is None:
         if not find():
             return []
         raise _not_initialized()
-    scope = owner.grid_scope(job)
+    scope = owner.grid_scope(world)
     with refusing(scope):
         specs = find()
         check_once(specs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import attrs
 from torch.distributed import ProcessGroup
@@ -18,7 +19,6 @@ from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
 from hypercomm.process_groups.create import check_strategy, create, discard
-from hypercomm.process_groups.job import current_or_none
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 
@@ -87,14 +87,14 @@ def reshape(
         PlanMismatchError, GroupCreationTimeout, CreationError: As for `together`; both owners are
             as they were.
     """
-    job = current_or_none()
-    is_same_job = old.job is None or old.job is job
+    world = old.world
+    is_same_world = old.origin is None or old.origin is world
     with nullcontext() if scope is None else refusing(scope):  # it runs functions of the user
         specs = [*_specs(old, fresh, views)]
         if scope is not None:
             for spec in specs:
-                check_strategy(spec, len(scope.ranks), scope.job.size)
-        keeps = fresh.pool is old.pool and is_same_job
+                check_strategy(spec, len(scope.ranks), scope.world.size)
+        keeps = fresh.pool is old.pool and is_same_world
         kept = _survivors(old, specs) if keeps else {}
         lent = {spec.key: fresh.pool.lent(spec) for spec in specs if spec.key not in kept}
         new = _shared([Group(spec, fresh) for spec in specs if lent.get(spec.key, True) is None])
@@ -110,15 +110,12 @@ def reshape(
 
     def work(call: Call[None]) -> None:
         wait = None if call.scope.is_alone else call
-        for group in new:  # `undo` destroys those that were made before an error
+        for group in new:  # what was made before an error is discarded
             made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
-
-    def undo() -> None:
-        discard(made)
 
     pending = None
     if scope is not None:
-        title = f"reshape() of {old.layout}"
+        title, undo = f"reshape() of {old.layout}", partial(discard, made, scope.world)
         pending = together(scope, title, entries, limit_s, work, undo).pending
     with old.pool.lock, fresh.pool.lock:
         for group, pg in zip(new, made, strict=True):
@@ -140,7 +137,7 @@ def reshape(
     ]
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
-    numbers = None if job is None or is_same_job else job.numbers_in(old.job)
+    numbers = None if world is None or is_same_world else world.numbers_in(old.origin)
     result = Reshaped(old.layout, fresh.layout, pairs, created, tuple(gone), numbers)
     return result, pending
 
@@ -177,7 +174,7 @@ def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSp
             new = GroupKey(dims, key.name, None if found is None else found.name)
             yield specify(
                 *(new, view, views.base, spec.derive, spec.given, spec.share),
-                *(fresh.creation, current_or_none()),
+                *(fresh.creation, old.world),
             )
 
 
@@ -205,10 +202,10 @@ def _survives(old: GroupSpec, group: Group, new: GroupSpec) -> bool:
     """Return whether the group of an old key is the one that a new key needs."""
     if not group.is_owned:
         return _same(old.key, new.key) and old.groups == new.groups
-    job = current_or_none()
-    if job is None:
+    world = new.world
+    if world is None:
         return False
-    is_member = old.groups.has_member(job.rank) or new.groups.has_member(job.rank)
+    is_member = old.groups.has_member(world.rank) or new.groups.has_member(world.rank)
     if new.choice.strategy == "local" and not is_member:
         return _same(old.key, new.key)  # this rank has None, and keeps it
     return old.can_serve(new)

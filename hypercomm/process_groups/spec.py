@@ -12,11 +12,10 @@ from hypercomm.errors import GroupExistsError, GroupOptionsError, RankOutsideErr
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
-from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.protocol import as_entry
-from hypercomm.process_groups.job import Job
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
+from hypercomm.process_groups.world import World, rank
 
 Derive = Callable[[RankGroups], RankGroups]
 
@@ -87,6 +86,7 @@ class GroupSpec:
         share: Whether the group may serve other keys: "never" or "identical".
         options: The options with the defaults of the job.
         choice: The strategy, and why it was chosen.
+        world: The world that the ranks are of; None before there is one.
     """
 
     key: GroupKey
@@ -98,12 +98,13 @@ class GroupSpec:
     share: str
     options: GroupOptions
     choice: Choice
+    world: World | None = None
 
     @cached_property
     def own(self) -> tuple[int, tuple[int, ...]] | None:
         """The index and the ranks of the calling rank's group; None if it is in none."""
         try:
-            index, _ = self.groups.locate(world.rank())
+            index, _ = self.groups.locate(rank(world=self.world))
         except RankOutsideError:
             return None
         return index, self.groups[index]
@@ -150,7 +151,7 @@ class GroupSpec:
                 f"the process group over {key} was created with {self.given}, and cannot be had "
                 f"with {other.given}; use the same options, or another name=..."
             )
-        if not same_for_caller(other.groups, self.groups):
+        if not same_for_caller(other.groups, self.groups, self.world):
             raise GroupOptionsError(
                 f"the process group over {key} was created for {self.groups!r}, and cannot be had "
                 f"for {other.groups!r}; derive the same groups, or use another name=..."
@@ -171,8 +172,8 @@ class GroupSpec:
             return False
         if other.choice.strategy != "local":
             return self.groups == other.groups
-        is_member = self.groups.has_member(world.rank())
-        return is_member and same_for_caller(self.groups, other.groups)
+        is_member = self.groups.has_member(rank(world=self.world))
+        return is_member and same_for_caller(self.groups, other.groups, self.world)
 
 
 def check_once(specs: Iterable[GroupSpec]) -> None:
@@ -194,7 +195,7 @@ def specify(
     given: GroupOptions,
     share: str,
     creation: str,
-    job: Job | None,
+    world: World | None,
 ) -> GroupSpec:
     """Check what a call asks for, and resolve its groups, options and strategy.
 
@@ -206,7 +207,7 @@ def specify(
         given: The options as given.
         share: "never" or "identical".
         creation: The strategy of the grid, if the options name none.
-        job: The job; None before there is one: options stay as they are.
+        world: The world of the grid; None before there is one: options stay as they are.
 
     Raises:
         GroupOptionsError: An option is wrong, or `derive` is.
@@ -218,13 +219,14 @@ def specify(
     if derive is not None:
         groups = _derived(key, groups, derive)
     options, choice = given, NOT_YET
-    if job is not None:
-        by_all = base.size == job.size
+    if world is not None:
         choice = choose(
-            given.creation or creation, given.backend, groups, lazily=given.lazy_init, by_all=by_all
+            *(world, given.creation or creation, given.backend, groups),
+            lazily=given.lazy_init,
+            by_all=base.size == world.size,
         )
-        options = given.resolve(str(key), job)
-    return GroupSpec(key, view, layout, groups, derive, given, share, options, choice)
+        options = given.resolve(str(key), world)
+    return GroupSpec(key, view, layout, groups, derive, given, share, options, choice, world)
 
 
 def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
@@ -240,11 +242,11 @@ def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
     return derived
 
 
-def same_for_caller(one: RankGroups, other: RankGroups) -> bool:
+def same_for_caller(one: RankGroups, other: RankGroups, world: World | None = None) -> bool:
     """Tell whether the calling rank is in the same group of both, or in none of either."""
     if one == other:
         return True
-    rank = world.rank()
-    if not (one.has_member(rank) and other.has_member(rank)):
-        return one.has_member(rank) == other.has_member(rank)
-    return one.group_size == other.group_size and one.of(rank) == other.of(rank)
+    here = rank(world=world)
+    if not (one.has_member(here) and other.has_member(here)):
+        return one.has_member(here) == other.has_member(here)
+    return one.group_size == other.group_size and one.of(here) == other.of(here)

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.job import current, current_or_none
 from hypercomm.process_groups.torch_internals.gloo import Wait, lazy_init
 from hypercomm.process_groups.torch_internals.split import split_device
+from hypercomm.process_groups.world import World, current
 
 if TYPE_CHECKING:
     from hypercomm.process_groups.spec import GroupSpec
@@ -73,6 +73,7 @@ ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
 
 
 def choose(
+    world: World,
     creation: str,
     backend: str | None,
     groups: RankGroups,
@@ -80,9 +81,10 @@ def choose(
     lazily: bool | None = None,
     by_all: bool = True,
 ) -> Choice:
-    """Decide how groups of `backend` (None: that of WORLD) are created in this world.
+    """Decide how groups of `backend` (None: that of the world) are created in a world.
 
     Args:
+        world: The world.
         creation: "auto", or the name of a strategy.
         backend: The requested backend.
         groups: The groups to create.
@@ -93,26 +95,29 @@ def choose(
         CreationError: The requested strategy cannot work here; the message has the reason, and
             the strategies that would work.
     """
-    job = current_or_none()
-    if job is None:
-        return NOT_YET
-    backend = (backend or job.backend).lower()
+    backend = (backend or world.backend).lower()
     asked = creation, backend, lazily, by_all
-    choice: Choice | None = job.choices.get(asked)
+    choice: Choice | None = world.choices.get(asked)
     if choice is None:
-        choice = _choose(creation, backend, groups, lazily=lazily, by_all=by_all)
+        choice = _choose(world, creation, backend, groups, lazily=lazily, by_all=by_all)
         if choice.strategy == "local" and split_device() is None:  # holds for all groups
-            job.choices[asked] = choice
+            world.choices[asked] = choice
     return choice
 
 
 def _choose(
-    creation: str, backend: str, groups: RankGroups, *, lazily: bool | None, by_all: bool
+    world: World,
+    creation: str,
+    backend: str,
+    groups: RankGroups,
+    *,
+    lazily: bool | None,
+    by_all: bool,
 ) -> Choice:
-    against = obstacles(backend, groups, lazily, ("local", "split"))
+    against = obstacles(world, backend, groups, lazily, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation not in ("auto", *usable) or not usable:  # else it need not read all groups
-        against = obstacles(backend, groups, lazily)
+        against = obstacles(world, backend, groups, lazily)
         usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation in usable:
         return Choice(creation, "asked for by name")
@@ -130,21 +135,29 @@ def _choose(
 
 
 def obstacles(
-    backend: str | None, groups: RankGroups, lazily: bool | None, names: Sequence[str] = ()
+    world: World | None,
+    backend: str | None,
+    groups: RankGroups,
+    lazily: bool | None,
+    names: Sequence[str] = (),
 ) -> dict[str, str | None]:
     """Return why each strategy cannot create groups here, by its name; None if it can.
 
     Args:
+        world: The world; None before there is one.
         backend: The requested backend.
         groups: The groups to create.
         lazily: Whether members are to connect at their first message.
         names: The strategies; default: all.
     """
-    job = current_or_none()
-    if job is None:
+    if world is None:
         return {}
-    backend = (backend or job.backend).lower()
-    return {name: STRATEGIES[name].why_not(backend, groups, lazily) for name in names or STRATEGIES}
+    backend, found = (backend or world.backend).lower(), {}
+    for name in names or STRATEGIES:
+        found[name] = STRATEGIES[name].why_not(backend, groups, lazily)
+        if name != "local" and not world.is_default:
+            found[name] = f"torch does so for WORLD only, and this is world {world.name!r}"
+    return found
 
 
 # ---- local -------------------------------------------------------------------------------------
@@ -159,15 +172,20 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
 def _create_local(attempt: Attempt) -> ProcessGroup | None:
     if attempt.own is None:
         return None
+    world = attempt.spec.world or current()
     return c10d.new_group(
         attempt.own.name,
         attempt.own.ranks,
-        backend=attempt.spec.options.backend or current().backend,
+        backend=attempt.spec.options.backend or world.backend,
         timeout=attempt.spec.options.timeout,
         pg_options=attempt.spec.options.pg_options,
         group_desc=attempt.spec.options.group_desc or attempt.name,
         lazily=attempt.spec.options.lazy_init,
         wait=attempt.wait,
+        rank=world.rank,
+        store=world.store,
+        stale=world.stale,
+        is_in_default=world.is_default,
     )
 
 

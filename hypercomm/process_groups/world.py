@@ -1,17 +1,225 @@
-"""The world size and the rank of this process.
+"""World: the ranks that grids number, and the store that they meet in.
 
-An explicit argument takes precedence, then the live torch.distributed job, then the environment of
-the launcher, read as `hypercomm.join` reads it.
+torch's default process group is the default world. `hypercomm.join_world` makes others, of the
+processes of several jobs. Size and rank of the default world come from an argument, else from
+torch.distributed, else from the variables of the launcher, as for `hypercomm.join`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import attrs
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.torch_internals.gloo import world_address_key
+from hypercomm.process_groups.torch_internals.store import answer, default_store
+
+
+@attrs.define(eq=False, slots=False)
+class World:
+    """The ranks that grids number, as the calling one sees them.
+
+    Attributes:
+        rank: The calling rank.
+        size: The number of ranks.
+        backend: The default backend of process groups.
+        has_store: Whether ranks share a store; a fake world has none.
+        name: The name that it was joined by; "" for the default world.
+        parts: The number of ranks of each part, by its name; the ranks of a world are numbered
+            part by part. Empty for the default world.
+        timeout: How long calls wait for other ranks by default; None: as torch says.
+        before: The world that `renew_world` made this one from; None without one.
+        numbers: The number in that world of each of its ranks.
+        reported: The tokens of the mismatches that this rank has raised.
+        seen: The last round of each record that this rank has left.
+        agreed: The last round of each record that this rank has agreed in.
+        is_reporting: Whether the store holds a report that this rank waits or has failed.
+        choices: The strategies that were chosen, by what the choice depends on.
+        stale: Keys of addresses that no member needs any more; the next call deletes them.
+    """
+
+    rank: int
+    size: int
+    backend: str
+    has_store: bool
+    name: str = ""
+    parts: Mapping[str, int] = attrs.field(factory=dict)
+    timeout: timedelta | None = None
+    before: World | None = None
+    numbers: tuple[int, ...] = ()
+    reported: set[str] = attrs.field(factory=set)
+    seen: dict[str, int] = attrs.field(factory=dict)
+    agreed: dict[str, int] = attrs.field(factory=dict)
+    is_reporting: bool = False
+    choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
+    stale: list[str] = attrs.field(factory=list)
+    _namespace: str | None = None
+    _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
+    _counts: Counter[str] = attrs.field(factory=Counter)
+    _options: dict[str, Any] = attrs.field(factory=dict)
+
+    @staticmethod
+    def default() -> World:
+        """Return the world of torch's default process group.
+
+        Raises:
+            NotInitializedError: torch.distributed is not initialised.
+
+        Example:
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5):
+            ...     world = World.default()
+            ...     print(world.rank, world.size, world.backend)
+            5 8 fake
+        """
+        return current()
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is that of torch's default process group."""
+        return True
+
+    @property
+    def store(self) -> Any:
+        """The store of torch that the ranks meet in."""
+        return default_store()
+
+    @property
+    def pg(self) -> ProcessGroup | None:
+        """The process group of all ranks, which torch takes for None in the default world."""
+        return None
+
+    def title(self, rank: int) -> str:
+        """Return how errors name a rank.
+
+        >>> World(0, 12, "gloo", True, parts={"trainer": 8, "engine": 4}).title(9)
+        'engine rank 1 of 4'
+        """
+        first = 0
+        for part, size in self.parts.items():
+            if rank < first + size:
+                return f"{part} rank {rank - first} of {size}"
+            first += size
+        return f"rank {rank}"
+
+    def has_ended(self) -> str:
+        """Return why calls under way cannot end in this world any more; "" while they can."""
+        return ""
+
+    @property
+    def served(self) -> str:
+        """Which store it is, and who serves it."""
+        return "the job's store, which rank 0 serves as a rule,"
+
+    @property
+    def if_lost(self) -> str:
+        """What to do if the store is lost."""
+        return "restart the job"
+
+    def take_stale(self) -> list[str]:
+        """Return the keys in `stale`, and remove them there."""
+        keys = []
+        with contextlib.suppress(IndexError):  # threads may take them at the same time
+            while True:
+                keys.append(self.stale.pop())
+        return keys
+
+    @property
+    def namespace(self) -> str:
+        """The prefix of all keys of the world; another one in the same store has another prefix.
+
+        It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
+        published, which is new in each job.
+        """
+        if self._namespace is None:
+            address = None
+            if self.has_store:
+                address = answer(lambda: c10d.read_bytes(self.store, world_address_key(0)))
+            token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
+            self._namespace = f"hypercomm/{self.size}{token}"
+        return self._namespace
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the namespace is known without asking the store."""
+        return self._namespace is not None or not self.has_store
+
+    def timeout_of(self, backend: str) -> timedelta | None:
+        """Return the timeout of WORLD, preferably that of its part that runs `backend`.
+
+        None if torch does not show it: a fake backend has no options.
+        """
+        if backend not in self._options:
+            self._options[backend] = c10d.world_options(backend)
+        timeout: timedelta | None = getattr(self._options[backend], "_timeout", None)
+        return timeout
+
+    def lock_of(self, key: str) -> threading.Lock:
+        """Return the lock that a thread holds while it makes a call at a record."""
+        with _lock:
+            return self._locks.setdefault(key, threading.Lock())
+
+    def next_number(self, key: str) -> int:
+        """Return how often this was called before with a key: names what one rank creates alone."""
+        with _lock:
+            self._counts[key] += 1
+            return self._counts[key] - 1
+
+    def comes_of(self, before: World, numbers: tuple[int, ...]) -> None:
+        """Note which world this one came of, and the number there of each of its ranks."""
+        self.before, self.numbers = before, numbers
+
+    def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
+        """Return the number of each rank in a world that this one came of; None: it did not."""
+        numbers, at = tuple(range(self.size)), self
+        while at is not other:
+            if at.before is None:
+                return None
+            numbers, at = tuple(at.numbers[number] for number in numbers), at.before
+        return numbers
+
+
+_lock = threading.Lock()
+_worlds: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
+
+
+def _new_world(default: ProcessGroup) -> World:
+    backend, has_store = c10d.default_backend(), c10d.has_ranks()
+    world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
+    with _lock:  # another thread may have been faster
+        return _worlds.setdefault(default, world)
+
+
+def current_or_none() -> World | None:
+    """Return the default world; None before torch.distributed is initialised."""
+    default = dist.group.WORLD
+    return None if default is None else _worlds.get(default) or _new_world(default)
+
+
+def current() -> World:
+    """Return the default world.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+    """
+    default = c10d.world_group()
+    return _worlds.get(default) or _new_world(default)
+
+
+# ---- before there is a world --------------------------------------------------------------------
 
 
 def world_size(explicit: int | None = None) -> int:
@@ -26,10 +234,16 @@ def world_size(explicit: int | None = None) -> int:
     return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE")
 
 
-def rank(explicit: int | None = None) -> int:
-    """Return the rank of this process; raises as `world_size` does."""
+def rank(explicit: int | None = None, world: World | None = None) -> int:
+    """Return the rank of this process in a world, by default that of the job.
+
+    Raises:
+        NotInitializedError, WorldSizeError: As for `world_size`.
+    """
     if explicit is not None:
         return explicit
+    if world is not None and not world.is_default:
+        return world.rank
     return dist.get_rank() if dist.is_initialized() else _from_environment("RANK")
 
 

@@ -9,10 +9,11 @@ from functools import lru_cache
 from hypercomm.errors import CreationError, OutcomeUnknownError
 from hypercomm.layout import RankMapping
 from hypercomm.process_groups.agreement.calls import Scope, agree, limit_of, refuse
-from hypercomm.process_groups.job import current
+from hypercomm.process_groups.world import World
 
 
 def consent(
+    world: World,
     mapping: RankMapping,
     tensor: str,
     refusal: BaseException | None = None,
@@ -23,6 +24,7 @@ def consent(
     """Wait until all ranks of a transfer have joined and propose the same one.
 
     Args:
+        world: The world whose ranks the mapping has.
         mapping: The mapping of the transfer.
         tensor: A description of the data that is identical on all ranks.
         refusal: The error that keeps this rank from taking part. The other ranks raise it, and
@@ -40,16 +42,16 @@ def consent(
         CreationError: One has failed.
         OutcomeUnknownError: The store is gone, and the other ranks may have continued.
     """
-    job, ranks = current(), _ranks(mapping)
+    ranks = _ranks(mapping)
     digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
-    scope = Scope(job, f"transfers/{digest}", ranks)
+    scope = Scope(world, f"transfers/{digest}", ranks)
     title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
     if refusal is not None:
         refuse(scope, refusal)
         return None
     every = [f"{tensor} by {mapping}", _details(mapping), *entries]
     try:
-        return agree(scope, title, lambda: every, limit_of(None)).pending
+        return agree(scope, title, lambda: every, limit_of(None, world)).pending
     except CreationError as error:
         if not isinstance(error, OutcomeUnknownError):
             error.args = (f"{effect}: {error}",)

@@ -27,8 +27,8 @@ from hypercomm.errors import (
 from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import as_int
 from hypercomm.layout.text import did_you_mean, shown
-from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
+from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import (
     LEAST_BUCKET,
     Parameter,
@@ -63,6 +63,7 @@ def transfer_state(
     bucket_bytes: int = BUCKET_BYTES,
     start: int = 0,
     verify: bool | None = None,
+    world: World | None = None,
 ) -> int | None:
     """Move all parameters of a model between ranks of the job; all ranks of both layouts call it.
 
@@ -89,6 +90,7 @@ def transfer_state(
         verify: Whether each segment is sent with a checksum, which the receiver compares. If one
             differs, every rank raises at the end. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
+        world: The world whose ranks the mapping has. Default: that of WORLD.
 
     Returns:
         The number of buckets; None on a rank of neither layout.
@@ -118,14 +120,14 @@ def transfer_state(
         >>> theirs["w"].tolist()
         [0, 1, 2]
     """
-    job = current()
-    check_mapping(mapping, job.size)
+    world = world or current()
+    check_mapping(mapping, world.size)
     if mapping.along is not None or mapping.leaders:
         raise LayoutError(
             f"mapping must have along=None and no leaders, because a state has no batch and all "
             f"its replicas take part; got {mapping}"
         )
-    is_source, is_target = job.rank in mapping.source_ranks, job.rank in mapping.target_ranks
+    is_source, is_target = world.rank in mapping.source_ranks, world.rank in mapping.target_ranks
     if not is_source and not is_target:
         return None
     try:
@@ -133,24 +135,24 @@ def transfer_state(
         limit = as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET)
         model = _read(
             _read_patterns(mapping, shards),
-            _read_tensors(state, "state", job.rank) if is_source else {},
-            _read_tensors(into, "into", job.rank) if is_target else {},
-            job.rank,
+            _read_tensors(state, "state", world.rank) if is_source else {},
+            _read_tensors(into, "into", world.rank) if is_target else {},
+            world.rank,
         )
-        plan = plan_of(model.parameters, limit, job.rank)
+        plan = plan_of(model.parameters, limit, world.rank)
         start = as_int(start, "start", 0, plan.buckets)
-        mover = _Mover(model, plan, job.rank, is_verified=is_verified)
+        mover = _Mover(model, plan, world, is_verified=is_verified)
     except Exception as error:  # including those of the caller's mappings, and of torch
-        consent(mapping, "", error)
+        consent(world, mapping, "", error)
         raise
     how = f"buckets of {limit} bytes from number {start}, verify={is_verified}"
-    interrupt = consent(mapping, "a state", entries=[*model.entries(), how])
+    interrupt = consent(world, mapping, "a state", entries=[*model.entries(), how])
     with torch.no_grad():
         mover.move(start)
     for tensor in model.received.values():
         mark_written(tensor)
     if is_verified:
-        _share_damage(mapping, mover.damage)
+        _share_damage(world, mapping, mover.damage)
     if interrupt is not None:
         raise interrupt  # only now, because the other ranks had this rank's consent
     return plan.buckets
@@ -321,8 +323,9 @@ class _Mover:
         damage: The error for the first segment with a wrong checksum.
     """
 
-    def __init__(self, model: _Model, plan: Plan, rank: int, *, is_verified: bool) -> None:
-        self.model, self.plan, self.rank, self.is_verified = model, plan, rank, is_verified
+    def __init__(self, model: _Model, plan: Plan, world: World, *, is_verified: bool) -> None:
+        self.model, self.plan, self.is_verified = model, plan, is_verified
+        self.rank, self.pg = world.rank, world.pg
         self.damage: StateTransferError | None = None
         device = next(iter({**model.sent, **model.received}.values())).device
         room = plan.room
@@ -379,6 +382,7 @@ class _Mover:
         works = post(
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
+            self.pg,
         )
         return incoming, works
 
@@ -411,14 +415,14 @@ class _Mover:
         return self.model.received[name][segment.target_slices]
 
 
-def _share_damage(mapping: RankMapping, damage: StateTransferError | None) -> None:
+def _share_damage(world: World, mapping: RankMapping, damage: StateTransferError | None) -> None:
     """Raise on all ranks if one of them received damaged data."""
     title, effect = "the end of a state", "the received data may be incomplete"
     if damage is not None:
-        consent(mapping, title, damage, effect=effect)
+        consent(world, mapping, title, damage, effect=effect)
         raise damage
     try:
-        consent(mapping, title, effect=effect)
+        consent(world, mapping, title, effect=effect)
     except OutcomeUnknownError:
         raise
     except CreationError as error:

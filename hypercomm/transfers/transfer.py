@@ -21,8 +21,8 @@ from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import world_too_small
 from hypercomm.layout.mapping import Message
 from hypercomm.layout.text import shown
-from hypercomm.process_groups.job import current
 from hypercomm.process_groups.options import as_verified
+from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.consent import consent
 
 Shape = tuple[int, ...]
@@ -71,6 +71,7 @@ def transfer(
     *,
     out: Tensor | None = None,
     verify: bool | None = None,
+    world: World | None = None,
 ) -> Tensor | None:
     """Move a tensor between the ranks of the running job; every rank of both stages calls it.
 
@@ -89,6 +90,7 @@ def transfer(
             dtype and shapes. Every rank raises if two differ, if one rejects its arguments or
             leaves, or if one has not joined by the timeout of WORLD. All ranks must pass the same
             value. Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
+        world: The world whose ranks the mapping has. Default: that of WORLD.
 
     Returns:
         The received tensor on a target rank, None on other ranks.
@@ -123,21 +125,21 @@ def transfer(
         ...     transfer(mapping, torch.tensor([[1, 2], [3, 4]])).tolist()
         [[1, 2]]
     """
-    job = current()
-    check_mapping(mapping, job.size)
+    world = world or current()
+    check_mapping(mapping, world.size)
     is_verified = as_verified(verify)
-    role = _role(mapping, job.rank)
+    role = _role(mapping, world.rank)
     if not role.is_source and not role.siblings:
         return None
     try:
         moves = _check(mapping, role, tensor, groups, out)
     except LayoutError as error:
         if is_verified:
-            consent(mapping, "", error)
+            consent(world, mapping, "", error)
         raise
-    interrupt = consent(mapping, moves.description) if is_verified else None
+    interrupt = consent(world, mapping, moves.description) if is_verified else None
     with torch.no_grad():
-        _exchange(moves, job.rank)
+        _exchange(moves, world)
         if moves.group is not None and moves.received is not None:
             _broadcast(moves.received.detach(), role.siblings[0], moves.group)
     if moves.received is not None:
@@ -272,13 +274,17 @@ def memory_span(tensor: Tensor) -> tuple[int, int]:
 # ---- communication ------------------------------------------------------------------------------
 
 
-def post(receives: Iterable[tuple[int, Tensor]], sends: Iterable[tuple[int, Tensor]]) -> list[Work]:
+def post(
+    receives: Iterable[tuple[int, Tensor]],
+    sends: Iterable[tuple[int, Tensor]],
+    pg: ProcessGroup | None,
+) -> list[Work]:
     """Start all receives and sends together. Two ranks match their messages in order.
 
     Empty tensors are skipped.
     """
-    ops = [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives if tensor.numel()]
-    ops += [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends if tensor.numel()]
+    ops = [dist.P2POp(dist.irecv, tensor, rank, pg) for rank, tensor in receives if tensor.numel()]
+    ops += [dist.P2POp(dist.isend, tensor, rank, pg) for rank, tensor in sends if tensor.numel()]
     return dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -288,13 +294,13 @@ def mark_written(tensor: Tensor) -> None:
         increment_version(tensor)
 
 
-def _exchange(moves: _Moves, rank: int) -> None:
+def _exchange(moves: _Moves, world: World) -> None:
     """Receive and send everything, and copy the pieces that stay on this rank."""
-    kept = (piece for target, piece in moves.sends if target == rank)
+    kept = (piece for target, piece in moves.sends if target == world.rank)
     receives: Pieces = []
     copies: list[tuple[Tensor, Tensor]] = []
     for source, piece in moves.receives:
-        if source == rank:
+        if source == world.rank:
             piece.copy_(next(kept))
             continue
         packed = piece
@@ -302,8 +308,8 @@ def _exchange(moves: _Moves, rank: int) -> None:
             packed = torch.empty_like(piece, memory_format=torch.contiguous_format)
             copies.append((piece, packed))
         receives.append((source, packed))
-    sends = [(target, piece.contiguous()) for target, piece in moves.sends if target != rank]
-    for work in post(receives, sends):
+    sends = [(target, piece.contiguous()) for target, piece in moves.sends if target != world.rank]
+    for work in post(receives, sends, world.pg):
         work.wait()
     for piece, packed in copies:
         piece.copy_(packed)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm.process_groups.world import current
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
@@ -70,7 +71,7 @@ def a_transfer() -> Call:
 def a_consent() -> Call:
     """What ranks agree on before a transfer."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
-    return Call(lambda: consent(mapping, "all"), lambda: None)
+    return Call(lambda: consent(current(), mapping, "all"), lambda: None)
 
 
 def a_state() -> Call:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from hypercomm.grid import connect
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals import gloo
 from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.simulated_group import SimulatedGroup
@@ -483,7 +482,6 @@ def simulate_job(
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     clock, threads = Clock(scheduler), Threads(scheduler)
     was_collecting = gc.isenabled()
-    gloo.stale.clear()  # of a run before
     gc.disable()  # collected grids warn, and their order would differ
     _job.append(job)
     functions = {

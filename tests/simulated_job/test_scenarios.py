@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import HyperCommError
+from hypercomm.process_groups.world import current
 from hypercomm.transfers.consent import consent
 from simulated_job import (
     Fault,
@@ -399,7 +400,7 @@ def test_transfers_that_differ(seed):
         mine = [1, 0] if dist.get_rank() == 2 else [0, 1]
         for ranks in (mine, [0, 1]):
             mapping = RankMapping(RankLayout([2], ["tp"], ranks=ranks), lone(2))
-            attempt(consent, mapping, "all")
+            attempt(consent, current(), mapping, "all")
             gate("tried")
 
     job = simulate_job(program, 3, seed=seed)
@@ -414,11 +415,11 @@ def test_transfers_in_a_circle(seed):
     def program():
         rank = dist.get_rank()
         ends = [(0, 2), (1, 0), (2, 1)][rank]
-        attempt(consent, RankMapping(*map(lone, ends)), "all")
+        attempt(consent, current(), RankMapping(*map(lone, ends)), "all")
         gate("all have heard")
         for pair in ((0, 2), (1, 2), (0, 1)):
             if rank in pair:
-                attempt(consent, RankMapping(*map(lone, pair)), "all")
+                attempt(consent, current(), RankMapping(*map(lone, pair)), "all")
 
     job = simulate_job(program, 3, seed=seed)
     check_time(job, QUICK_S)

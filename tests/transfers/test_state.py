@@ -111,11 +111,11 @@ def at_post(number, act):
     """Call `act` with the sends of a bucket, before it is the one of that number to be posted."""
     post, calls = module.post, []
 
-    def acting(receives, sends):
+    def acting(receives, sends, pg):
         calls.append(1)
         if len(calls) == number:
             act(sends)
-        return post(receives, sends)
+        return post(receives, sends, pg)
 
     with mock.patch.object(module, "post", acting):
         yield

@@ -28,11 +28,12 @@ from hypercomm.errors import (
     LateRankError,
     OutcomeUnknownError,
     PlanMismatchError,
+    WorldRestartedError,
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.driver import run
+from hypercomm.process_groups.agreement.driver import perform, run
 from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Ticket
 from hypercomm.process_groups.agreement.status import (
     SAME_CALLS,
@@ -44,9 +45,9 @@ from hypercomm.process_groups.agreement.status import (
     status_key,
     this_host,
 )
-from hypercomm.process_groups.job import Job, current_or_none
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, stale, take_stale
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
+from hypercomm.process_groups.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +90,15 @@ class Scope:
     """Ranks that make calls together, one after the other, and the record that they use.
 
     Attributes:
-        job: The job.
-        path: The key of the record, within the job's part of the store.
+        world: The world that the ranks are of.
+        path: The key of the record, within the world's part of the store.
         ranks: The ranks.
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
         is_fenced: Whether ranks that agree go on without all others, whose next calls fail.
     """
 
-    job: Job
+    world: World
     path: str
     ranks: Sequence[int]
     layout: RankLayout | None = None
@@ -107,32 +108,32 @@ class Scope:
     @property
     def key(self) -> str:
         """The key of the record; the first one of a job asks the store."""
-        return f"{self.job.namespace}/{self.path}"
+        return f"{self.world.namespace}/{self.path}"
 
     @property
     def is_alone(self) -> bool:
         """Whether the calling rank has nobody to agree with."""
         is_one = len(self.ranks) < 2 and not self.is_fenced
-        return not self.job.has_store or is_one or self.job.rank not in self.ranks
+        return not self.world.has_store or is_one or self.world.rank not in self.ranks
 
     @property
     def seen(self) -> int:
         """The last round that this rank has left; -1 if there is none."""
-        return self.job.seen.get(self.path, -1)
+        return self.world.seen.get(self.path, -1)
 
     def leave(self, number: int) -> None:
         """Note that this rank has left a round."""
-        self.job.seen[self.path] = max(self.seen, number)
+        self.world.seen[self.path] = max(self.seen, number)
 
     def refuse(self, proposal: Proposal) -> None:
         """Fail the next round that is open on other ranks, or that they begin."""
-        self.leave(run(protocol.refuse(self.key, proposal, self.seen)))
+        self.leave(run(protocol.refuse(self.key, proposal, self.seen), self.world.store))
 
 
-def limit_of(timeout: timedelta | None) -> float:
-    """Return for how many seconds ranks wait for each other; None is the timeout of WORLD."""
-    if timeout is None and (job := current_or_none()) is not None:
-        timeout = job.timeout_of(job.backend)
+def limit_of(timeout: timedelta | None, world: World | None) -> float:
+    """Return for how many seconds ranks wait for each other; None is the timeout of the world."""
+    if timeout is None and world is not None:
+        timeout = world.timeout_of(world.backend)
     return timeout.total_seconds() if timeout else math.inf
 
 
@@ -191,7 +192,7 @@ class Call(Generic[T]):
         self.deadline = self.began + limit_s
         self.name = ""
         self._entries = entries
-        self._proposal = Proposal(scope.job.rank, this_host(), number=next(_numbers))
+        self._proposal = _proposal(scope.world)
         self._slow_s = min(_SLOW_S, limit_s / 4)
         self._ticket: Ticket | None = None
         """The round, once this rank has proposed."""
@@ -209,6 +210,12 @@ class Call(Generic[T]):
         self._is_over = False
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
+
+    def _follow(self, steps: protocol.Steps[V]) -> V:
+        return run(steps, self.scope.world.store)
+
+    def _perform(self, operation: protocol.Operation) -> Any:
+        return perform(operation, self.scope.world.store)
 
     @property
     def _round(self) -> Ticket:
@@ -247,10 +254,10 @@ class Call(Generic[T]):
         if self._ticket is not None:
             self.scope.leave(self._ticket.round)
         if self._outcome is not None and self._outcome.kind == "agreed":
-            self.scope.job.agreed[self.scope.path] = self._round.round
+            self.scope.world.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if self._outcome is not None:
-            _linger(self.scope.job)
+            _linger(self.scope.world)
         if pending is not None:
             raise pending
         raise self._failure()
@@ -272,13 +279,13 @@ class Call(Generic[T]):
 
         def last_word() -> Outcome:
             if pending is None and not self._has_arrived and self._was_stopped():
-                return _late(self.scope.job.rank)  # the others do not wait any more
+                return _late(self.scope.world.rank)  # the others do not wait any more
             if self._ticket is None:
                 refusal = self._refusal(pending)
                 self.scope.refuse(refusal)
                 return Outcome("failed", refusal.refusal)
-            outcome = self._interruption() if pending else run(self._timed_out())
-            return run(protocol.decide(self._ticket, outcome))
+            outcome = self._interruption() if pending else self._follow(self._timed_out())
+            return self._follow(protocol.decide(self._ticket, outcome))
 
         try:
             outcome = in_time(last_word, _LAST_WORD_S)
@@ -291,26 +298,29 @@ class Call(Generic[T]):
 
     def _failure(self) -> BaseException:
         """Return the error of a call that has failed."""
-        rank, outcome = self.scope.job.rank, self._outcome
+        rank, outcome = self.scope.world.rank, self._outcome
+        name = self.scope.world.title(rank)
         if outcome is None or (self._error is not None and outcome.kind == "failed"):
             return self._error or CreationError(f"{self.title} failed")
         if outcome.token:
-            self.scope.job.reported.add(outcome.token)
+            self.scope.world.reported.add(outcome.token)
         waited = timedelta(seconds=time.monotonic() - self.began)
         if outcome.kind == "missing" and rank in outcome.absent:
             return LateRankError(
-                f"{self.title} timed out on the other ranks before rank {rank} arrived; call it "
+                f"{self.title} timed out on the other ranks before {name} arrived; call it "
                 f"again on all ranks"
             )
         if outcome.kind in ("missing", "unfinished"):
             seconds = f"{waited.total_seconds():.1f} s"
-            text = f"{self.title}: {outcome.text}; rank {rank} waited {seconds}"
+            text = f"{self.title}: {outcome.text}; {name} waited {seconds}"
             return GroupCreationTimeout(
                 text, missing=outcome.missing, absent=outcome.absent, waited=waited
             )
         text = f"{self.title}: {outcome.text}"
         if outcome.kind == "failed":
             return CreationError(text)
+        if outcome.kind == "restarted":
+            return WorldRestartedError(text)
         return PlanMismatchError(text)
 
     # ---- in the worker --------------------------------------------------------------------------
@@ -339,49 +349,50 @@ class Call(Generic[T]):
         self._report(outcome)
 
     def _propose(self) -> Outcome | None:
-        job, key = self.scope.job, self.scope.key
+        world, key = self.scope.world, self.scope.key
         self._proposal = attrs.evolve(self._proposal, entries=tuple(self._entries()))
-        if job.is_reporting:
-            job.is_reporting = False
-            run_one(protocol.Write(status_key(job.namespace, job.rank), ""))
-        steps = protocol.propose(key, self._proposal, self.scope.seen, job.reported)
-        self._ticket = ticket = run(steps)
+        if world.is_reporting:
+            world.is_reporting = False
+            self._perform(protocol.Write(status_key(world.namespace, world.rank), ""))
+        steps = protocol.propose(key, self._proposal, self.scope.seen, world.reported)
+        self._ticket = ticket = self._follow(steps)
         self.name = f"{key}/{ticket.round}"
         if ticket.record.outcome is not None:
             return ticket.record.outcome
-        if self.scope.is_fenced and ticket.record.agreed > job.agreed.get(self.scope.path, -1):
+        if self.scope.is_fenced and ticket.record.agreed > world.agreed.get(self.scope.path, -1):
             raise CreationError(
-                f"other ranks have continued without rank {job.rank}; end this process, or start "
-                f"the job again"
+                f"other ranks have continued without {world.title(world.rank)}; end this process, "
+                f"or start the job again"
             )
         first = ticket.record.first
         if time.monotonic() > self.deadline:
             return self._arrived_late()
         if first.refusal and first is not self._proposal:
-            return run(protocol.decide(ticket, Outcome("failed", first.refusal)))
+            return self._follow(protocol.decide(ticket, Outcome("failed", first.refusal)))
         text = protocol.first_difference(self._proposal, first)
         if text is not None:
             outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
-            return run(protocol.decide(ticket, outcome))
+            return self._follow(protocol.decide(ticket, outcome))
         self._has_arrived = True
-        run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))
-        if stale:
-            run_one(protocol.Delete(take_stale()))
+        self._perform(protocol.Append(ticket.arrivals, f"{world.rank},"))
+        if world.stale:
+            self._perform(protocol.Delete(world.take_stale()))
         return None
 
     def _arrived_late(self) -> Outcome:
         """Return the outcome for this rank alone: its time was over before it arrived."""
-        ticket, late = self._round, _late(self.scope.job.rank)
+        ticket, late = self._round, _late(self.scope.world.rank)
         if ticket.record.first == self._proposal:
-            return run(protocol.decide(ticket, late))
+            return self._follow(protocol.decide(ticket, late))
         return late  # the others go on: this rank may join them at its next call
 
     def _finish(self) -> Outcome:
         ticket = self._round
         self._is_finished = True
-        outcome = run(protocol.finish(ticket, self.scope.job.rank, len(self.scope.ranks)))
+        rank, size = self.scope.world.rank, len(self.scope.ranks)
+        outcome = self._follow(protocol.finish(ticket, rank, size))
         if outcome is None:
-            read = lambda: run(protocol.read_outcome(ticket))  # noqa: E731
+            read = lambda: self._follow(protocol.read_outcome(ticket))  # noqa: E731
             outcome = self.wait(read, self.deadline + _FINISHED_S)
         return outcome
 
@@ -389,7 +400,6 @@ class Call(Generic[T]):
         """Adopt the outcome, or decide that the round fails on all ranks because of an error."""
         if isinstance(error, _EndedError):
             return error.outcome
-        rank = self.scope.job.rank
         if self._ticket is None:
             self._error = error
             with contextlib.suppress(HyperCommError, RuntimeError):
@@ -398,7 +408,7 @@ class Call(Generic[T]):
                 raise error
             return Outcome("failed", str(error))
         if isinstance(error, _DeadlineError):
-            outcome = run(self._timed_out())
+            outcome = self._follow(self._timed_out())
         elif isinstance(error, _InterruptedError):
             outcome = self._interruption()
         elif isinstance(error, ConnectionFailedError):
@@ -406,36 +416,36 @@ class Call(Generic[T]):
         else:
             if not isinstance(error, dist.DistNetworkError):  # else the store may be back
                 self._error = error
-            outcome = Outcome("failed", _failed(rank, error))
-        return run(protocol.decide(self._ticket, outcome))
+            outcome = Outcome("failed", _failed(self._proposal, error))
+        return self._follow(protocol.decide(self._ticket, outcome))
 
     def _refusal(self, error: BaseException | None) -> Proposal:
-        text = _failed(self.scope.job.rank, error or TimeoutError("the store did not answer"))
+        text = _failed(self._proposal, error or TimeoutError("the store did not answer"))
         return attrs.evolve(self._proposal, entries=(), refusal=text)
 
     def _interruption(self) -> Outcome:
-        return Outcome("failed", f"rank {self.scope.job.rank} (host {this_host()}) was interrupted")
+        return Outcome("failed", f"{self._proposal.name} was interrupted")
 
     def _could_not_connect(self, error: ConnectionFailedError) -> Outcome:
         """Return the outcome where a backend could not connect: names members that are silent."""
         ticket, until = self._round, time.monotonic() + _SILENT_S
-        outcome, silent = run(protocol.read_outcome(ticket)), list(error.ranks)
+        outcome, silent = self._follow(protocol.read_outcome(ticket)), list(error.ranks)
         if outcome is None:
-            run_one(protocol.Append(ticket.arrivals, f"{self.scope.job.rank}-,"))
+            self._perform(protocol.Append(ticket.arrivals, f"{self.scope.world.rank}-,"))
         while outcome is None and silent and time.monotonic() <= until:
             time.sleep(0.02)
-            states = run(protocol.read_arrivals(ticket))
+            states = self._follow(protocol.read_arrivals(ticket))
             silent = [rank for rank in error.ranks if not states.get(rank)]
-            outcome = run(protocol.read_outcome(ticket))
+            outcome = self._follow(protocol.read_outcome(ticket))
         if outcome is not None:
             return outcome
         if silent:
-            silent = run(self._silent_of(silent)) or silent
-            return run(self._missing(silent, "unfinished", "did not connect"))
+            silent = self._follow(self._silent_of(silent)) or silent
+            return self._follow(self._missing(silent, "unfinished", "did not connect"))
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _timed_out(self) -> protocol.Steps[Outcome]:
-        ticket, own = self._round, self.scope.job.rank
+        ticket, own = self._round, self.scope.world.rank
         states = yield from protocol.read_arrivals(ticket)
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
@@ -459,16 +469,14 @@ class Call(Generic[T]):
         """Return the ranks that do not report that they wait in this round."""
         silent, here = [], (self._round.key, self._round.round)
         for rank in ranks:
-            status = yield from read_status(self.scope.job.namespace, rank)
+            status = yield from read_status(self.scope.world.namespace, rank)
             if status is None or (status.key, status.round) != here:
                 silent.append(rank)
         return silent
 
     def _missing(self, ranks: Sequence[int], kind: str, what: str) -> protocol.Steps[Outcome]:
         present = [rank for rank in self.scope.ranks if rank not in ranks]
-        named = name_missing(
-            self.scope.job.namespace, ranks, present, self.scope.layout, self._seen
-        )
+        named = name_missing(self.scope.world, ranks, present, self.scope.layout, self._seen)
         causes, names = yield from named
         text = f"timed out: {names or 'members'} {what}; every rank must make this call"
         return Outcome(kind, text, causes, tuple(ranks))
@@ -477,7 +485,7 @@ class Call(Generic[T]):
         """Return the error of a rank whose store is gone or silent; others as they are."""
         if isinstance(error, HyperCommError) or not isinstance(error, RuntimeError):
             return error
-        return _store_failed(self.title, error, is_finished=self._is_finished)
+        return _store_failed(self.scope.world, self.title, error, is_finished=self._is_finished)
 
     # ---- waiting --------------------------------------------------------------------------------
 
@@ -493,7 +501,7 @@ class Call(Generic[T]):
         """
         begin = last = time.monotonic()
         deadline = self.deadline if deadline is None else deadline
-        longest_s = max(_LONGEST_S, self.scope.job.size / _MOST_POLLS)
+        longest_s = max(_LONGEST_S, self.scope.world.size / _MOST_POLLS)
         while (value := ready()) is None:
             now = time.monotonic()
             if self._is_interrupted:
@@ -509,96 +517,94 @@ class Call(Generic[T]):
 
     def _look(self) -> None:
         """Report that this rank waits, and look whether it waits in vain."""
-        ticket, job = self._round, self.scope.job
-        outcome = run(protocol.read_outcome(ticket))
+        ticket, world = self._round, self.scope.world
+        if reason := world.has_ended():
+            raise _EndedError(Outcome("restarted", reason))
+        outcome = self._follow(protocol.read_outcome(ticket))
         if outcome is not None:
             raise _EndedError(outcome)
-        states = run(protocol.read_arrivals(ticket))
+        states = self._follow(protocol.read_arrivals(ticket))
         missing = tuple(rank for rank in self.scope.ranks if rank not in states)
         own = self._status(missing)
         if missing != self._waits_for and not self._was_stopped():
-            self._waits_for, job.is_reporting = missing, True
-            run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))
+            self._waits_for, world.is_reporting = missing, True
+            self._perform(protocol.Write(status_key(world.namespace, world.rank), own.text()))
         known: dict[int, Status | None] = {}
-        circle = run(find_deadlock(job.namespace, own, known))
+        circle = self._follow(find_deadlock(world.namespace, own, known))
         self._seen |= {rank: one for rank, one in known.items() if one and one.outcome is None}
         if circle:
             outcome = explain_deadlock(circle)
             for status in circle[1:]:
                 self._end_elsewhere(status, outcome)
-            raise _EndedError(run(protocol.decide(ticket, outcome)))
+            raise _EndedError(self._follow(protocol.decide(ticket, outcome)))
         for rank in missing[:8] if own.grid else ():
-            peer = run(read_status(job.namespace, rank))
+            peer = self._follow(read_status(world.namespace, rank))
             found = None if peer is None else peer.outcome
-            if found and own.grid in found.grids and found.token not in job.reported:
-                raise _EndedError(run(protocol.decide(ticket, found)))
+            if found and own.grid in found.grids and found.token not in world.reported:
+                raise _EndedError(self._follow(protocol.decide(ticket, found)))
 
     def _report_waiting(self) -> None:
         """Report that this rank waits, while its worker is in a backend."""
-        job = self.scope.job
+        world = self.scope.world
         with self._reporting, contextlib.suppress(RuntimeError):
             if self._is_over or self._waits_for is not None:
                 return
-            self._waits_for, job.is_reporting = (), True
-            key, text = status_key(job.namespace, job.rank), self._status(()).text()
-            run_one(protocol.Write(key, text))
+            self._waits_for, world.is_reporting = (), True
+            key, text = status_key(world.namespace, world.rank), self._status(()).text()
+            self._perform(protocol.Write(key, text))
 
     def _end_elsewhere(self, status: Status, outcome: Outcome) -> None:
-        text = run_one(protocol.Read(status.key))
+        text = self._perform(protocol.Read(status.key))
         record = None if text is None else protocol.Record.parse(status.key, text)
         if record is not None and record.round == status.round:
-            run(protocol.decide(Ticket(status.key, record), outcome))
+            self._follow(protocol.decide(Ticket(status.key, record), outcome))
 
     def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
         scope, ticket = self.scope, self._round
         return Status(
-            scope.job.rank,
+            scope.world.rank,
             this_host(),
             self.title,
             scope.grid,
             scope.key,
             ticket.round,
             waits_for[:8],
-            max(1, sum(call.scope.job is scope.job for call in list(_active))),
+            max(1, sum(call.scope.world is scope.world for call in list(_active))),
             outcome,
+            scope.world.title(scope.world.rank),
         )
 
     def _report(self, outcome: Outcome | None) -> None:
         """Replace the report of this rank, if there is one, by how its call has ended."""
-        job, ticket = self.scope.job, self._ticket
+        world, ticket = self.scope.world, self._ticket
         with self._reporting:
             self._is_over = True
         if ticket is None or not (self._waits_for is not None or (outcome and outcome.grids)):
             return
         has_failed = outcome is not None and outcome.kind != "agreed"
-        job.is_reporting = has_failed
+        world.is_reporting = has_failed
         waits_for = self._waits_for or ()
         text = self._status(waits_for, outcome).text() if has_failed else ""
         with contextlib.suppress(RuntimeError):
-            run_one(protocol.Write(status_key(job.namespace, job.rank), text))
+            self._perform(protocol.Write(status_key(world.namespace, world.rank), text))
 
 
-def _linger(job: Job) -> None:
+def _linger(world: World) -> None:
     """Let the others read how a call failed: rank 0 serves the store as a rule, and may end."""
-    if job.rank == 0 and job.size > 1:
+    if world.rank == 0 and world.size > 1:
         time.sleep(_LONGEST_S)
 
 
-def run_one(operation: protocol.Operation) -> Any:
-    """Perform one operation on the job's store."""
-
-    def steps() -> protocol.Steps[Any]:
-        return (yield operation)
-
-    return run(steps())
+def _proposal(world: World) -> Proposal:
+    return Proposal(world.rank, this_host(), number=next(_numbers), title=world.title(world.rank))
 
 
 def _late(*ranks: int) -> Outcome:
     return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
 
 
-def ask(title: str, question: Callable[[], V], limit_s: float) -> V:
-    """Return what `question` reads from the job's store, within a time limit.
+def ask(world: World, title: str, question: Callable[[], V], limit_s: float) -> V:
+    """Return what `question` reads from the store of a world, within a time limit.
 
     Raises:
         CreationError: The store is gone, or does not answer.
@@ -608,13 +614,15 @@ def ask(title: str, question: Callable[[], V], limit_s: float) -> V:
     except HyperCommError:
         raise
     except RuntimeError as error:
-        raise _store_failed(title, error, is_finished=False) from error
+        raise _store_failed(world, title, error, is_finished=False) from error
 
 
-def _store_failed(title: str, error: RuntimeError, *, is_finished: bool) -> CreationError:
+def _store_failed(
+    world: World, title: str, error: RuntimeError, *, is_finished: bool
+) -> CreationError:
     reason = (str(error).splitlines() or [""])[0]
     how = "does not answer" if isinstance(error, LateError) else "is gone"
-    where = f"the job's store {how}, which rank 0 serves as a rule ({reason}); restart the job"
+    where = f"{world.served} {how} ({reason}); {world.if_lost}"
     if is_finished:
         text = f"the outcome of {title} on the other ranks is unknown: {where}"
         failure: CreationError = OutcomeUnknownError(text)
@@ -624,9 +632,9 @@ def _store_failed(title: str, error: RuntimeError, *, is_finished: bool) -> Crea
     return failure
 
 
-def _failed(rank: int, error: BaseException) -> str:
+def _failed(proposal: Proposal, error: BaseException) -> str:
     text = " ".join(str(error).split())[:500]
-    return f"rank {rank} (host {this_host()}) failed: {type(error).__name__}: {text}"
+    return f"{proposal.name} failed: {type(error).__name__}: {text}"
 
 
 # ---- all or none -------------------------------------------------------------------------------
@@ -663,14 +671,15 @@ def together(
     """
     if scope.is_alone:
         call = Call[T](scope, title, entries, limit_s)
-        key = scope.key if scope.job.is_named else ask(title, lambda: scope.key, limit_s)
-        call.name = f"{key}/{scope.job.next_number(scope.path)}"
+        world = scope.world
+        key = scope.key if world.is_named else ask(world, title, lambda: scope.key, limit_s)
+        call.name = f"{key}/{world.next_number(scope.path)}"
         try:
             return Result(work(call))
         except BaseException:
             undo()
             raise
-    lock, began = scope.job.lock_of(scope.path), time.monotonic()
+    lock, began = scope.world.lock_of(scope.path), time.monotonic()
     if not lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
         raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
     try:
@@ -699,15 +708,15 @@ def refuse(scope: Scope, error: BaseException) -> None:
     """Fail the next call on the ranks that wait for this one; raises nothing."""
     if scope.is_alone:
         return
-    refusal = _failed(scope.job.rank, error)
-    proposal = Proposal(scope.job.rank, this_host(), refusal=refusal, number=next(_numbers))
-    lock = scope.job.lock_of(scope.path)
+    proposal = _proposal(scope.world)
+    proposal = attrs.evolve(proposal, refusal=_failed(proposal, error))
+    lock = scope.world.lock_of(scope.path)
     if not lock.acquire(timeout=_REFUSAL_S):
         return  # another thread is in such a call: it must not fail for this one
     try:
         with contextlib.suppress(RuntimeError):
             in_time(lambda: scope.refuse(proposal), _REFUSAL_S)
-            _linger(scope.job)
+            _linger(scope.world)
     finally:
         lock.release()
 

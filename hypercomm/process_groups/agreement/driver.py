@@ -1,4 +1,4 @@
-"""The driver: performs the operations of the protocol on the job's store."""
+"""The driver: performs the operations of the protocol on the store of a world."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypercomm.process_groups.agreement.protocol import (
     T,
     Write,
 )
-from hypercomm.process_groups.torch_internals import store
+from hypercomm.process_groups.torch_internals import store as on
 
 
-def run(steps: Steps[T]) -> T:
-    """Run steps of the protocol in this thread, and return their result.
+def run(steps: Steps[T], store: Any) -> T:
+    """Run steps of the protocol on a store in this thread, and return their result.
 
     Raises:
         DistNetworkError: The store is gone.
@@ -30,21 +30,21 @@ def run(steps: Steps[T]) -> T:
             operation = steps.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
-        reply = perform(operation)
+        reply = perform(operation, store)
 
 
-def perform(operation: Operation) -> Any:
-    """Perform one operation on the job's store, and return the reply."""
+def perform(operation: Operation, store: Any) -> Any:
+    """Perform one operation on a store, and return the reply."""
     match operation:
         case Exchange(key, expected, text):
-            return store.exchange(key, expected, text)
+            return on.exchange(store, key, expected, text)
         case Read(key):
-            return store.read(key)
+            return on.read(store, key)
         case Add(key):
-            return store.count_up(key)
+            return on.count_up(store, key)
         case Append(key, text):
-            return store.append(key, text)
+            return on.append(store, key, text)
         case Write(key, text):
-            return store.write(key, text)
+            return on.write(store, key, text)
         case Delete(keys):
-            return store.forget(keys)
+            return on.forget(store, keys)

@@ -10,7 +10,7 @@ from functools import cached_property
 import hypercomm
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups.agreement.calls import Scope
-from hypercomm.process_groups.job import Job
+from hypercomm.process_groups.world import World
 
 _MOST_LISTED = 64
 
@@ -58,7 +58,7 @@ class GridAgreement:
 
     def scope(
         self,
-        job: Job,
+        world: World,
         record: str,
         ranks: Sequence[int] | None = None,
         *,
@@ -68,4 +68,4 @@ class GridAgreement:
         label = f".{self._label}" if self._label else ""
         path = f"{self._digest}{label}/{record}"
         ranks = self.layout.ranks if ranks is None else ranks
-        return Scope(job, path, ranks, self.layout, self.text, is_fenced)
+        return Scope(world, path, ranks, self.layout, self.text, is_fenced)

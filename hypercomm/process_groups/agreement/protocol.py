@@ -89,6 +89,7 @@ class Proposal:
         entries: What it proposes, in lines that are compared.
         refusal: Why the rank cannot take part; "" if it can.
         number: Distinguishes the proposals of one rank, whose other fields may be equal.
+        title: How errors name the rank; "": by its number.
     """
 
     rank: int
@@ -96,6 +97,12 @@ class Proposal:
     entries: tuple[str, ...] = ()
     refusal: str = ""
     number: int = 0
+    title: str = ""
+
+    @property
+    def name(self) -> str:
+        """Rank and host in words."""
+        return f"{self.title or f'rank {self.rank}'} (host {self.host})"
 
 
 @attrs.frozen
@@ -103,7 +110,8 @@ class Outcome:
     """How a round has ended.
 
     Attributes:
-        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive) or "unfinished".
+        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive), "unfinished", or
+            "restarted" (ranks have joined the world again).
         text: The reason, for the error that ranks raise.
         missing: The ranks that caused a timeout.
         absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
@@ -124,7 +132,7 @@ AGREED = Outcome("agreed")
 _MOST_FAILED = 16
 """How many rounds that failed a record holds, for ranks that have not seen them."""
 
-_KINDS = {"agreed", "differs", "failed", "missing", "unfinished"}
+_KINDS = {"agreed", "differs", "failed", "missing", "unfinished", "restarted"}
 
 
 @attrs.frozen
@@ -358,7 +366,7 @@ def first_difference(own: Proposal, first: Proposal) -> str | None:
     """Return the first entry that two proposals differ in, in words; None if they are equal."""
     if own.entries == first.entries:
         return None
-    here, there = f"rank {own.rank} (host {own.host})", f"rank {first.rank} (host {first.host})"
+    here, there = own.name, first.name
     for position in range(max(len(own.entries), len(first.entries))):
         mine = own.entries[position] if position < len(own.entries) else "nothing more"
         theirs = first.entries[position] if position < len(first.entries) else "nothing more"

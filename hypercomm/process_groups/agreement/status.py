@@ -24,6 +24,7 @@ from hypercomm.process_groups.agreement.protocol import (
     Steps,
     foreign,
 )
+from hypercomm.process_groups.world import World
 
 _MOST_ASKED = 8
 """Missing ranks of one call whose status is read at most."""
@@ -52,6 +53,7 @@ class Status:
         waits_for: The ranks that it waits for.
         threads: How many threads of the process wait for other ranks.
         outcome: How the call failed; None while the rank waits.
+        title: How errors name the rank.
     """
 
     rank: int
@@ -63,6 +65,12 @@ class Status:
     waits_for: tuple[int, ...] = ()
     threads: int = 1
     outcome: Outcome | None = None
+    title: str = ""
+
+    @property
+    def name(self) -> str:
+        """Rank and host in words."""
+        return f"{self.title or f'rank {self.rank}'} (host {self.host})"
 
     def text(self) -> str:
         """Return the text that the key of the rank holds."""
@@ -142,7 +150,7 @@ def explain_deadlock(circle: Sequence[Status]) -> Outcome:
     """Return the outcome for the rounds of all ranks of a circle."""
     own, *others = circle
     waits = "; ".join(
-        f"rank {status.rank} (host {status.host}) waits in {status.call} for rank {ahead.rank}"
+        f"{status.name} waits in {status.call} for {ahead.title or f'rank {ahead.rank}'}"
         for status, ahead in zip(circle, [*others, own], strict=True)
     )
     token = min(f"{status.key}#{status.round}" for status in circle)
@@ -163,7 +171,7 @@ SAME_CALLS = "every rank must make the same calls in one order"
 
 def grid_difference(own: Status, other: Status) -> str:
     """Return how the grids of two ranks differ."""
-    here, there = f"rank {own.rank} (host {own.host})", f"rank {other.rank} (host {other.host})"
+    here, there = own.name, other.name
     mine, theirs = json.loads(own.grid), json.loads(other.grid)
     names = [name for name in mine if mine[name] != theirs.get(name)]
     fields = "; ".join(
@@ -176,7 +184,7 @@ def grid_difference(own: Status, other: Status) -> str:
 
 
 def name_missing(
-    namespace: str,
+    world: World,
     missing: Sequence[int],
     present: Sequence[int],
     layout: RankLayout | None,
@@ -189,7 +197,7 @@ def name_missing(
     coordinates, host and call.
 
     Args:
-        namespace: Of the job.
+        world: The world of the ranks.
         missing: The ranks that have not arrived.
         present: Ranks that have, which are never the cause.
         layout: The layout in whose coordinates ranks are named.
@@ -209,7 +217,7 @@ def name_missing(
         if rank not in known:
             known[rank] = None
             with contextlib.suppress(CreationError, RuntimeError):  # only the text suffers
-                known[rank] = yield from read_status(namespace, rank)
+                known[rank] = yield from read_status(world.namespace, rank)
         return known[rank]
 
     def cause_of(rank: int) -> Steps[int]:
@@ -231,12 +239,12 @@ def name_missing(
     names = []
     for rank in [*causes][:_MOST_NAMED]:
         status = yield from status_of(rank)
-        names.append(_name(rank, status, layout))
+        names.append(_name(world, rank, status, layout))
     more = len(causes) - len(names)
     return tuple(causes), ", ".join(names) + (f" and {more} more" if more else "")
 
 
-def _name(rank: int, status: Status | None, layout: RankLayout | None) -> str:
+def _name(world: World, rank: int, status: Status | None, layout: RankLayout | None) -> str:
     notes = []
     if layout is not None and rank in layout:
         notes.append(format_coords(layout.coords(rank)))
@@ -245,4 +253,4 @@ def _name(rank: int, status: Status | None, layout: RankLayout | None) -> str:
         if status.outcome is None:
             others = ", ".join(map(str, status.waits_for[:_MOST_NAMED]))
             notes.append(f"it waits in {status.call}" + (f" for rank {others}" if others else ""))
-    return f"rank {rank} ({'; '.join(notes)})" if notes else f"rank {rank}"
+    return world.title(rank) + (f" ({'; '.join(notes)})" if notes else "")

@@ -11,14 +11,19 @@ from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import Scope, agree, ask, run_one
+from hypercomm.process_groups.agreement.calls import Scope, agree, ask
+from hypercomm.process_groups.agreement.driver import perform
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.protocol import Outcome
-from hypercomm.process_groups.job import Job, current_or_none
+from hypercomm.process_groups.world import World
 
 
 def find_survivors(
-    agreement: GridAgreement, layout: RankLayout, limit_s: float, min_ranks: int
+    world: World | None,
+    agreement: GridAgreement,
+    layout: RankLayout,
+    limit_s: float,
+    min_ranks: int,
 ) -> tuple[int, ...]:
     """Return the ranks of a grid that arrive within a time; the same on all of them.
 
@@ -26,6 +31,7 @@ def find_survivors(
     that it names confirm with each other that they are there.
 
     Args:
+        world: The world of the grid; None before there is one.
         agreement: Of the grid.
         layout: The grid's.
         limit_s: How long to wait, for the first and for each further round.
@@ -34,24 +40,24 @@ def find_survivors(
     Raises:
         CreationError: The others continue without this rank, or too few are left.
     """
-    job, ranks = current_or_none(), tuple(layout.ranks)
-    while job is not None:
+    ranks = tuple(layout.ranks)
+    while world is not None:
         digest = hashlib.sha256(json.dumps(sorted(ranks)).encode()).hexdigest()[:12]
-        scope = agreement.scope(job, f"survivors {digest}", ranks)
+        scope = agreement.scope(world, f"survivors {digest}", ranks)
         if scope.is_alone:
             break
-        found = ask("survivors()", partial(_last_outcome, scope), limit_s)
-        if found is not None and job.rank in found.absent:
-            raise _too_late(job.rank)
+        found = ask(world, "survivors()", partial(_last_outcome, scope), limit_s)
+        if found is not None and world.rank in found.absent:
+            raise _too_late(world)
         try:
             agree(scope, "survivors()", lambda: ["survivors()"], limit_s).get()
             break
         except GroupCreationTimeout as error:
-            if job.rank in error.absent:
-                raise _too_late(job.rank) from error
+            if world.rank in error.absent:
+                raise _too_late(world) from error
             ranks = tuple(rank for rank in ranks if rank not in error.absent)
         except LateRankError as error:
-            raise _too_late(job.rank) from error
+            raise _too_late(world) from error
     if len(ranks) < min_ranks:
         raise CreationError(
             f"survivors() found {len(ranks)} ranks, {format_ranks(sorted(ranks))}, and "
@@ -61,21 +67,21 @@ def find_survivors(
 
 
 def _last_outcome(scope: Scope) -> Outcome | None:
-    text = run_one(protocol.Read(scope.key))
+    text = perform(protocol.Read(scope.key), scope.world.store)
     return None if text is None else protocol.Record.parse(scope.key, text).outcome
 
 
-def _too_late(rank: int) -> CreationError:
+def _too_late(world: World) -> CreationError:
     return CreationError(
-        f"the other ranks have continued without rank {rank}, which arrived too late in "
-        f"survivors(); end this process, or start the job again"
+        f"the other ranks have continued without {world.title(world.rank)}, which arrived "
+        f"too late in survivors(); end this process, or start the job again"
     )
 
 
-def continuing_scope(agreement: GridAgreement, job: Job, ranks: Sequence[int]) -> Scope:
+def continuing_scope(agreement: GridAgreement, world: World, ranks: Sequence[int]) -> Scope:
     """Return the scope of the ranks that a grid continues with.
 
     All such calls of a grid use one record, so that ranks with other lists see the difference, and
     the first list that ranks agree on excludes all others.
     """
-    return agreement.scope(job, "continues", tuple(ranks), is_fenced=True)
+    return agreement.scope(world, "continues", tuple(ranks), is_fenced=True)

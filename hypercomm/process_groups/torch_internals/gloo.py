@@ -16,25 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hypercomm.process_groups.torch_internals.capabilities import Patch
-from hypercomm.process_groups.torch_internals.store import peek
+from hypercomm.process_groups.torch_internals.store import read_bytes
 
 _FEW = 2
 """Up to how many addresses are read one by one: `check` and `multi_get` take two operations."""
 
-stale: list[str] = []
-"""Keys of addresses of this process that no member needs any more; the next call deletes them."""
-
 Wait = Callable[[Callable[[], "bool | None"]], Any]
 """Polls a function until it returns True; raises if the wait must end."""
-
-
-def take_stale() -> list[str]:
-    """Return the keys in `stale`, and remove them there."""
-    keys = []
-    with contextlib.suppress(IndexError):  # threads may take them at the same time
-        while True:
-            keys.append(stale.pop())
-    return keys
 
 
 def world_address_key(rank: int) -> str:
@@ -55,17 +43,19 @@ class ConnectionFailedError(RuntimeError):
 
 
 class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
-    """The store that one gloo group is created with, on top of the job's.
+    """The store that one gloo group is created with, on top of that of its world.
 
     Args:
-        store: The job's store.
+        store: The store of the world.
         size: The number of members.
         wait: Waits for their addresses; None where the group has one member.
+        stale: Receives the keys that no member needs any more.
     """
 
-    def __init__(self, store: Any, size: int, wait: Wait | None) -> None:
+    def __init__(self, store: Any, size: int, wait: Wait | None, stale: list[str]) -> None:
         super().__init__()
         self._store = store
+        self._stale = stale
         self._size = size
         self._wait: Wait | None = wait
         self._found: dict[str, bytes] = {}
@@ -74,7 +64,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
         """The error that ended the wait, which gloo replaces by a RuntimeError."""
 
     def close(self) -> None:
-        """Pass further operations on to the job's store: the group exists."""
+        """Pass further operations on to the store of the world: the group exists."""
         self._wait = None
         self._found.clear()
 
@@ -84,7 +74,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def forget(self) -> None:
         """Have the addresses of this member deleted: the group has ended."""
-        stale.extend(self._published)
+        self._stale.extend(self._published)
         self._published.clear()
 
     def set(self, key: str, value: bytes) -> None:
@@ -150,7 +140,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
     def _peek(self, keys: Sequence[str]) -> bool | None:
         for key in keys:
             if key not in self._found:
-                value = peek(self._store, key)
+                value = read_bytes(self._store, key)
                 if value is None:
                     return None
                 self._found[key] = value

@@ -36,7 +36,6 @@ from hypercomm.process_groups.torch_internals.split import (
     named,
     uses_torchcomms,
 )
-from hypercomm.process_groups.torch_internals.store import store
 
 _torch: Any = dist.distributed_c10d
 
@@ -65,6 +64,10 @@ def new_group(
     group_desc: str,
     lazily: bool | None,
     wait: Wait | None,
+    rank: int,
+    store: Any,
+    stale: list[str],
+    is_in_default: bool,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -80,12 +83,17 @@ def new_group(
         group_desc: A description.
         lazily: Whether members connect at their first message; None leaves it to the environment.
         wait: Waits for the addresses of gloo's members; None lets gloo wait.
+        rank: The calling rank.
+        store: The store that the members meet in.
+        stale: Receives the keys that no member needs any more.
+        is_in_default: Whether the ranks are those of WORLD. torch takes a group of other ranks for
+            a default process group, but does not make it that.
     """
     backend = dist.Backend(backend)
     if timeout is None:
         timeout = default_timeout(backend)
     members = list(ranks)
-    place: Any = store()
+    place: Any = store
     singles = set(single_backends(backend))
     with (
         lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
@@ -93,12 +101,12 @@ def new_group(
     ):
         is_gloo = singles == {"gloo"} and not uses_torchcomms()
         if not is_lazy and is_gloo:
-            place = GlooStore(place, len(members), wait)
+            place = GlooStore(place, len(members), wait, stale)
         try:
             group, _ = _torch._new_process_group_helper(
                 len(members),
-                members.index(dist.get_rank()),
-                members,
+                members.index(rank),
+                members if is_in_default else [],
                 backend,
                 place,
                 group_name=name,

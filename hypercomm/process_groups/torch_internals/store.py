@@ -1,4 +1,4 @@
-"""The store of the job, and operations on it with a time limit.
+"""The store of a world, and operations on it with a time limit.
 
 When the link to the host of the store is cut, an operation can hang for a quarter of an hour,
 whatever its timeout is (seen in torch 2.13). So it runs in a thread, which is abandoned in time.
@@ -28,14 +28,14 @@ def has_ranks() -> bool:
     return "fake" not in single_backends(backend_of(world))
 
 
-def store() -> Any:
+def default_store() -> Any:
     """Return the store that WORLD was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
 def meeting_place() -> tuple[str, int] | None:
     """Return address and port of the store of WORLD; None if it is not known."""
-    place = store()
+    place = default_store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store
     if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
@@ -43,53 +43,48 @@ def meeting_place() -> tuple[str, int] | None:
     return None
 
 
-def exchange(key: str, expected: str, text: str) -> str:
-    """Set a key of the store if it holds `expected` ("": nothing); return its value."""
-    found: bytes = store().compare_set(key, expected, text)
+def exchange(store: Any, key: str, expected: str, text: str) -> str:
+    """Set a key of a store if it holds `expected` ("": nothing); return its value."""
+    found: bytes = store.compare_set(key, expected, text)
     return found.decode(errors="replace")
 
 
-def read(key: str) -> str | None:
-    """Return the value of a key of the store; None if it is not set."""
-    found = read_bytes(key)
+def read(store: Any, key: str) -> str | None:
+    """Return the value of a key of a store; None if it is not set."""
+    found = read_bytes(store, key)
     return None if found is None else found.decode(errors="replace")
 
 
-def read_bytes(key: str) -> bytes | None:
-    """Return the bytes of a key of the store, in one operation; None if it is not set."""
-    return peek(store(), key)
-
-
-def peek(place: Any, key: str) -> bytes | None:
-    """Return the bytes of a key of any store; None if it is not set."""
-    found: bytes = place.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
+def read_bytes(store: Any, key: str) -> bytes | None:
+    """Return the bytes of a key of a store, in one operation; None if it is not set."""
+    found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
 
 
-def write(key: str, text: str) -> None:
-    """Set a key of the store; does not wait for a reply."""
-    store().set(key, text)
+def write(store: Any, key: str, text: str) -> None:
+    """Set a key of a store; does not wait for a reply."""
+    store.set(key, text)
 
 
-def append(key: str, text: str) -> None:
-    """Append to the text in a key of the store; does not wait for a reply if the store can."""
-    if store().has_extended_api():
-        store().append(key, text)
+def append(store: Any, key: str, text: str) -> None:
+    """Append to the text in a key of a store; does not wait for a reply if the store can."""
+    if store.has_extended_api():
+        store.append(key, text)
         return
-    old = read(key) or ""
-    while (found := exchange(key, old, old + text)) != old + text:
+    old = read(store, key) or ""
+    while (found := exchange(store, key, old, old + text)) != old + text:
         old = found
 
 
-def forget(keys: Iterable[str]) -> None:
-    """Delete keys of the store."""
+def forget(store: Any, keys: Iterable[str]) -> None:
+    """Delete keys of a store."""
     for key in keys:
-        store().delete_key(key)
+        store.delete_key(key)
 
 
-def count_up(key: str) -> int:
-    """Increment the number in a key of the store, and return it."""
-    return int(store().add(key, 1))
+def count_up(store: Any, key: str) -> int:
+    """Increment the number in a key of a store, and return it."""
+    return int(store.add(key, 1))
 
 
 # ---- in time -----------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ import hypercomm
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import job
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
+from hypercomm.process_groups.world import current
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 __all__ = ["Watch"]
@@ -99,7 +99,7 @@ class Watch:
         if not 0 < seconds <= 1e6:
             raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
-        self.rank = job.current().rank
+        self.rank = current().rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         if Watch._current is not None:
             known = Watch._current.file
