@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from hypercomm.launch import Joined as Joined
     from hypercomm.launch import Renewed as Renewed
     from hypercomm.launch import join as join
+    from hypercomm.launch import join_world as join_world
     from hypercomm.launch import renew_world as renew_world
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.process_groups.world import World as World
     from hypercomm.testing.worlds import fake_world as fake_world
     from hypercomm.tools.draw import draw as draw
     from hypercomm.tools.place import live_topology as live_topology
@@ -60,6 +62,7 @@ _HOMES = {
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
+    "World": "hypercomm.process_groups.world",
     "cli": "hypercomm.cli",
     "clip_grad_norm_": "hypercomm.training",
     "compat": "hypercomm.compat",
@@ -68,6 +71,7 @@ _HOMES = {
     "fake_world": "hypercomm.testing",
     "grid": "hypercomm.grid",
     "join": "hypercomm.launch",
+    "join_world": "hypercomm.launch",
     "launch": "hypercomm.launch",
     "layout": "hypercomm.layout",
     "live_topology": "hypercomm.tools.place",

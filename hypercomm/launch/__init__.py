@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from hypercomm.launch.joining import renew_world as renew_world
     from hypercomm.launch.run import report as report
     from hypercomm.launch.run import run_ranks as run_ranks
+    from hypercomm.launch.worlds import JoinedWorld as JoinedWorld
+    from hypercomm.launch.worlds import join_world as join_world
 
-__all__ = ["Joined", "Renewed", "join", "renew_world", "report", "run_ranks"]
+_HOMES = {
+    "hypercomm.launch.joining": ("Joined", "Renewed", "join", "renew_world"),
+    "hypercomm.launch.run": ("report", "run_ranks"),
+    "hypercomm.launch.worlds": ("JoinedWorld", "join_world"),
+}
 
-__getattr__ = _resolver(
-    __name__,
-    dict.fromkeys(("Joined", "Renewed", "join", "renew_world"), "hypercomm.launch.joining")
-    | dict.fromkeys(("report", "run_ranks"), "hypercomm.launch.run"),
-)
+__all__ = [name for names in _HOMES.values() for name in names]
+
+__getattr__ = _resolver(__name__, {name: at for at, names in _HOMES.items() for name in names})

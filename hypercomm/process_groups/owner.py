@@ -155,6 +155,8 @@ class GroupOwner:
         self.origin = self.world
         self._process = os.getpid()
         self._warned: set[str] = set()
+        if world is not None:
+            world.owners.add(self)
 
     @property
     def world(self) -> World | None:
@@ -422,6 +424,12 @@ class GroupOwner:
             unused = self.release(keys)
         if os.getpid() == self._process:
             ending(unused)
+
+    def forget(self) -> None:
+        """Abort all groups and release their keys: their world has another incarnation."""
+        with self.pool.lock:
+            unused = self.release(dict.fromkeys([*reversed(self.created), *self.specs]))
+        abort(unused)
 
     def live(self) -> list[GroupKey]:
         """Return the keys of the groups that this owner must end."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import attrs
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class World:
         is_reporting: Whether the store holds a report that this rank waits or has failed.
         choices: The strategies that were chosen, by what the choice depends on.
         stale: Keys of addresses that no member needs any more; the next call deletes them.
+        owners: What has created process groups in a world that was joined, and ends them with it.
     """
 
     rank: int
@@ -66,6 +67,8 @@ class World:
     is_reporting: bool = False
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
     stale: list[str] = attrs.field(factory=list)
+    owners: WeakSet[Any] = attrs.field(factory=WeakSet)
+    _store: Any = None
     _namespace: str | None = None
     _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
@@ -90,12 +93,12 @@ class World:
     @property
     def is_default(self) -> bool:
         """Whether it is that of torch's default process group."""
-        return True
+        return self._store is None
 
     @property
     def store(self) -> Any:
         """The store of torch that the ranks meet in."""
-        return default_store()
+        return default_store() if self._store is None else self._store
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -158,10 +161,12 @@ class World:
         return self._namespace is not None or not self.has_store
 
     def timeout_of(self, backend: str) -> timedelta | None:
-        """Return the timeout of WORLD, preferably that of its part that runs `backend`.
+        """Return the timeout of the world; of WORLD that of its part that runs `backend`, if any.
 
         None if torch does not show it: a fake backend has no options.
         """
+        if self.timeout is not None:
+            return self.timeout
         if backend not in self._options:
             self._options[backend] = c10d.world_options(backend)
         timeout: timedelta | None = getattr(self._options[backend], "_timeout", None)

@@ -1,0 +1,558 @@
+"""`join_world` joins processes of several jobs in one world, such as trainers and servers.
+
+They meet in a store of torch, at an address that one of them serves, or in one that is given. Each
+time that all have joined, an *incarnation* of the world begins: its number is that of the round of
+the record in which they agree, and the prefix of all keys and names in it. A rank that joins again
+begins the next one. The last process that has joined as a rank holds it; the store has its claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+import hypercomm
+from hypercomm.errors import (
+    CreationError,
+    GroupOptionsError,
+    LaunchError,
+    LayoutError,
+    NotInitializedError,
+    RankOutsideError,
+    WorldRestartedError,
+)
+from hypercomm.layout.checks import as_int, check_duration, is_utf8
+from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement import protocol
+from hypercomm.process_groups.agreement.calls import Call, Scope, ask, together
+from hypercomm.process_groups.agreement.driver import run
+from hypercomm.process_groups.agreement.protocol import (
+    Outcome,
+    Proposal,
+    Read,
+    Record,
+    Steps,
+    Ticket,
+    Write,
+)
+from hypercomm.process_groups.agreement.status import this_host
+from hypercomm.process_groups.create import destroy, discard
+from hypercomm.process_groups.options import check_backend
+from hypercomm.process_groups.torch_internals.store import LateError, in_time
+from hypercomm.process_groups.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+_ROOT = "hypercomm/worlds"
+_DIRECTORY = f"{_ROOT}/names"
+"""The key that lists the names of the worlds that have been joined in a store, as JSON texts."""
+
+_LAST_S = 5.0
+"""How long the process that serves the store waits at its end until the others have left."""
+
+_MOST_NAMES = 8
+
+TIMEOUT = timedelta(seconds=60)
+
+
+@attrs.define(eq=False, slots=False)
+class JoinedWorld(World):
+    """A world that `join_world` has joined; a context manager, which leaves it.
+
+    Attributes:
+        part: The part of this process.
+        address: Where the store is served; "" for one that was given.
+        device: The device of this process's communicators, if one was given.
+        incarnation: How often the world has begun before, failures included.
+    """
+
+    part: str = ""
+    address: str = ""
+    device: torch.device | None = None
+    incarnation: int = -1
+    _claim: str = ""
+    _serves: bool | None = None
+    _pg: ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{part}={size}" for part, size in self.parts.items())
+        here = self.title(self.rank)
+        return f"<World {self.name!r} of {parts}: {here}, incarnation {self.incarnation}>"
+
+    @property
+    def pg(self) -> ProcessGroup:
+        """The process group of all ranks.
+
+        Raises:
+            NotInitializedError: This process has left the world.
+        """
+        if self._pg is None:
+            raise NotInitializedError(
+                f"this process has left the world {self.name!r}: join_world() joins it again"
+            )
+        return self._pg
+
+    @property
+    def served(self) -> str:
+        """Which store it is, and who serves it."""
+        where = f", which {self.address} serves," if self.address else " that it was given"
+        return f"the store of world {self.name!r}{where}"
+
+    @property
+    def if_lost(self) -> str:
+        """What to do if the store is lost."""
+        return "join_world() or rejoin() on all ranks joins it again, once it is served"
+
+    def has_ended(self) -> str:
+        """Return which rank has joined the world again since; "" if none has."""
+        text = run(_read_pair(self._root), self.store)
+        record = None if text[0] is None else Record.parse(self._root, text[0])
+        if record is None or record.round <= self.incarnation:
+            return ""
+        who = text[1] or record.first.name
+        return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
+
+    @property
+    def _root(self) -> str:
+        return f"{_ROOT}/{self.name}/join"
+
+    # ---- life cycle -----------------------------------------------------------------------------
+
+    def rejoin(self, timeout: timedelta | None = None) -> None:
+        """Join the next incarnation, after a part has restarted; every rank that did not calls it.
+
+        The process groups of the former incarnation are aborted first. Grids of the world stay,
+        without process groups: `create_pg`, `ensure_pg` and `grid[dims].group` create new ones.
+
+        Args:
+            timeout: How long to wait for all ranks; default: that of the world.
+
+        Raises:
+            GroupCreationTimeout: Ranks have not joined in time; names them.
+            PlanMismatchError, CreationError, LaunchError: As for `join_world`.
+            WorldRestartedError: Another process has joined as this rank.
+        """
+        limit_s = _seconds(timeout or self.timeout or TIMEOUT)
+        self._end_groups()
+        try:
+            in_time(partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
+        except RuntimeError:
+            if not self.address:
+                raise
+            self._store = _reach(self.address, self._serves, limit_s)[0]
+        _enter(self, limit_s, is_new=False)
+
+    def leave(self) -> None:
+        """End all process groups of the world and its grids; may be called twice.
+
+        The process that serves the store waits up to 5 s until the other ranks have left too.
+        """
+        if self._pg is None:
+            return
+        for owner in list(self.owners):
+            owner.end(destroy)
+        group, self._pg = self._pg, None
+        destroy([group])
+        key = f"{self.namespace}/left"
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            in_time(lambda: self._say_left(key), 2 * _LAST_S)
+
+    def _say_left(self, key: str) -> None:
+        left, until = self.store.add(key, 1), time.monotonic() + _LAST_S
+        while self._serves and left < self.size and time.monotonic() < until:
+            time.sleep(0.02)
+            left = self.store.add(key, 0)
+
+    def _end_groups(self) -> None:
+        """Abort the process groups of this incarnation."""
+        for owner in list(self.owners):
+            owner.forget()
+        group, self._pg = self._pg, None
+        if group is not None:
+            c10d.abort([group])
+
+    def _begin(self, ticket: Ticket, pg: ProcessGroup) -> None:
+        """Begin an incarnation: nothing of the former one counts any more."""
+        self._pg, self.incarnation = pg, ticket.round
+        self._namespace = f"{_ROOT}/{self.name}/{ticket.round}"
+        for known in (self.seen, self.agreed, self.reported, self.choices, self.stale):
+            known.clear()
+        self.is_reporting = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._serves = False  # nobody waits for the others
+        self.leave()
+
+
+def join_world(
+    address: str | Any,
+    *,
+    name: str,
+    parts: Mapping[str, int],
+    part: str,
+    rank: int,
+    timeout: timedelta = TIMEOUT,
+    backend: str = "gloo",
+    device: torch.device | str | None = None,
+    serve: bool | None = None,
+) -> JoinedWorld:
+    """Join a world of processes of several jobs, or of processes without torch.distributed.
+
+    Every process of every part calls this with the same name, parts and backend. Its ranks are
+    numbered part by part. The world's process groups are torch's: global ranks in `src=` and `dst=`
+    are those of the world. torch's default process group, if there is one, is not involved; but
+    `destroy_process_group()` without a group ends those of all worlds too.
+
+    A process that has ended may be started again: it calls `join_world` as before, and all others
+    `world.rejoin()`. Their calls under way fail with `WorldRestartedError`. If two processes join
+    as the same rank, the second one holds it.
+
+    Args:
+        address: "tcp://host:port", or a store of torch that all share. Some process on that host
+            serves the address: the first one there, unless its `serve` is False. If that process
+            ends, the store is lost.
+        name: The name of the world; a store can have several.
+        parts: The number of ranks of each part, by its name, in order.
+        part: The part of this process.
+        rank: Its rank in the part.
+        timeout: How long to wait for the other ranks, and the default timeout of later calls and
+            of process groups.
+        backend: The backend of process groups.
+        device: The device of this process, for backends that need one to connect.
+        serve: Whether this process may serve the address; True: it must.
+
+    Returns:
+        The world; a context manager, which leaves it.
+
+    Raises:
+        LayoutError: A part, its size or the name makes no sense.
+        RankOutsideError: The part has no such rank.
+        GroupOptionsError: The backend cannot run here, or the timeout is not positive.
+        LaunchError: Nobody serves the address, something else does, or it cannot be served here.
+        PlanMismatchError: Processes have other parts, another backend, version or name; names two.
+        GroupCreationTimeout: Ranks have not joined in time; names them (`error.missing`).
+        CreationError: A rank failed, or the store is gone.
+        WorldRestartedError: Another process has joined as this rank.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> store, parts = dist.HashStore(), {"engine": 1}
+        >>> with join_world(store, name="w", parts=parts, part="engine", rank=0) as world:
+        ...     grid = HyperCommGrid("tp=1", world=world)
+        ...     print(world.title(0), grid.create_pg("tp").size())
+        engine rank 0 of 1 1
+    """
+    limit_s = _seconds(timeout)
+    sizes, number = _read_parts(parts, part, rank)
+    if not isinstance(name, str) or not name or "/" in name or not is_utf8(name):
+        raise LayoutError(f"name must be a text without '/', got {shown(name)}")
+    check_backend(backend)
+    began, serves = time.monotonic(), serve
+    if isinstance(address, str):
+        store, serves = _reach(address, serve, limit_s)
+    elif isinstance(address, dist.Store):  # type: ignore[attr-defined]
+        store = address
+    else:
+        raise LayoutError(f"address must be 'tcp://host:port' or a store, got {shown(address)}")
+    world = JoinedWorld(
+        number,
+        sum(sizes.values()),
+        backend,
+        has_store=True,
+        name=name,
+        parts=sizes,
+        timeout=timeout,
+        store=store,
+        part=part,
+        address=address if isinstance(address, str) else "",
+        device=None if device is None else torch.device(device),
+        claim=json.dumps([this_host(), os.getpid(), time.time_ns()]),
+        serves=serves,
+    )
+    _enter(world, limit_s - (time.monotonic() - began), is_new=True)
+    return world
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def _seconds(timeout: timedelta) -> float:
+    check_duration("timeout", timeout, GroupOptionsError)
+    return timeout.total_seconds()
+
+
+def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], int]:
+    """Return the size of each part, and the calling rank in the world."""
+    if not isinstance(parts, Mapping) or not parts:
+        raise LayoutError(f"parts must be sizes by name, as {{'engine': 4}}, got {shown(parts)}")
+    sizes = {str(one): as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
+    if part not in sizes:
+        raise LayoutError(
+            f"unknown part {shown(part)}; parts has {[*sizes]}{did_you_mean(str(part), sizes)}"
+        )
+    number = as_int(rank, "rank")
+    if not 0 <= number < sizes[part]:
+        raise RankOutsideError(f"part {part!r} has ranks 0 to {sizes[part] - 1}, got rank {rank}")
+    before = [*sizes].index(part)
+    return sizes, number + sum([*sizes.values()][:before])
+
+
+# ---- the address --------------------------------------------------------------------------------
+
+
+def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]:
+    """Return the store at an address, and whether this process serves it.
+
+    Raises:
+        LaunchError: Nobody serves it, or something that is not a store.
+    """
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise LayoutError(f"address must be like 'tcp://host:29600', got {shown(address)}")
+    reason = ""
+    if serve is not False:
+        reason = _why_not_served(host)
+        if not reason:
+            try:
+                return _open(host, int(port), limit_s, is_server=True), True
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+        if serve:
+            raise LaunchError(f"{address} cannot be served by this process: {reason}")
+    try:
+        open_it = partial(_open, host, int(port), limit_s, is_server=False)
+        return in_time(open_it, limit_s + 1.0), False
+    except RuntimeError as error:
+        is_foreign = _answers(host, int(port))
+        how = "answers, but not as a store of torch" if is_foreign else "is not served"
+        text = "" if isinstance(error, LateError) else f": {str(error).splitlines()[0]}"
+        raise LaunchError(
+            f"{address} {how}, within {limit_s:.1f} s{text}; a process on {host!r} serves it by "
+            f"join_world(), unless all have serve=False"
+            + (f"; this one does not, as {reason}" if reason else "")
+        ) from error
+
+
+def _open(host: str, port: int, limit_s: float, *, is_server: bool) -> Any:
+    timeout = timedelta(seconds=max(1.0, limit_s))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, is_server, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _why_not_served(host: str) -> str:
+    """Return why this process cannot serve an address on a host; "" if it is this one."""
+    try:
+        family, kind, proto, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as attempt:
+            attempt.bind(place)
+    except OSError as error:
+        return f"{host!r} is not an address of this host ({error})"
+    return ""
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
+    """Join an incarnation of the world, with all of its ranks."""
+    deadline = time.monotonic() + limit_s
+    lobby = World(
+        *(world.rank, world.size, world.backend),
+        has_store=True,
+        name=world.name,
+        parts=world.parts,
+        store=world.store,
+        namespace=f"{_ROOT}/{world.name}",
+    )
+    lobby.seen["join"] = world.incarnation
+    facts = protocol.as_entry(
+        f"world {world.name!r}",
+        {
+            "parts": ", ".join(f"{part}={size}" for part, size in world.parts.items()),
+            "backend": world.backend,
+            "hypercomm": hypercomm.__version__,
+        },
+    )
+    title = f"join_world({world.name!r})"
+    scope = Scope(lobby, "join", range(world.size), look=lambda: run(_look(lobby), lobby.store))
+    while True:
+        left_s = max(0.1, deadline - time.monotonic())
+        claim = _claim(world, lobby, is_new=is_new)
+        lobby.seen["join"] = ask(lobby, title, partial(run, claim, lobby.store), left_s)
+        is_new = False
+        made: list[ProcessGroup | None] = []
+        tickets: list[Ticket] = []
+
+        def work(call: Call[None], made: Any = made, tickets: Any = tickets) -> None:
+            tickets.append(call.ticket)
+            made.append(_create(world, call.ticket.round))
+
+        try:
+            undo = partial(discard, made, world)
+            result = together(scope, title, lambda: [facts], left_s, work, undo)
+        except WorldRestartedError:
+            if time.monotonic() < deadline:
+                continue  # a rank has begun again while this one waited
+            raise
+        pg = made[0]
+        if pg is None:
+            raise CreationError(f"{title} made no process group")
+        world._begin(tickets[0], pg)
+        if world.rank == 0:
+            with contextlib.suppress(RuntimeError):  # they only take room
+                in_time(partial(_delete_former, world), 2.0)
+        result.get()
+        return
+
+
+def _create(world: JoinedWorld, number: int) -> ProcessGroup:
+    """Create the process group of all ranks, whose members connect at their first message."""
+    return c10d.new_group(
+        f"{_ROOT}/{world.name}/{number}/all",
+        range(world.size),
+        backend=world.backend,
+        timeout=world.timeout,
+        pg_options=None,
+        group_desc=f"world {world.name}",
+        lazily=True,
+        wait=None,
+        rank=world.rank,
+        store=world.store,
+        stale=world.stale,
+        is_in_default=False,
+    )
+
+
+def _delete_former(world: JoinedWorld) -> None:
+    """Delete the keys of the incarnations before this one."""
+    root, here = f"{_ROOT}/{world.name}/", world.incarnation
+    for key in world.store.list_keys():
+        number = key.removeprefix(root).partition("/")[0]
+        if key.startswith(root) and number.isdecimal() and int(number) < here:
+            world.store.delete_key(key)
+
+
+# ---- what the store holds, sans-I/O -------------------------------------------------------------
+
+
+def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
+    """Return the text of the record, and who has joined again."""
+    text = yield Read(root)
+    return text, (yield Read(f"{root}/again")) or ""
+
+
+def _claim(world: JoinedWorld, lobby: World, *, is_new: bool) -> Steps[int]:
+    """Claim the rank, or check that this process still holds it; return the last round that ended.
+
+    A round that a former process of this rank has joined fails, and all others join the next one.
+
+    Raises:
+        WorldRestartedError: Another process has joined as this rank.
+    """
+    root, me = f"{lobby.namespace}/join", world.title(world.rank)
+    place = f"{root}/claim/{world.part} {me}"
+    held = yield Read(place)
+    text = yield Read(root)
+    record = None if text is None else Record.parse(root, text)
+    if not is_new:
+        if held != world._claim:
+            raise WorldRestartedError(
+                f"another process has joined world {world.name!r} as {me}: "
+                f"{_in_words(held)}; end this one"
+            )
+        return -1 if record is None else record.round - (record.outcome is None)
+    yield Write(place, world._claim)
+    if record is None:
+        yield protocol.Append(_DIRECTORY, json.dumps(world.name) + "\n")
+        return -1
+    if held is None:
+        return -1
+    yield Write(f"{root}/again", f"{me} (host {this_host()})")
+    if record.outcome is not None:
+        return record.round
+    ticket = Ticket(root, record)
+    states = yield from protocol.read_arrivals(ticket)
+    if world.rank not in states and record.first.rank != world.rank:
+        return record.round - 1
+    yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
+    return record.round
+
+
+def _in_words(claim: str | None) -> str:
+    try:
+        host, pid, _ = json.loads(claim or "")
+    except ValueError:
+        return "it is not known which"
+    return f"process {pid} on host {host}"
+
+
+def _look(lobby: World) -> Steps[Outcome | None]:
+    """Return the outcome where ranks that wait for each other join worlds of other names."""
+    own, names = (yield from _open_round(lobby.name)), (yield Read(_DIRECTORY))
+    if own is None or names is None:
+        return None
+    for line in [*dict.fromkeys(names.splitlines())][-_MOST_NAMES:]:
+        name = json.loads(line)
+        other = None if name == lobby.name else (yield from _open_round(name))
+        if other is None or not (other.here & own.missing and own.here & other.missing):
+            continue
+        return Outcome(
+            "differs",
+            f"{other.first.name} joins world {name!r}, and {own.first.name} joins world "
+            f"{lobby.name!r}: they wait for each other; give all the same name",
+            token=" ".join(sorted([name, lobby.name])),
+        )
+    return None
+
+
+class _Open(NamedTuple):
+    """A world that ranks join now: the first of them, those that have arrived, and the others."""
+
+    first: Proposal
+    here: set[str]
+    missing: set[str]
+
+
+def _open_round(name: str) -> Steps[_Open | None]:
+    """Return who joins a world now; None if nobody does."""
+    root = f"{_ROOT}/{name}/join"
+    text = yield Read(root)
+    record = None if text is None else Record.parse(root, text)
+    if record is None or record.outcome is not None or not record.first.entries:
+        return None
+    arrived = yield from protocol.read_arrivals(Ticket(root, record))
+    sizes = record.first.entries[0].partition("\nparts: ")[2].partition("\n")[0]
+    ranks: list[str] = []
+    for part in sizes.split(", "):
+        label, _, size = part.rpartition("=")
+        ranks += [f"{label} rank {rank}" for rank in range(int(size))]
+    here = {rank for number, rank in enumerate(ranks) if number in arrived}
+    return _Open(record.first, here, {*ranks} - here)
