@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.grid.arguments import GroupArguments, check_keywords
-from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
+from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import OPEN, as_size, close_sizes
@@ -79,8 +79,8 @@ def torchtitan_grids(
         pp: Pipeline parallel size.
         ep: Expert parallel size, a divisor of dp_shard * cp * tp.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
-            as for `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
+            `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int.

@@ -5,7 +5,6 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -48,13 +47,13 @@ def as_mesh(
 ) -> DeviceMesh:
     """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
     layout = view.layout
-    spans = read_dims(layout, dims)
-    joint = read_flatten(spans, flatten)
+    spans = read_dims(view, dims)
+    joint = read_flatten(tuple(spans), flatten)
     here = layout.coords(world.rank())  # raises on a rank outside
     groups = [view[names].group for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
-    shape = [math.prod(map(layout.size_of, names)) for names in spans.values()]
+    shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
     mesh = DeviceMesh.from_group(
         groups,
@@ -71,30 +70,28 @@ def as_mesh(
     return mesh
 
 
-def read_dims(
-    layout: RankLayout, dims: Sequence[str | Iterable[str]]
-) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of a mesh, and the dims of the layout that each one spans.
+def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the dims of a mesh, and the dims of the view that each one spans.
 
     Raises:
         UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
         LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
-        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
-        >>> read_dims(layout, ["dp+cp", "tp"])
+        >>> from hypercomm import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+        >>> read_dims(grid, ["dp+cp", "tp"])
         {'dp_cp': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> read_dims(layout, [])
+        >>> read_dims(grid, [])
         {'dp': ('dp',), 'cp': ('cp',), 'tp': ('tp',)}
     """
-    given = dims or tuple(reversed(layout.dim_names))
     read = [
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
-        for item in given
+        for item in dims or tuple(reversed(view.layout.dim_names))
     ]
-    layout.order_dims([name for names in read for name in names])  # raises for a dim used twice
+    view._order(read)  # raises for an unknown dim, and one that is used twice
     for names in read:
-        ordered = tuple(reversed(layout.order_dims(names)))
+        ordered = tuple(reversed(view._order(names)))
         if names != ordered:
             raise LayoutError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
@@ -107,7 +104,7 @@ def read_dims(
 
 
 def read_flatten(
-    spans: Mapping[str, tuple[str, ...]], flatten: Mapping[str, Sequence[str]] | None
+    labels: tuple[str, ...], flatten: Mapping[str, Sequence[str]] | None
 ) -> dict[str, tuple[str, ...]]:
     """Return the dims of a mesh that each name of `flatten` stands for.
 
@@ -115,11 +112,9 @@ def read_flatten(
         LayoutError: It is not a mapping of new names to adjacent dims of the mesh.
 
     Example:
-        >>> spans = {"dp_shard": ("dp_shard",), "cp": ("cp",), "tp": ("tp",)}
-        >>> read_flatten(spans, {"dp_shard_cp": ["dp_shard", "cp"]})
+        >>> read_flatten(("dp_shard", "cp", "tp"), {"dp_shard_cp": ["dp_shard", "cp"]})
         {'dp_shard_cp': ('dp_shard', 'cp')}
     """
-    labels = tuple(spans)
     if not isinstance(flatten, Mapping | None):
         raise LayoutError(
             f"flatten must map names to dims, as in {{'dp_cp': ['dp', 'cp']}}, got {shown(flatten)}"

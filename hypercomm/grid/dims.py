@@ -59,15 +59,13 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("_known", "_sized", "_view", "dims")
+    __slots__ = ("_known", "_view", "dims")
 
     def __init__(self, view: GridView, dims: tuple[str, ...]) -> None:
         self._view = view
         self.dims = dims
         self._known: tuple[Views, int, Place] | None = None
         """The last place that was computed, and the views and the rank that it holds for."""
-        self._sized: tuple[Views, Size] | None = None
-        """The last size, and the views that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -79,21 +77,7 @@ class GridDims:
     @property
     def size(self) -> Size:
         """The number of ranks in each group; `size()` works too."""
-        views, sized = self._view._state.views, self._sized
-        if sized is None or sized[0] is not views:  # `reshape` replaces the views
-            size = views.layout_of(self._view._view).size_of(self.dims)
-            sized = self._sized = views, Size(size)
-        return sized[1]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.dims)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        """The dims in DeviceMesh's order, the last one varying fastest."""
-        return self.dims[::-1]
+        return Size(self._view.layout.size_of(self.dims))
 
     @property
     def ranks(self) -> tuple[int, ...]:

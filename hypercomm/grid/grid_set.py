@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import (
-    GridDestroyedError,
-    GroupOptionsError,
-    HyperCommError,
-    LayoutError,
-    UnknownDimError,
-    WorldSizeError,
-)
+from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import (
-    GridArguments,
     GroupArguments,
-    Share,
+    SetArguments,
     SharedKeywords,
     Sizes,
     check_keywords,
     check_name,
 )
-from hypercomm.grid.grid import HyperCommGrid
+from hypercomm.grid.grid import HyperCommGrid, position_in
 from hypercomm.layout import RankLayout, RankMapping, read_layout
-from hypercomm.layout.checks import as_offset, as_rank, as_world_size
+from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
     Kind,
@@ -38,43 +29,22 @@ from hypercomm.layout.placement import (
     Requirement,
     check_names,
     colocate,
+    naming,
     tile,
 )
-from hypercomm.layout.text import aligned, did_you_mean, format_coords, format_ranks, shown
+from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
 from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.job import current
-from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Batch, create_batches
-from hypercomm.process_groups.spec import GroupSpec, check_once
+from hypercomm.process_groups.spec import check_once
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-    from hypercomm.grid.connect import Connections
-
-logger = logging.getLogger(__name__)
-
 CREATE = "GridSet.create_pgs()"
-
-
-class SetArguments(GridArguments, total=False):
-    """The keyword arguments of each constructor of `GridSet`, which documents them."""
-
-    name: str | None
-    overrides: Mapping[str, GridArguments] | None
-
-
-class DimRoles(TypedDict, total=False):
-    """The arguments of `RankMapping` in addition to its layouts and `along`."""
-
-    batch_axis: int
-    shards: Mapping[str, int] | None
-    pipeline: str | None
-    leaders: bool
-    backward: bool
 
 
 class GridSet(Mapping[str, HyperCommGrid]):
@@ -95,9 +65,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
             the same ranks; "any": no check.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         arguments: `name` distinguishes this set from others with grids of the same names;
-            `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid (with
-            share="identical", grids on the same ranks share groups too); `overrides` has the
-            arguments of single grids that differ: `{"llm": {"backend": "nccl"}}`.
+            `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid that
+            the set makes (with share="identical", grids on the same ranks share groups too).
 
     Raises:
         LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
@@ -131,30 +100,40 @@ class GridSet(Mapping[str, HyperCommGrid]):
         arguments, named = _split(keywords)
         if grids is not None:
             check_keywords("GridSet", named, SetArguments.__annotations__)
-        name, overrides = arguments.pop("name", None), arguments.pop("overrides", None) or {}
-        check_name(name)
         self._world_size = as_world_size(world.world_size(world_size))
-        placed = _placed(named if grids is None else grids, self._world_size)
-        layouts = {
-            label: given if isinstance(given, RankLayout) else given.layout
-            for label, given in placed.items()
-        }
-        Placement(layouts, self._world_size).require(requires)
-        _check_overrides(overrides, placed)
-        self._label = f"set {name}" if name else f"set of {', '.join(placed)}"
-        self._agreements: dict[tuple[int, ...], GridAgreement] = {}
+        name = arguments.pop("name", None)
+        if name is not None:
+            check_name(name)
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
-        for label, given in placed.items():
-            if isinstance(given, RankLayout):
-                own = cast("GridArguments", {**arguments, **overrides.get(label, {})})
-                title = f"{name}.{label}" if name else label
-                latest = HyperCommGrid(
-                    given, name=title, world_size=self._world_size, share_with=latest, **own
-                )
+        for label, given in check_names(named if grids is None else grids).items():
+            if isinstance(given, HyperCommGrid):
+                latest = self._checked(label, given)
             else:
-                latest = given
+                with naming(label):
+                    layout = read_layout(given, world_size=self._world_size)
+                latest = HyperCommGrid(
+                    layout,
+                    name=f"{name}.{label}" if name else label,
+                    world_size=self._world_size,
+                    share_with=latest,
+                    **arguments,
+                )
             self._grids[label] = latest
+        self._placement.require(requires)
+        self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
+        self._agreements: dict[tuple[int, ...], GridAgreement] = {}
+
+    def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
+        """Return a grid that was made before, which must be alive and of this world."""
+        grid._owner.check_alive()
+        size = grid._state.world_size
+        if size != self._world_size:
+            raise WorldSizeError(
+                f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but that of "
+                f"this set has {self._world_size}; give both the same world_size"
+            )
+        return grid
 
     @classmethod
     def tile(
@@ -185,11 +164,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
-        arguments, layouts = _split(grids)
-        world_size, rank_offset = world.world_size(world_size), as_offset(rank_offset)
         requires = requires or ("disjoint" if rank_offset else "tiled")
-        placed = tile(layouts, world_size, rank_offset)
-        return cls(placed, requires=requires, world_size=world_size, **arguments)
+        return cls._place(tile, world_size, rank_offset, requires, grids)
 
     @classmethod
     def colocated(
@@ -212,10 +188,22 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> [str(grid.layout) for grid in grids.values()], grids.placement
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
+        return cls._place(colocate, world_size, rank_offset, "colocated", grids)
+
+    @classmethod
+    def _place(
+        cls,
+        place: Callable[[Mapping[str, Any], int, int], Mapping[str, RankLayout]],
+        world_size: int | None,
+        rank_offset: int,
+        requires: Requirement,
+        grids: Mapping[str, Any],
+    ) -> Self:
+        """Make a set of grids in the places that `place` gives them."""
         arguments, layouts = _split(grids)
-        world_size = world.world_size(world_size)
-        placed = colocate(layouts, world_size, rank_offset)
-        return cls(placed, requires="colocated", world_size=world_size, **arguments)
+        total = world.world_size(world_size)
+        placed = place(layouts, total, rank_offset)
+        return cls(placed, requires=requires, world_size=total, **arguments)
 
     # ---- grids ----------------------------------------------------------------------------------
 
@@ -230,10 +218,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def __len__(self) -> int:
         return len(self._grids)
 
+    __eq__ = object.__eq__  # an owner, not a value
     __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other  # an owner, not a value
 
     @property
     def world_size(self) -> int:
@@ -292,11 +278,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     # ---- transfers between grids ----------------------------------------------------------------
 
     def mapping(
-        self,
-        source: str,
-        target: str,
-        along: str | None = "dp",
-        **roles: Unpack[DimRoles],
+        self, source: str, target: str, along: str | None = "dp", **roles: Any
     ) -> RankMapping:
         """Return the messages between the ranks of two grids; arguments as for `RankMapping`.
 
@@ -305,7 +287,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> grids.mapping("encoder", "llm").kind
             'fan-out'
         """
-        return RankMapping(self[source].layout, self[target].layout, along, **roles)
+        return RankMapping(self[source], self[target], along, **roles)
 
     def transfer(
         self,
@@ -316,8 +298,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         *,
         out: Tensor | None = None,
         verify: bool | None = None,
-        along: str | None = "dp",
-        **roles: Unpack[DimRoles],
+        **roles: Any,
     ) -> Tensor | None:
         """Move a tensor from one grid to another; every rank of both stages calls it.
 
@@ -328,15 +309,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
             groups: See there.
             out: See there.
             verify: See there.
-            along: As for `mapping`.
-            roles: Further arguments of `mapping`: `batch_axis`, `shards`, ...
+            roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
         Returns:
             The received tensor on a rank of the target, else None.
 
         Raises:
             UnknownDimError: The set has no such grid.
-            HyperCommError: See `mapping` and `hypercomm.transfer`.
+            HyperCommError: See `RankMapping` and `hypercomm.transfer`.
 
         Example:
             >>> import torch
@@ -345,7 +325,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     grids.transfer("train", "infer", torch.tensor([1, 2])).tolist()
             [1]
         """
-        mapping = self.mapping(source, target, along, **roles)
+        mapping = self.mapping(source, target, **roles)
         return transfer(mapping, tensor, groups, out=out, verify=verify)
 
     # ---- process groups -------------------------------------------------------------------------
@@ -353,10 +333,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def create_pgs(
         self,
         requests: Mapping[str, Iterable[Dims | GroupArguments]],
-        *,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        share: Share | None = None,
+        **keywords: Unpack[SharedKeywords],
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
@@ -367,9 +344,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Args:
             requests: For the name of each grid what its `create_pgs` takes.
-            backend: As for `HyperCommGrid.create_pgs`, as are the other two.
-            timeout: Of each group, and for the whole call.
-            share: Whether keys may have one group.
+            keywords: `backend`, `timeout` and `share`, as for `HyperCommGrid.create_pgs`; the
+                timeout is also that of the whole call.
 
         Returns:
             For each name what `HyperCommGrid.create_pgs` returns: a group for each request, None
@@ -394,34 +370,25 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 f"requests must map names of grids to lists of dims, as in "
                 f"{{{next(iter(self))!r}: ['tp', ['dp', 'cp']]}}, got {shown(requests)}"
             )
+        check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
             self[name]._owner.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}
-        defaults: SharedKeywords = {"backend": backend, "timeout": timeout, "share": share}
         scope, batches = self._scope(names), dict[str, Batch]()
         try:
             with refusing(scope):
                 for name in names:
-                    batch = Batch(self[name]._owner, self._specs(name, requests[name], defaults))
+                    specs = self[name]._specs(requests[name], keywords)
+                    check_once(specs)
+                    batches[name] = batch = Batch(self[name]._owner, specs)
                     batch.reserve()
-                    batches[name] = batch
         except BaseException:
             for batch in batches.values():
                 batch.release()
             raise
-        return create_batches(scope, CREATE, batches, limit_of(timeout))
-
-    def _specs(
-        self, name: str, wanted: Iterable[Dims | GroupArguments], defaults: SharedKeywords
-    ) -> list[GroupSpec]:
-        try:
-            specs = self[name]._specs(wanted, defaults)
-            check_once(specs)
-        except HyperCommError as error:
-            raise type(error)(f"requests of grid {name!r}: {error}") from error
-        return specs
+        return create_batches(scope, CREATE, batches, limit_of(keywords.get("timeout")))
 
     def _scope(self, names: Iterable[str]) -> Scope:
         """Return the scope of the calls that the ranks of some grids make together."""
@@ -432,51 +399,13 @@ class GridSet(Mapping[str, HyperCommGrid]):
         agreement = self._agreements[ranks]
         return agreement.scope(current(), "calls of a set")
 
-    def connect(
-        self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
-    ) -> Connections:
-        """Connect all process groups that the grids have, before the first step needs them.
-
-        Every rank of the grids must call this. They wait for each other once, and then connect
-        the groups of each grid as `HyperCommGrid.connect` does, which documents the arguments and
-        the state after a failure. A group that several grids share counts once.
-
-        Raises:
-            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), GridSet.tile(encoder="tp=2", llm="tp=2,dp=3") as grids:
-            ...     _ = grids.create_pgs({"encoder": ["tp"], "llm": ["tp", "dp"]})
-            ...     print([(row.title, row.ranks) for row in grids.connect()])
-            [('encoder: tp', (0, 1))]
-        """
-        from hypercomm.grid.connect import connect
-
-        return connect(self._grids, self._scope(self), pipelines, timeout)
-
-    def verify(self, timeout: timedelta | None = None) -> None:
-        """Check, grid by grid, that all its ranks have planned the same process groups.
-
-        Every rank of the grids must call this; each waits for the others.
-
-        Args:
-            timeout: How long to wait for each grid; default: the timeout of WORLD.
-
-        Raises:
-            PlanMismatchError, GroupCreationTimeout: As for `HyperCommGrid.verify`.
-        """
-        check_timeout(timeout)
-        for name in self.grids_of():
-            self[name].verify(timeout)
-
     # ---- life cycle -----------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Destroy the groups of all grids, the last grid first; may be called twice.
 
         Raises:
-            Exception: The error of the first grid that failed, after all have been destroyed.
+            Exception: The error of the last grid that failed, after all have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
 
@@ -485,14 +414,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         self._for_each(HyperCommGrid.abort)
 
     def _for_each(self, end: Callable[[HyperCommGrid], None]) -> None:
-        errors: list[BaseException] = []
-        for grid in reversed(self._grids.values()):
-            try:
-                end(grid)
-            except BaseException as error:  # noqa: BLE001 - the others must go too
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # calls all of them, the last one first
+            for grid in self.values():
+                stack.callback(end, grid)
 
     def __enter__(self) -> Self:
         for grid in self.values():
@@ -508,20 +432,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return f"GridSet of {self._placement}"
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(f"  {line}" for line in aligned(self._rows()))])
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        """Return name, sizes and ranks of each grid, and the position of the calling rank."""
-        try:
-            rank = world.rank()
-        except HyperCommError:
-            rank = -1
         rows = []
         for name, layout in self.layouts.items():
-            at = format_coords(layout.coords(rank)) if rank in layout else ""
-            here = f"this is rank {rank}, at {at}" if at else ""
-            rows.append((name, str(layout), f"ranks {format_ranks(sorted(layout.ranks))}", here))
-        return rows
+            here = position_in(layout)
+            ranks = f"ranks {format_ranks(sorted(layout.ranks))}"
+            rows.append((name, str(layout), ranks, here if ", at " in here else ""))
+        return "\n  ".join([repr(self), *aligned(rows)])
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
         raise TypeError(
@@ -530,52 +446,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
         )
 
 
-def _split(given: Mapping[str, Any]) -> tuple[SetArguments, dict[str, str | RankLayout]]:
+def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Split the keywords of a call into the arguments of the set and the sizes of the grids."""
     known = SetArguments.__annotations__
     arguments = {name: value for name, value in given.items() if name in known}
-    sizes = {name: value for name, value in given.items() if name not in known}
-    return cast("SetArguments", arguments), sizes
-
-
-def _placed(
-    grids: Mapping[str, Sizes | HyperCommGrid], world_size: int
-) -> dict[str, RankLayout | HyperCommGrid]:
-    """Return a layout or a grid for each name; a grid must be alive and of this world."""
-    placed: dict[str, RankLayout | HyperCommGrid] = {}
-    for name, given in check_names(grids).items():
-        if not isinstance(given, HyperCommGrid):
-            try:
-                placed[name] = read_layout(given, world_size=world_size)
-            except (LayoutError, WorldSizeError) as error:
-                raise type(error)(f"grid {name!r}: {error}") from error
-            continue
-        title, size = f"grid {name!r} ({given.layout})", given._state.world_size
-        if given.is_destroyed:
-            raise GridDestroyedError(f"{title} was destroyed; build a new one")
-        if size != world_size:
-            raise WorldSizeError(
-                f"{title} was made for a world of {size} ranks, but that of this set has "
-                f"{world_size}; give both the same world_size"
-            )
-        placed[name] = given
-    return placed
-
-
-def _check_overrides(
-    overrides: Mapping[str, GridArguments], grids: Mapping[str, RankLayout | HyperCommGrid]
-) -> None:
-    """Raise unless `overrides` has arguments of grids that the set makes."""
-    if not isinstance(overrides, Mapping):
-        raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
-    for name, own in overrides.items():
-        if name not in grids:
-            raise UnknownDimError(f"overrides: {_unknown(name, grids).args[0]}")
-        if isinstance(grids[name], HyperCommGrid):
-            raise GroupOptionsError(
-                f"overrides names grid {name!r}, which exists and keeps its own arguments"
-            )
-        check_keywords(f"overrides of grid {name!r}", own, GridArguments.__annotations__)
+    return arguments, {name: value for name, value in given.items() if name not in known}
 
 
 def _unknown(name: object, grids: Iterable[str]) -> UnknownDimError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, combinations
 from typing import Literal, TypeVar
@@ -203,6 +204,15 @@ class Placement:
         return "; ".join(lines)
 
 
+@contextlib.contextmanager
+def naming(grid: str) -> Iterator[None]:
+    """Add the name of a grid to an error about its sizes."""
+    try:
+        yield
+    except (LayoutError, WorldSizeError) as error:
+        raise type(error)(f"grid {grid!r}: {error}") from error
+
+
 def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     """Check the names of several grids."""
     if not isinstance(layouts, Mapping) or not layouts:
@@ -222,10 +232,8 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
     """Return the sizes of a layout that can be moved; one may be unspecified."""
     if not isinstance(given, RankLayout):
-        try:
+        with naming(name):
             return read_sizes(given)
-        except LayoutError as error:
-            raise LayoutError(f"grid {name!r}: {error}") from error
     if not isinstance(given.ranks, range):
         raise LayoutError(
             f"grid {name!r} ({given}) has ranks with gaps, or in their own order, and cannot "
@@ -240,10 +248,8 @@ def _placed(
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
         raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
-    try:
+    with naming(name):
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
-    except (LayoutError, WorldSizeError) as error:
-        raise type(error)(f"grid {name!r}: {error}") from error
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:

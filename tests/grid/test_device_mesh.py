@@ -225,7 +225,7 @@ def test_left_out_ranks(ranks):
 def test_listed_grid_there_and_back(ranks):
     layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
     for rank in ranks:
-        with fake_world(6, rank), HyperCommGrid.from_layout(layout) as grid:
+        with fake_world(6, rank), HyperCommGrid(layout) as grid:
             for dim in layout.dim_names:
                 grid.create_pg(dim)
             assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == layout

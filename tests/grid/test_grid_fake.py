@@ -49,7 +49,7 @@ def test_membership(data):
     dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
     spare = data.draw(st.integers(0, 3))
     world_size = layout.rank_offset + layout.size + spare
-    with fake_world(world_size, rank), HyperCommGrid.from_layout(layout) as grid:
+    with fake_world(world_size, rank), HyperCommGrid(layout) as grid:
         group = grid.create_pg(dims)
         assert dist.get_process_group_ranks(group) == numpy_group(layout, dims, rank)
         assert list(grid.group_ranks(dims)) == numpy_group(layout, dims, rank)

@@ -47,7 +47,8 @@ def tiled(creation):
     with GridSet.tile(**SIZES, creation=creation) as grids:
         created = grids.create_pgs({"llm": ["pp", ["tp", "pp"]], "encoder": ["tp", "dp"]})
         sums = sums_of(created)
-        grids.verify()
+        for name in grids.grids_of():
+            grids[name].verify()
         held = sum(group is not None for groups in created.values() for group in groups)
         new = len(registered()[0]) - len(before[0])
     return sums, (held, new), registered() == before, grids.grids_of()

@@ -57,7 +57,7 @@ def views_of(draw, layout):
 
 
 def grid_of(layout):
-    return HyperCommGrid.from_layout(layout, world_size=layout.last_rank + 1)
+    return HyperCommGrid(layout, world_size=layout.last_rank + 1)
 
 
 # Whatever the view, of a dense, shifted or listed layout, its groups are numpy's, in numpy's order,

@@ -39,8 +39,8 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
-from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
+from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_flag, as_offset, as_world_size
 from hypercomm.layout.parsing import OPEN, as_size, close_sizes
@@ -99,8 +99,8 @@ def megatron_grids(
         requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
             that no rank is left over ("disjoint" after an offset), else "colocated", or
             "disjoint" with `beside`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
-            as for `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
+            `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
