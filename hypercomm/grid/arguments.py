@@ -86,16 +86,21 @@ class GridOptions:
     verify: bool = attrs.field(converter=as_verified)
 
     def __attrs_post_init__(self) -> None:
-        if self.creation != "auto":
-            check_choice("creation", self.creation, CREATIONS)
-        if self.share != "never":
-            check_choice("share", self.share, SHARES)
+        check_choices(self.creation, self.share)
         if self.backend is not None:
             check_known(self.backend)
         if self.lazy_init is not None:
             check_lazy_init(self.lazy_init)
         if self.name is not None:
             check_name(self.name)
+
+
+def check_choices(creation: object, share: object) -> None:
+    """Raise unless a way to create groups and one to share them exist; None is the grid's."""
+    if creation not in (None, "auto"):
+        check_choice("creation", creation, CREATIONS)
+    if share not in (None, "never"):
+        check_choice("share", share, SHARES)
 
 
 def check_name(name: object) -> None:

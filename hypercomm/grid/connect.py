@@ -86,25 +86,28 @@ def connect(
         edges = f"{CALL} with edges along {', '.join(along) or 'no dim'}"
         return [edges, *(spec.describe() for spec, _ in groups.values())]
 
+    rows: list[Connection] = []
+    met = agree(scope, CALL, entries, limit_s)
+    if rank not in scope.ranks:
+        return rows
+    if not _is_live():
+        met.get()
+        return [item.row for item in items]
+    left_s = max(1.0, limit_s - (time.monotonic() - begin))
+    second = attrs.evolve(scope, path=f"{scope.path} connect")
+    title = f"{CALL} of each group"
     try:
-        met = agree(scope, CALL, entries, limit_s)
-        if rank not in scope.ranks:
-            return []
-        if not _is_live():
-            met.get()
-            return [item.row for item in items]
-        left_s = max(1.0, limit_s - (time.monotonic() - begin))
-        second = attrs.evolve(scope, path=f"{scope.path} connect")
-        title = f"{CALL} of each group"
-        try:
-            done = together(
-                second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items)
-            )
-        finally:
-            met.get()  # raises what interrupted this rank then: the others had its consent
-        return done.get()
+        done = together(
+            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items, rows)
+        )
     except GroupCreationTimeout as error:
-        raise _with_groups(error, groups, rank) from error
+        if len(rows) < len(items):
+            error.group = items[len(rows)].row.title
+            error.args = (f"{error}; rank {rank} was connecting {error.group}",)
+        raise
+    finally:
+        met.get()  # raises what interrupted this rank then: the others had its consent
+    return done.get()
 
 
 def _read_pipelines(pipelines: str | Iterable[str], grid: GridView) -> tuple[str, ...]:
@@ -118,24 +121,6 @@ def _read_pipelines(pipelines: str | Iterable[str], grid: GridView) -> tuple[str
                 f"{did_you_mean(name, known)}"
             )
     return tuple(name for name in names if name in known)
-
-
-def _with_groups(error: GroupCreationTimeout, groups: _Titled, rank: int) -> GroupCreationTimeout:
-    """Add the groups of the first missing rank to an error."""
-    of_missing = {
-        title: spec.groups.of(error.missing[0])
-        for title, (spec, _) in groups.items()
-        if error.missing and spec.groups.group_size > 1 and spec.groups.has_member(error.missing[0])
-    }
-    listed = ", ".join(f"{title} of ranks {ranks}" for title, ranks in of_missing.items())
-    common = [title for title, ranks in of_missing.items() if rank in ranks]
-    return GroupCreationTimeout(
-        f"{error}; rank {error.missing[0]} is in {listed}" if listed else str(error),
-        missing=error.missing,
-        absent=error.absent,
-        waited=error.waited,
-        group=common[0] if common else "",
-    )
 
 
 # ---- communicators and edges --------------------------------------------------------------------
@@ -178,13 +163,18 @@ class _Item:
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
 
-def _connect_all(call: Call[Any], items: list[_Item]) -> list[Connection]:
+def _connect_all(call: Call[Any], items: list[_Item], rows: list[Connection]) -> list[Connection]:
     """Connect items one after the other, in a thread that may hang in a collective.
+
+    Args:
+        call: The call.
+        items: What to connect.
+        rows: Receives what is connected, so that the caller knows where a thread hangs.
 
     Raises:
         ConnectionFailedError: A collective failed.
     """
-    device, rows = c10d.current_device(), list[Connection]()
+    device = c10d.current_device()
 
     def connect_each() -> list[Connection]:
         with c10d.on_device(device):  # each thread has its own current device

@@ -148,9 +148,9 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
         )
     ranks = mesh.mesh.numpy()
     in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
-    if ranks.ndim > 1 and not in_order:
-        _check_ascending(ranks, names)
-    layout = _layout_of(ranks, names)
+    if not (ranks.ndim == 1 or in_order or _is_ascending(ranks)):
+        raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
+    layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())
     if mesh.get_coordinate() is None:
         return layout, None
     groups = {name: mesh.get_group(name) for name in names}
@@ -162,35 +162,6 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
                 f"{list(wanted)} there{_SORTED if found == sorted(wanted) else ''}"
             )
     return layout, groups
-
-
-def _check_ascending(ranks: NDArray[np.int64], names: Sequence[str]) -> None:
-    """Raise on all ranks of a mesh if torch has sorted any of its groups.
-
-    A mesh of one dim needs no check here: all of its ranks see its only group.
-    """
-    for axis, name in enumerate(names):
-        lines = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
-        permuted = lines[(np.diff(lines, axis=1) < 0).any(axis=1)]
-        if len(permuted):
-            raise LayoutError(
-                f"the ranks of the mesh are permuted: {shown(ranks.tolist())}, so that dim "
-                f"{name!r} has {shown(permuted[0].tolist())} somewhere{_SORTED}"
-            )
-
-
-def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
-    """Return the layout of a mesh, with the dim first that varies fastest."""
-    axes = list(reversed(range(ranks.ndim)))
-    if _is_ascending(ranks):
-        first, sizes = ranks.flat[0], enumerate(ranks.shape)
-        steps = [int(ranks.take(min(1, size - 1), axis).flat[0] - first) for axis, size in sizes]
-        axes.sort(key=lambda axis: next(filter(None, steps[axis:]), 0))  # of size 1: as the next
-    return RankLayout(
-        [ranks.shape[axis] for axis in axes],
-        [names[axis] for axis in axes],
-        ranks=ranks.transpose(axes[::-1]).ravel().tolist(),
-    )
 
 
 def _is_ascending(ranks: NDArray[np.int64]) -> bool:

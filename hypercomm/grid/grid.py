@@ -26,8 +26,6 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError
 from hypercomm.grid.arguments import (
-    CREATIONS,
-    SHARES,
     Cover,
     Creation,
     GivenSizes,
@@ -37,6 +35,7 @@ from hypercomm.grid.arguments import (
     Share,
     SharedKeywords,
     Sizes,
+    check_choices,
     check_cover,
     check_dims,
     check_keywords,
@@ -50,7 +49,6 @@ from hypercomm.layout.checks import (
     as_ordered,
     as_ranks,
     as_world_size,
-    check_choice,
     check_duration,
     world_too_small,
 )
@@ -64,7 +62,7 @@ from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
 from hypercomm.process_groups.create import abort, destroy
 from hypercomm.process_groups.explain import Explanation
-from hypercomm.process_groups.job import Job, current, current_or_none
+from hypercomm.process_groups.job import current, current_or_none
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
 from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
@@ -109,7 +107,6 @@ class GridState:
         lender: The state of `share_with`, kept alive.
         device_type: The device type of the DeviceMesh that the grid was made of.
         gave_meshes: Whether a DeviceMesh holds groups of the grid.
-        job: The last job that was found to be large enough for the grid.
     """
 
     views: Views
@@ -119,7 +116,6 @@ class GridState:
     lender: GridState | None = None
     device_type: str | None = None
     gave_meshes: bool = False
-    job: Job | None = None
 
     def warn_of_live(self) -> None:
         """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
@@ -576,7 +572,7 @@ class GridView:
         """Return the key, and the view that was asked for, which may share the dims."""
         state = self._state
         state.owner.check_alive()
-        if dist.group.WORLD is None and state.job is not None:
+        if dist.group.WORLD is None and state.owner.job is not None:
             c10d.world_group()  # raises: the job that the grid was made in has ended
         if name is not None:
             check_name(name)
@@ -593,10 +589,7 @@ class GridView:
         state, options = self._state, self._state.options
         key, view = self._key((dims, *more) if more else dims, given.get("name"), given.get("view"))
         share, creation = given.get("share"), given.get("creation")
-        if share is not None:
-            check_choice("share", share, SHARES)
-        if creation is not None:
-            check_choice("creation", creation, CREATIONS)
+        check_choices(creation, share)
         backend, lazy_init = given.get("backend"), given.get("lazy_init")
         wanted = GroupOptions(
             options.backend if backend is None else backend,
@@ -607,11 +600,11 @@ class GridView:
             creation,
         )
         base, job = state.views.base, current_or_none()
-        if job is not None and job is not state.job:
-            self._owner.check_numbers(job)
+        if job is not None:
+            if job is not state.owner.job:
+                state.owner.check_numbers(job)
             if base.last_rank >= job.size:
                 raise world_too_small(f"the grid {base}", base.last_rank, job.size)
-            state.job = job
         return specify(
             *(key, view, base, given.get("derive"), wanted, share or options.share),
             *(options.creation, job),
@@ -930,8 +923,7 @@ class HyperCommGrid(GridView):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else share_with._state
         owner = _owner_of(layout, options, Pool(None if lender is None else lender.owner.pool))
-        job = owner.job if owner.job is not None and owner.job.size == total else None
-        super().__init__(GridState(Views(layout), owner, options, total, lender, job=job), None)
+        super().__init__(GridState(Views(layout), owner, options, total, lender), None)
         weakref.finalize(self, self._state.warn_of_live).atexit = False
 
     @classmethod

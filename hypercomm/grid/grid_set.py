@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -24,7 +24,6 @@ from hypercomm.layout import RankLayout, RankMapping, read_layout
 from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
-    Kind,
     Placement,
     Requirement,
     check_names,
@@ -120,9 +119,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
                     **arguments,
                 )
             self._grids[label] = latest
-        self._placement.require(requires)
+        self.placement.require(requires)
         self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
-        self._agreements: dict[tuple[int, ...], GridAgreement] = {}
 
     def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
         """Return a grid that was made before, which must be alive and of this world."""
@@ -161,7 +159,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Example:
             >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp,pp=2")
-            >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement
+            >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement.kind
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
         requires = requires or ("disjoint" if rank_offset else "tiled")
@@ -178,14 +176,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
             rank_offset: The first rank of all grids.
             grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
                 first grid without one, or from the world if there is none. If all sizes are given,
-                ranks of the world may be left over: see `spare_ranks`.
+                ranks of the world may be left over: see `placement.spare_ranks`.
 
         Raises:
             LayoutError, WorldSizeError: As for the class, or sizes differ.
 
         Example:
             >>> grids = GridSet.colocated(8, training="tp=2,dp=4", inference="tp=4,dp")
-            >>> [str(grid.layout) for grid in grids.values()], grids.placement
+            >>> [str(grid.layout) for grid in grids.values()], grids.placement.kind
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
         return cls._place(colocate, world_size, rank_offset, "colocated", grids)
@@ -252,28 +250,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return tuple(name for name, grid in self.items() if rank in grid.layout)
 
     @property
-    def _placement(self) -> Placement:
-        """How the grids lie now: each may have been reshaped to other ranks."""
+    def placement(self) -> Placement:
+        """How the grids lie now: `placement.kind`, `overlaps` and `spare_ranks`."""
         return Placement(self.layouts, self._world_size)
-
-    @property
-    def placement(self) -> Kind:
-        """How the grids lie.
-
-        "tiled": each rank of the world is in exactly one; "disjoint": in at most one;
-        "colocated": several grids hold the same ranks; "overlapping": none of these.
-        """
-        return self._placement.kind
-
-    @property
-    def overlaps(self) -> Mapping[tuple[str, str], Sequence[int]]:
-        """The ranks that two grids share, ascending, by their names; only pairs that share any."""
-        return self._placement.overlaps
-
-    @property
-    def spare_ranks(self) -> tuple[int, ...]:
-        """The ranks of the world that no grid holds, ascending."""
-        return self._placement.spare_ranks
 
     # ---- transfers between grids ----------------------------------------------------------------
 
@@ -393,10 +372,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def _scope(self, names: Iterable[str]) -> Scope:
         """Return the scope of the calls that the ranks of some grids make together."""
         ranks = tuple(sorted({rank for name in names for rank in self[name].layout.ranks}))
-        if ranks not in self._agreements:
-            layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-            self._agreements[ranks] = GridAgreement(layout, self._label, None)
-        agreement = self._agreements[ranks]
+        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
+        agreement = GridAgreement(layout, self._label, None)
         return agreement.scope(current(), "calls of a set")
 
     # ---- life cycle -----------------------------------------------------------------------------
@@ -429,7 +406,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     # ---- text -----------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"GridSet of {self._placement}"
+        return f"GridSet of {self.placement}"
 
     def __str__(self) -> str:
         rows = []

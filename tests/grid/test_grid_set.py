@@ -183,9 +183,9 @@ def test_explicit_places():
         llm = HyperCommGrid([2, 2], ["tp", "dp"], 0, name="own")
         grids = GridSet({"llm": llm, "tail": whole.select(pp=1)})
         assert grids["llm"] is llm
-        assert grids.placement == "overlapping"
-        assert grids.overlaps == {("llm", "tail"): (2, 3)}
-        assert grids.spare_ranks == (4, 5)
+        assert grids.placement.kind == "overlapping"
+        assert grids.placement.overlaps == {("llm", "tail"): (2, 3)}
+        assert grids.placement.spare_ranks == (4, 5)
         assert grids.grids_of() == ("llm", "tail")
         with grids:
             grids.create_pgs({"llm": ["tp"], "tail": ["dp"]})

@@ -79,7 +79,7 @@ def overlapping():
     }
     with GridSet(layouts) as grids:
         sums = sums_of(grids.create_pgs({"low": ["tp", "dp"], "high": ["cp", "dp"]}))
-        return sums, {pair: list(ranks) for pair, ranks in grids.overlaps.items()}
+        return sums, {pair: list(ranks) for pair, ranks in grids.placement.overlaps.items()}
 
 
 # Grids that share some ranks: the shared ones take part in both, and nobody waits for ever.
