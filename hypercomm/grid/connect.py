@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import (
-    CreationError,
-    GroupCreationTimeout,
-    HyperCommError,
-    UnknownDimError,
-)
-from hypercomm.layout.checks import as_names
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.errors import CreationError, GroupCreationTimeout, HyperCommError
+from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import (
     Call,
@@ -65,7 +59,7 @@ class Connection:
 
 
 def connect(
-    grid: GridView, scope: Scope, pipelines: str | Iterable[str], timeout: timedelta | None
+    grid: GridView, scope: Scope, pipelines: Dims | None, timeout: timedelta | None
 ) -> list[Connection]:
     """Connect the groups of a grid that exist, as `HyperCommGrid.connect` documents.
 
@@ -76,7 +70,10 @@ def connect(
         timeout: For the whole call; default: the timeout of WORLD.
     """
     check_timeout(timeout)
-    along, limit_s = _read_pipelines(pipelines, grid), limit_of(timeout)
+    limit_s = limit_of(timeout)
+    along: tuple[str, ...] = ("pp",)
+    if pipelines is not None:
+        along = grid._order(pipelines) if pipelines else ()
     rank, begin = scope.job.rank, time.monotonic()
     with refusing(scope):
         groups = _in_order(grid)
@@ -108,19 +105,6 @@ def connect(
     finally:
         met.get()  # raises what interrupted this rank then: the others had its consent
     return done.get()
-
-
-def _read_pipelines(pipelines: str | Iterable[str], grid: GridView) -> tuple[str, ...]:
-    """Return the names of the dims; "pp" is left out if the grid has no such dim."""
-    names = as_names((pipelines,) if isinstance(pipelines, str) else pipelines, "pipeline")
-    known = [dim for layout in (grid.layout, *grid.views.values()) for dim in layout.dim_names]
-    for name in names:
-        if name not in known and name != "pp":
-            raise UnknownDimError(
-                f"unknown dim {shown(name)} in pipelines; the grid has {shown(known)}"
-                f"{did_you_mean(name, known)}"
-            )
-    return tuple(name for name in names if name in known)
 
 
 # ---- communicators and edges --------------------------------------------------------------------

@@ -628,7 +628,7 @@ class GridView:
     # ---- a running job --------------------------------------------------------------------------
 
     def connect(
-        self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
+        self, *, pipelines: Dims | None = None, timeout: timedelta | None = None
     ) -> list[Connection]:
         """Connect all process groups that exist, before the first step needs them.
 
@@ -645,8 +645,8 @@ class GridView:
         group's own timeout.
 
         Args:
-            pipelines: Dims whose neighbours are connected, in the groups over each of them alone.
-                "pp" is ignored if there is no such dim; () stands for none.
+            pipelines: Dims whose neighbours are connected, in the groups over each of them alone;
+                () stands for none. Default: "pp", also in views.
             timeout: For the whole call; default: the timeout of WORLD.
 
         Returns:
@@ -1066,10 +1066,9 @@ class HyperCommGrid(GridView):
         owner, state = self._owner, self._state
         owner.check_alive()
         check_timeout(timeout)
-        is_live = ranks is not None and current_or_none() is not None
-        total = world.world_size(None if is_live else state.world_size)
-        left = None if ranks is None else as_ranks(ranks, "ranks", total)
         job = current_or_none()
+        total = state.world_size if job is None or ranks is None else job.size
+        left = None if ranks is None else as_ranks(ranks, "ranks", total)
         with reshaping(owner):
             scope = None
             if job is not None:
