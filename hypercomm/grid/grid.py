@@ -24,7 +24,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError
+from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import (
     Cover,
     Creation,
@@ -79,15 +79,11 @@ logger = logging.getLogger(__name__)
 
 _WRITE = {
     "barrier": "grid[dims].barrier()",
-    "device_type": "grid.device_mesh().device_type",
-    "get_all_groups": "grid.pgs",
     "get_coordinate": "grid.coords()",
     "get_group": "grid[dim].group",
     "get_local_rank": "grid[dim].rank",
-    "get_rank": "torch.distributed.get_rank()",
     "mesh": "grid.device_mesh().mesh",
     "mesh_dim_names": "grid.dim_names, where the first dim varies fastest",
-    "ndim": "len(grid.dim_names)",
 }
 """Replacements for names that people look for, most of them those of a DeviceMesh."""
 
@@ -577,6 +573,9 @@ class GridView:
         if name is not None:
             check_name(name)
         view = self._view if view is None else view
+        if view is None:
+            with contextlib.suppress(UnknownDimError):  # else `find` says which view has the dims
+                return GroupKey(state.views.base.order_dims(dims), name), None
         found, ordered = state.views.find(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
         return key, None if view is None else state.views.asked(view)
@@ -585,11 +584,11 @@ class GridView:
         self, call: str, dims: Dims, more: tuple[Dims, ...], given: GroupKeywords
     ) -> GroupSpec:
         """Check the arguments of a call, and complete them with the options of the grid."""
-        check_keywords(call, given, GroupKeywords.__annotations__)
+        if given:
+            check_keywords(call, given, GroupKeywords.__annotations__)
+            check_choices(given.get("creation"), given.get("share"))
         state, options = self._state, self._state.options
         key, view = self._key((dims, *more) if more else dims, given.get("name"), given.get("view"))
-        share, creation = given.get("share"), given.get("creation")
-        check_choices(creation, share)
         backend, lazy_init = given.get("backend"), given.get("lazy_init")
         wanted = GroupOptions(
             options.backend if backend is None else backend,
@@ -597,7 +596,7 @@ class GridView:
             given.get("pg_options"),
             given.get("group_desc"),
             options.lazy_init if lazy_init is None else lazy_init,
-            creation,
+            given.get("creation"),
         )
         base, job = state.views.base, current_or_none()
         if job is not None:
@@ -606,8 +605,8 @@ class GridView:
             if base.last_rank >= job.size:
                 raise world_too_small(f"the grid {base}", base.last_rank, job.size)
         return specify(
-            *(key, view, base, given.get("derive"), wanted, share or options.share),
-            *(options.creation, job),
+            *(key, view, base, given.get("derive"), wanted),
+            *(given.get("share") or options.share, options.creation, job),
         )
 
     def _specs(
@@ -916,8 +915,9 @@ class HyperCommGrid(GridView):
             check_dims("HyperCommGrid", dims, HyperCommGrid.__init__.__annotations__)
         total = world.world_size() if world_size is None else as_world_size(world_size)
         layout = read_layout(shape, dim_names, rank_offset, total, **dims)
-        is_written = dim_names is None and isinstance(shape, (str, Mapping, type(None)))
-        check_cover(layout, total, cover, is_written=is_written and not rank_offset)
+        if cover is not None or layout.size < total:
+            is_written = dim_names is None and isinstance(shape, (str, Mapping, type(None)))
+            check_cover(layout, total, cover, is_written=is_written and not rank_offset)
         options = GridOptions(backend, name, creation, share, lazy_init, verify)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")

@@ -798,7 +798,8 @@ def read_layout(
             sizes = sizes_of_environment()
             if sizes is None:
                 raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
-        given, offset = read_sizes(sizes, dim_names, dims), as_offset(rank_offset)
+        given = read_sizes(sizes, dim_names, dims)
+        offset = as_offset(rank_offset) if rank_offset else 0
         if OPEN in given.values() or world_size is None:
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""
