@@ -135,20 +135,13 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     @classmethod
     def tile(
-        cls,
-        world_size: int | None = None,
-        /,
-        *,
-        rank_offset: int = 0,
-        requires: Requirement | None = None,
-        **grids: Any,
+        cls, world_size: int | None = None, /, *, requires: Requirement = "tiled", **grids: Any
     ) -> Self:
         """Make a set of grids that lie one after the other, in the order given.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-            rank_offset: The first rank of the first grid.
-            requires: Default: "tiled", or "disjoint" with an offset.
+            requires: "disjoint" allows ranks of the world to be left over.
             grids: For the name of each grid its sizes as text, or a layout without gaps. One size
                 of all may be unspecified (-1, or a dim alone): it takes what the others leave.
                 The arguments of the class, such as `name` and `backend`, are keywords here too;
@@ -162,18 +155,16 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement.kind
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
-        requires = requires or ("disjoint" if rank_offset else "tiled")
-        return cls._place(tile, world_size, rank_offset, requires, grids)
+        arguments, layouts = _split(grids)
+        total = world.world_size(world_size)
+        return cls(tile(layouts, total), requires=requires, world_size=total, **arguments)
 
     @classmethod
-    def colocated(
-        cls, world_size: int | None = None, /, *, rank_offset: int = 0, **grids: Any
-    ) -> Self:
+    def colocated(cls, world_size: int | None = None, /, **grids: Any) -> Self:
         """Make a set of grids that all hold the same ranks.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-            rank_offset: The first rank of all grids.
             grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
                 first grid without one, or from the world if there is none. If all sizes are given,
                 ranks of the world may be left over: see `placement.spare_ranks`.
@@ -186,22 +177,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> [str(grid.layout) for grid in grids.values()], grids.placement.kind
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
-        return cls._place(colocate, world_size, rank_offset, "colocated", grids)
-
-    @classmethod
-    def _place(
-        cls,
-        place: Callable[[Mapping[str, Any], int, int], Mapping[str, RankLayout]],
-        world_size: int | None,
-        rank_offset: int,
-        requires: Requirement,
-        grids: Mapping[str, Any],
-    ) -> Self:
-        """Make a set of grids in the places that `place` gives them."""
         arguments, layouts = _split(grids)
         total = world.world_size(world_size)
-        placed = place(layouts, total, rank_offset)
-        return cls(placed, requires=requires, world_size=total, **arguments)
+        return cls(colocate(layouts, total), requires="colocated", world_size=total, **arguments)
 
     # ---- grids ----------------------------------------------------------------------------------
 

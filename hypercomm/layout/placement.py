@@ -12,7 +12,6 @@ import attrs
 
 from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import (
-    as_offset,
     as_world_size,
     check_choice,
     is_utf8,
@@ -32,14 +31,13 @@ Layouts = Mapping[str, str | Mapping[str, int] | RankLayout]
 """Sizes as text or by name, or a layout without gaps, for each grid."""
 
 
-def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, RankLayout]:
+def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Place layouts one after the other, in the order given.
 
     Args:
         layouts: Sizes, or a layout without gaps, by name. One size of all may be unspecified (-1,
             or a dim alone): it takes the ranks that the others leave.
         world_size: The number of ranks of the world.
-        rank_offset: The first rank of the first layout.
 
     Returns:
         The layouts in their places, by name.
@@ -58,19 +56,20 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
     known = [known_size(own) for own in sizes.values() if OPEN not in own.values()]
-    left = as_world_size(world_size) - as_offset(rank_offset) - sum(known)
+    left = as_world_size(world_size) - sum(known)
     check_one_open(
         [f"{dim} of {name}" for name, own in sizes.items() for dim in own if own[dim] == OPEN]
     )
     placed: dict[str, RankLayout] = {}
+    first = 0
     for name, own in sizes.items():
         room = left if OPEN in own.values() else known_size(own)
-        placed[name] = _placed(name, own, room, f"{left} are left", rank_offset)
-        rank_offset += placed[name].size
+        placed[name] = _placed(name, own, room, f"{left} are left", first)
+        first += placed[name].size
     return placed
 
 
-def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, RankLayout]:
+def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Place layouts on the same ranks.
 
     Args:
@@ -78,7 +77,6 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
             is inferred from the first layout without an unspecified size, or from the world if
             there is none.
         world_size: The number of ranks of the world.
-        rank_offset: The first rank of all of them.
 
     Returns:
         The layouts in their places, by name.
@@ -94,13 +92,12 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         ['tp=2,dp=4', 'tp=4,dp=2']
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    room = as_world_size(world_size) - as_offset(rank_offset)
-    why = f"{room} are left from rank {rank_offset} on"
+    room, why = as_world_size(world_size), ""
     for name, own in sizes.items():
         if OPEN not in own.values():
             room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
             break
-    return {name: _placed(name, own, room, why, rank_offset) for name, own in sizes.items()}
+    return {name: _placed(name, own, room, why) for name, own in sizes.items()}
 
 
 @attrs.frozen(slots=False)
@@ -243,7 +240,7 @@ def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, i
 
 
 def _placed(
-    name: str, sizes: Mapping[str, int], room: int, why: str, rank_offset: int
+    name: str, sizes: Mapping[str, int], room: int, why: str, rank_offset: int = 0
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:

@@ -62,8 +62,8 @@ def as_text(sizes, unknown=None, mark="{}=-1"):
 
 # Tiled layouts hold the ranks behind those of the layouts before, and one unspecified size
 # takes what the others leave, wherever it is.
-@given(st.lists(shapes(), min_size=1, max_size=4), st.integers(0, 5), st.data())
-def test_tile(every, offset, data):
+@given(st.lists(shapes(), min_size=1, max_size=4), st.data())
+def test_tile(every, data):
     sizes = [math.prod(own.values()) for own in every]
     texts = [as_text(own) for own in every]
     if data.draw(st.booleans()):
@@ -71,36 +71,28 @@ def test_tile(every, offset, data):
         unknown = data.draw(st.sampled_from(list(every[place])))
         mark = data.draw(st.sampled_from(["{}=-1", "{}"]))
         texts[place] = as_text(every[place], unknown, mark)
-    total = offset + sum(sizes)
-    placed = tile(dict(zip(NAMES, texts, strict=False)), total, offset)
-    starts = offset + np.cumsum([0, *sizes[:-1]])
+    total = sum(sizes)
+    placed = tile(dict(zip(NAMES, texts, strict=False)), total)
+    starts = np.cumsum([0, *sizes[:-1]])
     for layout, own, start, size in zip(placed.values(), every, starts, sizes, strict=True):
         assert dict(zip(layout.dim_names, layout.shape, strict=True)) == own
         assert ranks_of(layout) == set(range(start, start + size))
-    placement = Placement(placed, total)
-    assert placement.kind == ("disjoint" if offset else "tiled")
-    assert placement.spare_ranks == tuple(range(offset))
+    assert Placement(placed, total).kind == "tiled"
 
 
 # Colocated layouts hold the same ranks; unspecified sizes follow from the layouts that have none,
 # else from the world.
-@given(shapes(), shapes(), st.integers(0, 5), st.integers(0, 3), st.booleans())
-def test_colocate(one, other, offset, spare, is_closed):
+@given(shapes(), shapes(), st.integers(0, 3), st.booleans())
+def test_colocate(one, other, spare, is_closed):
     own, their = math.prod(one.values()), math.prod(other.values())
     size = math.lcm(own, their)
-    texts = {
-        "a": as_text(one) + f",x={size // own}",
-        "b": as_text(other) + ",x",
-    }
+    texts = {"a": as_text(one) + f",x={size // own}", "b": as_text(other) + ",x"}
     if not is_closed:
         texts["a"], spare = as_text(one) + ",x=-1", 0
-    placed = colocate(texts, offset + size + spare, offset)
-    assert [ranks_of(layout) for layout in placed.values()] == [
-        set(range(offset, offset + size))
-    ] * 2
-    placement = Placement(placed, offset + size + spare)
-    assert placement.kind == "colocated"
-    assert len(placement.spare_ranks) == offset + spare
+    placed = colocate(texts, size + spare)
+    assert [ranks_of(layout) for layout in placed.values()] == [set(range(size))] * 2
+    placement = Placement(placed, size + spare)
+    assert (placement.kind, len(placement.spare_ranks)) == ("colocated", spare)
 
 
 @st.composite
@@ -208,7 +200,6 @@ def test_explicit_places():
         (lambda: GridSet.tile(8, a="tp=4", b="dp=6"), WorldSizeError, "'b'.*10 ranks.* 8"),
         (lambda: GridSet.tile(8, a="tp=8", requires="all"), LayoutError, "'all'"),
         (lambda: GridSet.tile(0, a="tp"), LayoutError, "world_size"),
-        (lambda: GridSet.tile(8, a="tp", rank_offset=-1), LayoutError, "rank_offset"),
         (lambda: GridSet.colocated(8, a="tp=4", b="tp=8"), WorldSizeError, "'b'.* 8 .*'a' has 4"),
         (lambda: GridSet.colocated(8, a="tp,dp"), LayoutError, "'a'.*unspecified"),
         (
@@ -227,8 +218,7 @@ def test_refused_sets(make, error, words):
 
 # A part of the world will do where that is asked for.
 def test_part_of_the_world():
-    for options in ({"requires": "disjoint"}, {"rank_offset": 2}):
-        assert GridSet.tile(8, a="tp=4", **options)["a"].size == 4
+    assert GridSet.tile(8, a="tp=4", requires="disjoint")["a"].size == 4
 
 
 # ---- process groups -----------------------------------------------------------------------------
@@ -382,7 +372,8 @@ def test_transfer_between_modules():
 # The ranks of a grid know that they are in it, others are in none.
 @given(st.integers(0, 11))
 def test_grids_of(rank):
-    grids = GridSet.tile(12, a="tp=2,dp=2", b="tp=4", rank_offset=2)
+    places = {"a": RankLayout("tp=2,dp=2", rank_offset=2), "b": RankLayout("tp=4", rank_offset=6)}
+    grids = GridSet(places, world_size=12)
     wanted = ("a",) if 2 <= rank < 6 else ("b",) if 6 <= rank < 10 else ()
     assert grids.grids_of(rank) == wanted
     assume(rank == 0)
