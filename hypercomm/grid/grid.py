@@ -145,7 +145,7 @@ class GridView:
         self._state = state
         self._view = view
         self._dims: dict[object, GridDims] = {}
-        """The results of `__getitem__`, by the dims as the caller wrote them."""
+        """The results of `__getitem__`, by text or by dims in order."""
 
     # ---- attributes -----------------------------------------------------------------------------
 
@@ -289,17 +289,11 @@ class GridView:
         Raises:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
         """
-        try:
-            return self._dims[dims]
-        except (KeyError, TypeError):  # new, or a list
-            _, ordered = self._state.views.find(dims, self._view)
-        if ordered not in self._dims:
+        key = dims if isinstance(dims, str) else self._order(dims)
+        if key not in self._dims:
             # It gets another view object: a reference to this one would make a cycle.
-            self._dims[ordered] = GridDims(GridView(self._state, self._view), ordered)
-        found = self._dims[ordered]
-        if isinstance(dims, str):
-            self._dims[dims] = found
-        return found
+            self._dims[key] = GridDims(GridView(self._state, self._view), self._order(dims))
+        return self._dims[key]
 
     def __contains__(self, dim: object) -> bool:
         """Return whether the grid has a dim of this name, or a rank of this number."""
@@ -799,8 +793,7 @@ class GridView:
             >>> seed_of(0, "tp") == seed_of(2, "tp"), seed_of(0, "tp") == seed_of(1, "tp")
             (True, False)
         """
-        if as_int(base, "base") < 0:
-            raise LayoutError(f"base must be at least 0, got {base}")
+        base = as_int(base, "base", 0)
         coords = self.coords()
         ordered = self.layout.order_dims(dims) if dims else ()
         text = ",".join(f"{dim}={coords[dim]}" for dim in ordered)

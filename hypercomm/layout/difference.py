@@ -100,8 +100,8 @@ class LayoutDifference:
         >>> changes = difference(*layouts)
         >>> [change.before for change in changes.changes if change.result == "kept"]
         [('dp',), ('tp', 'cp'), ('tp', 'cp', 'dp')]
-        >>> changes.groups_kept, changes.groups_gone, changes.ranks_moved
-        (7, 12, 4)
+        >>> changes.groups_before, changes.groups_kept, changes.ranks_moved
+        (19, 7, 4)
     """
 
     before: RankLayout
@@ -112,26 +112,6 @@ class LayoutDifference:
     groups_kept: int
     ranks_shared: int
     ranks_moved: int
-
-    @property
-    def groups_gone(self) -> int:
-        """The number of groups that only the layout before has."""
-        return self.groups_before - self.groups_kept
-
-    @property
-    def groups_new(self) -> int:
-        """The number of groups that only the layout after has."""
-        return self.groups_after - self.groups_kept
-
-    @property
-    def ranks_gone(self) -> int:
-        """The number of ranks that only the layout before has."""
-        return self.before.size - self.ranks_shared
-
-    @property
-    def ranks_new(self) -> int:
-        """The number of ranks that only the layout after has."""
-        return self.after.size - self.ranks_shared
 
     @property
     def lost(self) -> Lost:
@@ -153,14 +133,16 @@ class LayoutDifference:
             >>> difference(*layouts).summary.partition("; ")[2]
             '0 of 4 shared ranks change coordinates, 4 are gone'
         """
-        shared = " shared" if self.ranks_gone or self.ranks_new else ""
+        gone, new = (one.size - self.ranks_shared for one in (self.before, self.after))
+        shared = " shared" if gone or new else ""
         ranks = f"{self.ranks_moved:,} of {self.ranks_shared:,}{shared} ranks change coordinates"
-        for count, what in ((self.ranks_gone, "gone"), (self.ranks_new, "new")):
+        for count, what in ((gone, "gone"), (new, "new")):
             ranks += f", {count:,} are {what}" * (count > 0)
         return (
             f"{_named(self.before)} to {_named(self.after)}: "
             f"{self.groups_kept:,} of {self.groups_before:,} groups are kept, "
-            f"{self.groups_gone:,} gone, {self.groups_new:,} new; {ranks}"
+            f"{self.groups_before - self.groups_kept:,} gone, "
+            f"{self.groups_after - self.groups_kept:,} new; {ranks}"
         )
 
     def __repr__(self) -> str:

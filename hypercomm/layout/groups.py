@@ -464,11 +464,6 @@ class Place:
     rank: int
 
     @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
-
-    @property
     def is_first(self) -> bool:
         """Whether the rank is the first of its group."""
         return self.rank == 0
