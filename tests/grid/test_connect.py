@@ -15,7 +15,6 @@ from group_facts import sum_over
 from mortal_ranks import exit_codes
 
 from hypercomm import HyperCommGrid, run_ranks
-from hypercomm.compat.megatron.state import ParallelState
 from hypercomm.errors import (
     HyperCommError,
 )
@@ -85,28 +84,6 @@ def test_views_and_sets():
         pair, ends = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
         wanted = [("pp", ends), ("pp edge", ends), ("ep of expert", pair)]
         assert (of_view, of_grid) == (wanted, [("tp", pair), *wanted])
-
-
-def of_a_state():
-    """A parallel state with experts and pipelines."""
-    with ParallelState.create(
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=2,
-    ) as state:
-        told = rows_of(state.connect(timeout=LIMIT))
-        return told, sum_over(state.read("_DATA_PARALLEL_GROUP"))
-
-
-# The groups of a parallel state, of its dense and its expert layers.
-@pytest.mark.full
-def test_parallel_states():
-    for rank, (rows, total) in enumerate(run_ranks(of_a_state, 8, timeout=90)):
-        data = (rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2)
-        assert ("dp", data) in rows
-        assert ("pp edge", (rank % 4, rank % 4 + 4)) in rows
-        assert ("tp+ep+pp of expert", tuple(range(8))) in rows
-        assert total == sum(10**each for each in data)
 
 
 def said_of(call, *arguments, catch=HyperCommError, **keywords):

@@ -34,6 +34,7 @@ def places():
             here = grid[dims]
             group = here.group
             assert here is grid[dims]
+            assert grid[[dims]].dims == here.dims
             assert group is grid.get_pg(here.dims) is here.group
             assert str(grid.find(group)) == "+".join(here.dims)
             seen.append(
@@ -158,13 +159,6 @@ def test_a_seed_is_a_promise(monkeypatch):
     assert grid.seed(1234, "dp", "tp") == right
 
 
-def test_layouts_have_dims():
-    layout = RankLayout.parse("tp=2,dp=2,pp=2")
-    for rank in range(8):
-        place = layout.place(rank, "pp", "tp")
-        assert (place.ranks, place.ranks[place.rank]) == (group_of(rank, ("tp", "pp")), rank)
-
-
 @pytest.mark.parametrize(
     ("ask", "error", "words"),
     [
@@ -177,12 +171,6 @@ def test_what_is_refused(ask, error, words, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(error, match=words):
         ask(HyperCommGrid("tp=2,dp=4", world_size=8))
-
-
-# Dims inside of dims, as other calls take them; a grid that is reshaped orders them anew.
-def test_nested_dims():
-    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
-        assert grid["tp", ["dp"]].dims == grid[["dp", "tp"]].dims == ("tp", "dp")
 
 
 # What a fake world cannot sum is an error, and not a number; a group of one rank is its own sum.

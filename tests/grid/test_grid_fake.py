@@ -56,29 +56,6 @@ def test_membership(data):
         assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
 
 
-# All members of a group give it the same name, no two groups share one, and the groups that all
-# 64 ranks create are together the plan's: every rank in exactly one group of each dims.
-def test_every_rank_of_one_plan_agrees():
-    plan = [("tp",), ("cp",), ("dp",), ("dp", "cp"), ("tp", "cp", "dp")]
-    members = {}
-    for rank in range(64):
-        with (
-            fake_world(64, rank),
-            HyperCommGrid([4, 2, 8], ["tp", "cp", "dp"]) as grid,
-        ):
-            for position, dims in enumerate(plan):
-                group = grid.create_pg(dims)
-                members.setdefault((position, group.group_name), {}).setdefault(
-                    tuple(dist.get_process_group_ranks(group)), []
-                ).append(rank)
-    for ranks_seen in members.values():
-        ((ranks, creators),) = ranks_seen.items()
-        assert list(ranks) == creators
-    for position, dims in enumerate(plan):
-        size = int(np.prod([{"tp": 4, "cp": 2, "dp": 8}[dim] for dim in dims]))
-        assert sum(1 for where, _ in members if where == position) == 64 // size
-
-
 # create, get and ensure: one group per key, in any order of dims and as any iterable of names.
 def test_keys():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:

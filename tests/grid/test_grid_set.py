@@ -13,10 +13,6 @@ from hypothesis import strategies as st
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.megatron import collections_of, multi_module_of
-from hypercomm.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-)
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -380,36 +376,3 @@ def test_grids_of(rank):
     for junk in ("0", True, 1.0):
         with pytest.raises(RankOutsideError):
             grids.grids_of(junk)
-
-
-# Each rank has collections of the modules that it works on, and of no other.
-@pytest.mark.parametrize(
-    ("make", "rank", "names"),
-    [
-        (GridSet.tile, 0, ["encoder"]),
-        (GridSet.tile, 7, ["llm"]),
-        (GridSet.colocated, 3, ["encoder", "llm"]),
-    ],
-)
-def test_collections(make, rank, names):
-    with fake_world(8, rank):
-        sizes = {"encoder": "tp=2,dp=2", "llm": "tp=4"}
-        if make == GridSet.colocated:
-            sizes = {"encoder": "tp=2,dp=4", "llm": "tp=4,dp=2"}
-        with make(**sizes) as grids:
-            grids.create_pgs({"encoder": ["tp", "dp"], "llm": ["tp"]})
-            collections = collections_of(grids)
-            assert list(collections) == names
-            for name, collection in collections.items():
-                assert isinstance(collection, ProcessGroupCollection)
-                assert collection.tp is grids[name].get_pg("tp")
-            modules = multi_module_of(grids, "llm")
-            assert isinstance(modules, MultiModuleProcessGroupCollection)
-            assert list(modules.keys()) == names
-            assert modules.language_model_module_name == ("llm" if "llm" in names else None)
-            assert multi_module_of(grids).language_model_module_name is None
-            with pytest.raises(UnknownDimError, match="no grid 'vlm'"):
-                multi_module_of(grids, "vlm")
-
-
-# ---- how it looks -------------------------------------------------------------------------------

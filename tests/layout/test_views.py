@@ -15,7 +15,6 @@ from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
-    GroupOptionsError,
     LayoutError,
     UnknownDimError,
 )
@@ -255,21 +254,6 @@ def test_sharing_across_views():
         grid.destroy_pg("etp", view="expert")
         grid.destroy_pg("tp")
         assert tp not in registered_groups()
-
-
-# derive= makes other groups of a view's, under a name.
-def test_derived_groups_of_a_view():
-    def ends(groups):
-        return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
-
-    for rank, expected in ((4, [4, 7]), (5, None)):
-        with fake_world(16, rank), expert_grid() as grid:
-            view = grid.view("expert")
-            group = view.create_pg("ep", name="ends", derive=ends)
-            assert (group and dist.get_process_group_ranks(group)) == expected
-            assert grid.get_pg("ep", view="expert", name="ends") is group
-            with pytest.raises(GroupOptionsError, match="name="):
-                view.create_pg("ep", derive=ends)
 
 
 # Destroying a key: unknown ones are KeyErrors that change nothing; the others stay; the key may be
