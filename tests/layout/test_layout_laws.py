@@ -53,12 +53,6 @@ def test_a_layout_holds_its_ranks_and_no_others(case):
                 layout.coords(rank)
 
 
-# The strides are those of a Fortran-ordered array of bytes.
-@given(layouts())
-def test_strides_agree_with_numpy(layout):
-    assert layout.strides == np.empty(layout.shape, dtype=np.int8, order="F").strides
-
-
 # A periodic shift rolls the table along one axis; another one is None exactly beyond the edges.
 @many
 @given(numbered(), st.integers(-9, 9), st.data())
