@@ -164,12 +164,12 @@ def check_cover(
     if layout.size == world_size or cover == "any" or not (cover or is_written):
         return
     left = format_ranks(sorted({*range(world_size)} - {*layout.ranks}))
-    out = f"{layout} leaves out ranks {left} of the world's {world_size}"
+    out = f"{layout} leaves out ranks {left} of the world's {world_size}; make a size larger, or -1"
     if cover == "exact":
-        raise WorldSizeError(f"cover='exact', but {out}; make a size larger, or -1")
+        raise WorldSizeError(f"cover='exact', but {out}")
     warnings.warn(
-        f"the grid {out}: there create_pg returns None, which torch's collectives take for "
-        f"WORLD; make a size larger, or -1, or give cover='any'",
+        f"the grid {out}, or give cover='any': create_pg returns None there, which torch's "
+        f"collectives take for WORLD",
         stacklevel=3,
     )
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, GroupCreationTimeout, HyperCommError
+from hypercomm.errors import GroupCreationTimeout, HyperCommError
 from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import (
@@ -127,23 +127,16 @@ class _Item:
         device = torch.device(self.device)
         if device.type != "cpu":  # the current device is the rank's
             device = torch.device(self.device, getattr(torch, self.device).current_device())
-        wanted, total = len(ranks), torch.ones(1, dtype=torch.int32, device=device)
+        own = torch.zeros(1, dtype=torch.int32, device=device)
         if self.is_edge:
-            wanted, own, theirs = sum(ranks), total * rank, torch.zeros_like(total)
             (other,) = {*ranks} - {rank}
-            receive = dist.P2POp(dist.irecv, theirs, other, self.group)
+            receive = dist.P2POp(dist.irecv, torch.empty_like(own), other, self.group)
             send = dist.P2POp(dist.isend, own, other, self.group)
             for work in dist.batch_isend_irecv([receive, send]):
                 work.wait()
-            total = own + theirs
         else:
-            dist.all_reduce(total, group=self.group)
-        if total.item() != wanted:
-            raise CreationError(
-                f"{self.row.title} of ranks {ranks} is connected wrongly: the sum is "
-                f"{total.item()}, and not {wanted}; another collective was under way in this "
-                f"group: call connect() before any"
-            )
+            dist.all_reduce(own, group=self.group)
+        own.item()  # waits for an accelerator
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
 

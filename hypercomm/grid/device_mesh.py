@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,7 +136,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
     """Return a mesh as a layout and the calling rank's group over each dim; None outside.
 
     Raises:
-        LayoutError: The mesh has no dim names, or its process groups do not match its ranks.
+        LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(f"from_device_mesh() takes a DeviceMesh, got {mesh!r}")
@@ -148,20 +147,12 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
         )
     ranks = mesh.mesh.numpy()
     in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
-    if not (ranks.ndim == 1 or in_order or _is_ascending(ranks)):
+    if not (in_order or _is_ascending(ranks)):
         raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
     layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())
     if mesh.get_coordinate() is None:
         return layout, None
-    groups = {name: mesh.get_group(name) for name in names}
-    for name, group in groups.items():
-        found, wanted = dist.get_process_group_ranks(group), layout.groups(name).of(dist.get_rank())
-        if tuple(found) != wanted:
-            raise LayoutError(
-                f"the process group of mesh dim {name!r} has ranks {found}, but the mesh has "
-                f"{list(wanted)} there{_SORTED if found == sorted(wanted) else ''}"
-            )
-    return layout, groups
+    return layout, {name: mesh.get_group(name) for name in names}
 
 
 def _is_ascending(ranks: NDArray[np.int64]) -> bool:

@@ -78,14 +78,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WRITE = {
-    "barrier": "grid[dims].barrier()",
     "get_coordinate": "grid.coords()",
     "get_group": "grid[dim].group",
     "get_local_rank": "grid[dim].rank",
     "mesh": "grid.device_mesh().mesh",
     "mesh_dim_names": "grid.dim_names, where the first dim varies fastest",
 }
-"""Replacements for names that people look for, most of them those of a DeviceMesh."""
+"""Replacements for the names of a DeviceMesh that a grid lacks."""
 
 _WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
@@ -101,7 +100,6 @@ class GridState:
         options: The arguments of the grid: the defaults of its calls.
         world_size: Number of ranks of the job.
         lender: The state of `share_with`, kept alive.
-        device_type: The device type of the DeviceMesh that the grid was made of.
         gave_meshes: Whether a DeviceMesh holds groups of the grid.
     """
 
@@ -110,7 +108,6 @@ class GridState:
     options: GridOptions
     world_size: int
     lender: GridState | None = None
-    device_type: str | None = None
     gave_meshes: bool = False
 
     def warn_of_live(self) -> None:
@@ -498,8 +495,7 @@ class GridView:
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
                 one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
-            device_type: "cpu", "cuda", ...; default: that of the mesh that the grid was made of,
-                else that of the backend of the first dim's groups.
+            device_type: "cpu", "cuda", ...; default: that of the backend of the first dim's groups.
             flatten: Adjacent dims of the mesh that get a further name together:
                 {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
 
@@ -530,7 +526,7 @@ class GridView:
             raise GroupOptionsError(
                 f"device_type must be a name such as 'cuda', got {shown(device_type)}"
             )
-        mesh = as_mesh(self, dims, device_type or self._state.device_type, flatten)
+        mesh = as_mesh(self, dims, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
 
@@ -650,8 +646,8 @@ class GridView:
             PlanMismatchError: Ranks have different groups; none has communicated.
             GroupCreationTimeout: Ranks did not arrive in time; names them and their groups.
             OutcomeUnknownError: The job's store is gone.
-            CreationError: Another thread makes such a call, a collective failed or gave a wrong
-                result, or the others timed out just before this rank arrived: call it again.
+            CreationError: Another thread makes such a call, a collective failed, or the others
+                timed out just before this rank arrived: call it again.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
@@ -949,7 +945,6 @@ class HyperCommGrid(GridView):
 
         layout, groups = read_mesh(mesh)
         grid = cls(layout, name=name)
-        grid._state.device_type = mesh.device_type
         for dim in layout.dim_names:
             grid._owner.adopt(dim, groups[dim] if groups is not None else None)
         return grid

@@ -15,7 +15,6 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError
-from hypercomm.layout.checks import LARGEST_WORLD
 from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.text import aligned, format_ranks, format_sizes, shown
@@ -166,7 +165,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         What becomes of all groups, and how many ranks move.
 
     Raises:
-        LayoutError: One of them is not a layout, or has too many ranks or dims.
+        LayoutError: One of them is not a layout, or has too many dims.
 
     Example:
         With tp=2 the ranks 0 and 1 are together, and with cp=4 the ranks 0..3 are.
@@ -199,10 +198,6 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     """The groups over every combination of dims larger than 1, few dims first."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"{what} must be a RankLayout, got {shown(layout)}")
-    if layout.size > LARGEST_WORLD:
-        raise LayoutError(
-            f"{what} has {layout.size:,} ranks; the most to compare are {LARGEST_WORLD:,}"
-        )
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:
         wrong = f"{what} has {len(long)} dims larger than 1, {long}"

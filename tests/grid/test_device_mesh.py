@@ -190,18 +190,7 @@ def test_permuted_mesh(ranks, rank):
         assert registered() == before
 
 
-# ... and so are groups that were handed to a mesh that they do not fit.
-def test_mesh_of_other_groups():
-    with fake_world(4):
-        rows, columns = dist.new_group([0, 1]), dist.new_group([0, 2])
-        mesh = DeviceMesh.from_group(
-            [rows, columns], "cpu", mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp")
-        )
-        with pytest.raises(ValueError, match=re.escape("'dp' has ranks [0, 1], but the mesh has")):
-            HyperCommGrid.from_device_mesh(mesh)
-
-
-# So are those of torch's own meshes: hosts left out, steps that interlock.
+# torch's own meshes may leave hosts out, or have steps that interlock.
 @pytest.mark.parametrize(
     "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
 )
@@ -362,4 +351,3 @@ def test_device_type():
         assert grid.device_mesh("tp").device_type == "cpu"
         meta = grid.device_mesh("tp", device_type="meta")
         assert meta.device_type == "meta"
-        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"
