@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from hypercomm.errors import LayoutError
+from hypercomm.layout.checks import LARGEST_WORLD
 from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.text import aligned, format_ranks, format_sizes, shown
@@ -99,8 +100,8 @@ class LayoutDifference:
         >>> changes = difference(*layouts)
         >>> [change.before for change in changes.changes if change.result == "kept"]
         [('dp',), ('tp', 'cp'), ('tp', 'cp', 'dp')]
-        >>> changes.groups_before, changes.groups_kept, changes.ranks_moved
-        (19, 7, 4)
+        >>> changes.groups_kept, changes.groups_gone, changes.ranks_moved
+        (7, 12, 4)
     """
 
     before: RankLayout
@@ -111,6 +112,26 @@ class LayoutDifference:
     groups_kept: int
     ranks_shared: int
     ranks_moved: int
+
+    @property
+    def groups_gone(self) -> int:
+        """The number of groups that only the layout before has."""
+        return self.groups_before - self.groups_kept
+
+    @property
+    def groups_new(self) -> int:
+        """The number of groups that only the layout after has."""
+        return self.groups_after - self.groups_kept
+
+    @property
+    def ranks_gone(self) -> int:
+        """The number of ranks that only the layout before has."""
+        return self.before.size - self.ranks_shared
+
+    @property
+    def ranks_new(self) -> int:
+        """The number of ranks that only the layout after has."""
+        return self.after.size - self.ranks_shared
 
     @property
     def lost(self) -> Lost:
@@ -132,16 +153,14 @@ class LayoutDifference:
             >>> difference(*layouts).summary.partition("; ")[2]
             '0 of 4 shared ranks change coordinates, 4 are gone'
         """
-        gone, new = (one.size - self.ranks_shared for one in (self.before, self.after))
-        shared = " shared" if gone or new else ""
+        shared = " shared" if self.ranks_gone or self.ranks_new else ""
         ranks = f"{self.ranks_moved:,} of {self.ranks_shared:,}{shared} ranks change coordinates"
-        for count, what in ((gone, "gone"), (new, "new")):
+        for count, what in ((self.ranks_gone, "gone"), (self.ranks_new, "new")):
             ranks += f", {count:,} are {what}" * (count > 0)
         return (
             f"{_named(self.before)} to {_named(self.after)}: "
             f"{self.groups_kept:,} of {self.groups_before:,} groups are kept, "
-            f"{self.groups_before - self.groups_kept:,} gone, "
-            f"{self.groups_after - self.groups_kept:,} new; {ranks}"
+            f"{self.groups_gone:,} gone, {self.groups_new:,} new; {ranks}"
         )
 
     def __repr__(self) -> str:
@@ -165,7 +184,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         What becomes of all groups, and how many ranks move.
 
     Raises:
-        LayoutError: One of them is not a layout, or has too many dims.
+        LayoutError: One of them is not a layout, or has too many ranks or dims.
 
     Example:
         With tp=2 the ranks 0 and 1 are together, and with cp=4 the ranks 0..3 are.
@@ -198,6 +217,10 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     """The groups over every combination of dims larger than 1, few dims first."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"{what} must be a RankLayout, got {shown(layout)}")
+    if layout.size > LARGEST_WORLD:
+        raise LayoutError(
+            f"{what} has {layout.size:,} ranks; the most to compare are {LARGEST_WORLD:,}"
+        )
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:
         wrong = f"{what} has {len(long)} dims larger than 1, {long}"

@@ -115,6 +115,7 @@ def test_totals(pair):
     before, after = (set().union(*groups_by_dims(layout).values()) for layout in pair)
     assert (changes.groups_before, changes.groups_after) == (len(before), len(after))
     assert changes.groups_kept == len(before & after)
+    assert (changes.groups_gone, changes.groups_new) == (len(before - after), len(after - before))
     here, there = map(coordinates_of, pair)
     dims = {*pair[0][0].dim_names, *pair[1][0].dim_names}
     shared = here.keys() & there.keys()
@@ -122,6 +123,8 @@ def test_totals(pair):
         any(here[rank].get(dim, 0) != there[rank].get(dim, 0) for dim in dims) for rank in shared
     )
     assert changes.ranks_shared == len(shared)
+    assert changes.ranks_gone == len(here.keys() - shared)
+    assert changes.ranks_new == len(there.keys() - shared)
 
 
 # From a layout to itself, or to one with other names, everything is kept.
@@ -132,7 +135,7 @@ def test_nothing_changes(case):
     for after in (layout, renamed):
         changes = difference(layout, after)
         assert where(changes, "kept") == list(changes.changes)
-        assert changes.groups_before == changes.groups_after == changes.groups_kept
+        assert changes.groups_gone == changes.groups_new == 0
     assert difference(layout, layout).ranks_moved == 0
 
 
