@@ -87,12 +87,12 @@ class GridDims:
     @property
     def is_first(self) -> bool:
         """Whether the calling rank is the first of its group."""
-        return self._place.is_first
+        return self.rank == 0
 
     @property
     def is_last(self) -> bool:
         """Whether the calling rank is the last of its group."""
-        return self._place.is_last
+        return self.rank == len(self.ranks) - 1
 
     def next(self, *, periodic: bool = False) -> int | None:
         """Return the next rank of the group as a global rank; None after the last one.
@@ -100,11 +100,18 @@ class GridDims:
         Args:
             periodic: Whether the first rank follows the last one, as in a ring.
         """
-        return self._place.next(periodic=periodic)
+        return self._neighbour(1, periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
         """Return the previous rank of the group; None before the first one, as for `next`."""
-        return self._place.prev(periodic=periodic)
+        return self._neighbour(-1, periodic)
+
+    def _neighbour(self, steps: int, periodic: bool) -> int | None:
+        ranks, at = self._place
+        at += steps
+        if periodic:
+            at %= len(ranks)
+        return ranks[at] if 0 <= at < len(ranks) else None
 
     @property
     def _place(self) -> Place:

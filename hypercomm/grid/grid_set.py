@@ -82,7 +82,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         ...         print(grids)
         ...         created = grids.create_pgs({"encoder": ["dp"], "llm": ["tp"]})
         ...         print(created["llm"][0].size(), created["encoder"][0], grids.grids_of())
-        GridSet of 2 grids, tiling the world of 8 ranks
+        GridSet of 2 grids, tiled, in a world of 8 ranks
           encoder  tp=2,dp=2  ranks 0..3
           llm      tp=4       ranks 4..7  this is rank 5, at tp=1
         4 None ('llm',)

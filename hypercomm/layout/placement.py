@@ -188,11 +188,8 @@ class Placement:
             raise WorldSizeError(f"requires={wanted!r}, but {self}; {some_of(places, 16)}")
 
     def __str__(self) -> str:
-        count, kind = counted(len(self.layouts), "grid"), self.kind
-        if kind == "tiled":
-            return f"{count}, tiling the world of {self.world_size} ranks"
-        how = "on the same ranks" if kind == "colocated" else kind
-        lines = [f"{count} in a world of {self.world_size} ranks, {how}"]
+        kind, grids = self.kind, counted(len(self.layouts), "grid")
+        lines = [f"{grids}, {kind}, in a world of {self.world_size} ranks"]
         if kind == "overlapping":
             for (one, other), ranks in self.overlaps.items():
                 lines.append(f"{one} and {other} share ranks {format_ranks(ranks)}")

@@ -97,7 +97,6 @@ def listed(ranks, **arguments):
         (lambda: LAYOUT.shift(0, "xp", 1), UnknownDimError, "'xp'"),
         (lambda: LAYOUT.split("dp"), LayoutError, "'dp' .*sizes are missing"),
         (lambda: LAYOUT.rename(tp="dp"), LayoutError, "'dp' comes twice"),
-        (lambda: LAYOUT.reorder("tp", "dp"), LayoutError, "every dim"),
         (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, .* has 24"),
         (lambda: RankLayout.from_json("[]"), LayoutError, "'.*' is not the JSON form"),
         (lambda: RankLayout.fit(8, tp=3, dp=0), LayoutError, "'dp' .*0"),
