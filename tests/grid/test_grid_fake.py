@@ -7,9 +7,9 @@ from datetime import timedelta
 from itertools import chain, combinations
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
+from by_numpy import group_of
 from effort import examples
 from group_facts import tables as registered
 from hypothesis import given, settings
@@ -31,14 +31,8 @@ from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
 def numpy_group(layout, dims, rank):
-    """The members of a rank's group, by slicing an array of all ranks."""
-    ranks = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
-    (where,) = np.argwhere(ranks == rank)
-    index = [
-        slice(None) if name in dims else at
-        for name, at in zip(layout.dim_names, where, strict=True)
-    ]
-    return sorted(np.atleast_1d(ranks[tuple(index)]).ravel().tolist())
+    """The members of a rank's group, by numpy alone."""
+    return sorted(group_of(layout.shape, layout.dim_names, layout.rank_offset, dims, rank))
 
 
 # torch registers for a rank exactly the members that numpy finds, for any layout, dims and rank.

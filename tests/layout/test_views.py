@@ -193,6 +193,11 @@ def test_dims_of_the_wrong_view(dims, view, error, words):
         ):
             with pytest.raises(error, match=words):
                 call(dims, view=view)
+        if view != "other":
+            asked = grid.view("expert") if view == "expert" else grid
+            for call in (asked.group_ranks, asked.device_mesh, asked.__getitem__):
+                with pytest.raises(error, match=words):
+                    call(dims)
         assert dict(grid.pgs) == {}
 
 
