@@ -92,8 +92,8 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         absent: All ranks that did not join: the missing ones, and ranks that wait for them in
             another call.
         waited: How long this rank waited.
-        group: From `connect()`: the key of the first process group that this rank shares with the
-            missing ones; "" where there is none.
+        group: From `connect()`: the group that this rank was connecting, which is now broken; ""
+            where it was connecting none.
     """
 
     def __init__(

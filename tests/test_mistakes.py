@@ -81,7 +81,6 @@ LAYOUTS = [
     (lambda: LAYOUT.rank(tp=1), errors.LayoutError, "['cp', 'dp']"),
     (lambda: LAYOUT.rank(tp=2, cp=0, dp=0), errors.LayoutError, "'tp'", "range(2)", "2"),
     (lambda: LAYOUT.split("dp", a=3, b=1), errors.LayoutError, "'dp'", "a=3"),
-    (lambda: LAYOUT.merge(["tp", "dp"], "x"), errors.LayoutError, "('tp', 'dp')", "reorder"),
     (lambda: RankLayout.from_json("{}"), errors.LayoutError, "sizes are missing"),
     (lambda: RankMapping("dp=2", "tp=2", "xx"), errors.UnknownDimError, "'xx'", "neither"),
     (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tensor_model"),

@@ -368,7 +368,7 @@ def probe(
     from hypercomm.grid import HyperCommGrid
 
     rank, host = dist.get_rank(), socket.gethostname()
-    with HyperCommGrid.from_layout(request.layout, backend=request.backend, cover="exact") as grid:
+    with HyperCommGrid(request.layout, backend=request.backend, cover="exact") as grid:
         for name, view, shared in request.views:
             grid.register_view(name, view.shape, view.dim_names, shared)
         for key in request.keys:

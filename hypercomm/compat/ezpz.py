@@ -145,7 +145,7 @@ class TensorParallelState(ModuleState):
         if dist.group.WORLD is None:  # a unit test has put a mock in the place of torch.distributed
             groups = [_by_new_group(layout, dim, backends[dim], timeout) for dim in _GROUPS]
         else:
-            grid = HyperCommGrid.from_layout(layout, name="ezpz.tp", cover="exact")
+            grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
             requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
             try:
                 groups = grid.create_pgs(requests, timeout=timeout)

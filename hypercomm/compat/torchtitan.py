@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.grid.arguments import GroupArguments, check_keywords
-from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
+from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import OPEN, as_size, close_sizes
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import world
+from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,8 +79,8 @@ def torchtitan_grids(
         pp: Pipeline parallel size.
         ep: Expert parallel size, a divisor of dp_shard * cp * tp.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
-            as for `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
+            `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int.
@@ -93,7 +93,7 @@ def torchtitan_grids(
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
     check_keywords("torchtitan_grids", arguments, [*_NAMES, *SetArguments.__annotations__])
-    total = as_world_size(world.world_size(world_size))
+    total = as_world_size(size_of_world(world_size))
     given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
     sizes = {dim: as_size(dim, size) for dim, size in given.items()}
     for dim, size in sizes.items():

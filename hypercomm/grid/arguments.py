@@ -1,4 +1,4 @@
-"""The arguments of a grid, read and checked once."""
+"""The arguments of a grid and of its groups: their types, and checks that calls share."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import operator
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict
 
 import attrs
 
 from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
-from hypercomm.layout import RankLayout, read_layout
-from hypercomm.layout.checks import (
-    as_ordered,
-    as_world_size,
-    check_choice,
-    is_utf8,
-    world_too_small,
-)
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import check_choice, is_utf8
 from hypercomm.layout.mapping import HasLayout
 from hypercomm.layout.parsing import Dims, check_spelling, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
-from hypercomm.process_groups import world
 from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
 from hypercomm.process_groups.spec import Derive
 from hypercomm.process_groups.strategies import STRATEGIES
@@ -66,9 +59,10 @@ class GroupArguments(GroupKeywords, total=False):
     dims: Dims
 
 
-class GridArguments(TypedDict, total=False):
-    """The arguments of a grid that may differ between the grids of a set."""
+class SetArguments(TypedDict, total=False):
+    """The keyword arguments of each constructor of `GridSet`, which documents them."""
 
+    name: str | None
     backend: str | None
     creation: Creation
     share: Share
@@ -76,41 +70,43 @@ class GridArguments(TypedDict, total=False):
     verify: bool | None
 
 
-class GridKeywords(GridArguments, total=False):
-    """The keyword arguments of `HyperCommGrid`, which documents them, except `share_with`."""
-
-    name: str | None
-    cover: Cover | None
-    world_size: int | None
-
-
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class GridOptions:
-    """The arguments of a grid in addition to its layout, checked.
+    """The arguments of a grid that hold for all of its groups, checked.
 
     Raises:
         GroupOptionsError: An argument is wrong.
-        LayoutError: The world size is wrong.
     """
 
-    backend: str | None = None
-    name: str | None = None
-    cover: Cover | None = None
-    creation: Creation = "auto"
-    share: Share = "never"
-    world_size: int | None = None
-    lazy_init: bool | None = None
-    verify: bool = attrs.field(default=None, converter=as_verified)
+    backend: str | None
+    name: str | None
+    creation: Creation
+    share: Share
+    lazy_init: bool | None
+    verify: bool = attrs.field(converter=as_verified)
 
     def __attrs_post_init__(self) -> None:
-        if self.cover is not None:
-            check_choice("cover", self.cover, ("any", "exact"))
-        check_choice("creation", self.creation, CREATIONS)
-        check_choice("share", self.share, SHARES)
+        check_choices(self.creation, self.share)
         if self.backend is not None:
             check_known(self.backend)
-        check_lazy_init(self.lazy_init)
-        check_name(self.name)
+        if self.lazy_init is not None:
+            check_lazy_init(self.lazy_init)
+        if self.name is not None:
+            check_name(self.name)
+
+
+def check_choices(creation: object, share: object) -> None:
+    """Raise unless a way to create groups and one to share them exist; None is the grid's."""
+    if creation not in (None, "auto"):
+        check_choice("creation", creation, CREATIONS)
+    if share not in (None, "never"):
+        check_choice("share", share, SHARES)
+
+
+def check_name(name: object) -> None:
+    """Raise unless the name can be part of a key of the store."""
+    if not isinstance(name, str) or not name or not is_utf8(name):
+        raise GroupOptionsError(f"name must be a non-empty string of text, got {shown(name)}")
 
 
 def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -128,100 +124,11 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
             )
 
 
-def check_world(layout: RankLayout, world_size: int) -> None:
-    """Raise unless the layout fits the world.
-
-    Raises:
-        WorldSizeError: It does not.
-    """
-    if layout.last_rank >= world_size:
-        raise world_too_small(f"the grid {layout}", layout.last_rank, world_size)
-
-
-def check_name(name: str | None) -> None:
-    """Raise unless the name can be part of a key of the store."""
-    if name is not None and (not isinstance(name, str) or not name or not is_utf8(name)):
-        raise GroupOptionsError(f"name must be a non-empty string of text, got {shown(name)}")
-
-
-def read_requests(
-    requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
-) -> list[tuple[Dims, GroupKeywords]]:
-    """Return the dims and the keywords of `create_pg` for each request of `create_pgs`."""
-    read: list[tuple[Dims, GroupKeywords]] = []
-    for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
-        given = dict(request) if isinstance(request, Mapping) else {"dims": request}
-        if "dims" not in given:
-            raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
-        dims = given.pop("dims")
-        check_keywords("create_pg", given, GroupKeywords.__annotations__)
-        read.append((dims, cast("GroupKeywords", {**defaults, **given})))
-    return read
-
-
-# ---- layouts ------------------------------------------------------------------------------------
-
-
-def read_grid(
-    sizes: Sizes,
-    dim_names: Iterable[str] | None,
-    rank_offset: int,
-    world_size: int | None,
-    cover: Cover | None,
-    dims: Mapping[str, int],
-    keywords: Iterable[str],
-) -> tuple[RankLayout, int]:
-    """Return the layout that the arguments of a grid describe, and the size of its world.
-
-    An unspecified size fills the world. A grid of text, a mapping or keywords that begins at rank
-    0 and leaves ranks of the world out warns, unless `cover` is given.
-
-    Args:
-        sizes: As for `HyperCommGrid`, as are the next four.
-        dim_names: See there.
-        rank_offset: See there.
-        world_size: See there.
-        cover: See there.
-        dims: Sizes by keyword.
-        keywords: The names of the other keywords, for corrections.
-
-    Raises:
-        TypeError: A keyword is neither a dim's size nor known.
-        LayoutError, WorldSizeError: As for `HyperCommGrid`.
-
-    Example:
-        >>> layout, world_size = read_grid(None, None, 0, 8, None, {"tp": 2, "dp": -1}, ())
-        >>> str(layout), world_size
-        ('tp=2,dp=4', 8)
-    """
-    if dims:
-        check_sizes("HyperCommGrid", dims, keywords)
-    total = world.world_size() if world_size is None else as_world_size(world_size)
-    layout = read_layout(sizes, dim_names, rank_offset, total, **dims)
-    is_written = not rank_offset and _is_written(sizes, dim_names)
-    if layout.size < total and (cover == "exact" or (cover is None and is_written)):
-        left = sorted({*range(total)} - {*layout.ranks})
-        out = f"{layout} leaves out ranks {format_ranks(left)} of the world's {total}"
-        if cover == "exact":
-            raise WorldSizeError(f"cover='exact', but {out}; make a size larger, or -1")
-        warnings.warn(
-            f"the grid {out}: there create_pg returns None, which torch's collectives take for "
-            f"WORLD; make a size larger, or -1, or give cover='any'",
-            stacklevel=3,
-        )
-    return layout, total
-
-
-def _is_written(sizes: Sizes, dim_names: Iterable[str] | None) -> bool:
-    """Whether sizes were given as text, by name or by keyword: not in Megatron's form."""
-    return dim_names is None and (sizes is None or isinstance(sizes, (str, Mapping)))
-
-
-def check_sizes(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:
+def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:
     """Raise TypeError for a keyword that is not the size of a dim.
 
     Example:
-        >>> check_sizes("GridSet", {"nam": "a"}, ["name"])
+        >>> check_dims("GridSet", {"nam": "a"}, ["name"])
         Traceback (most recent call last):
         TypeError: GridSet() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
@@ -238,24 +145,52 @@ def check_sizes(call: str, dims: Mapping[str, object], keywords: Iterable[str]) 
             check_keywords(call, [name], keywords)
 
 
+def check_cover(
+    layout: RankLayout, world_size: int, cover: Cover | None, *, is_written: bool
+) -> None:
+    """Raise or warn if a layout leaves ranks of the world out.
+
+    Args:
+        layout: The layout of the grid.
+        world_size: The number of ranks of the world.
+        cover: "exact" raises; "any" allows it; None warns, if `is_written`.
+        is_written: Whether sizes were given as text, by name or by keyword, from rank 0 on.
+
+    Raises:
+        WorldSizeError: As `cover` says.
+    """
+    if cover is not None:
+        check_choice("cover", cover, ("any", "exact"))
+    if layout.size == world_size or cover == "any" or not (cover or is_written):
+        return
+    left = format_ranks(sorted({*range(world_size)} - {*layout.ranks}))
+    out = f"{layout} leaves out ranks {left} of the world's {world_size}; make a size larger, or -1"
+    if cover == "exact":
+        raise WorldSizeError(f"cover='exact', but {out}")
+    warnings.warn(
+        f"the grid {out}, or give cover='any': create_pg returns None there, which torch's "
+        f"collectives take for WORLD",
+        stacklevel=3,
+    )
+
+
 def read_target(
     target: str | Mapping[str, int] | RankLayout,
     layout: RankLayout,
     ranks: tuple[int, ...] | None,
 ) -> RankLayout:
     """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
-    if isinstance(target, (str, Mapping)):
-        size, what = (layout.size, "the grid") if ranks is None else (len(ranks), "ranks")
-        sizes = close_sizes(read_sizes(target), size, f"{what} has {size} ranks")
-        if ranks is None:
-            return layout.renumber(tuple(sizes.values()), tuple(sizes))
-        return RankLayout(sizes, ranks=ranks)
-    if not isinstance(target, RankLayout):
+    kept, what = layout, "the grid"
+    if ranks is not None:
+        kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks"
+    if not isinstance(target, (str, Mapping, RankLayout)):
         raise LayoutError(
             f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"
         )
-    kept, what = (layout.ranks, "the grid") if ranks is None else (ranks, "ranks=")
-    if others := sorted({*target.ranks} ^ {*kept}):
+    if not isinstance(target, RankLayout):
+        sizes = close_sizes(read_sizes(target), kept.size, f"{what} has {kept.size} ranks")
+        return kept.renumber(tuple(sizes.values()), tuple(sizes))
+    if others := sorted({*target.ranks} ^ {*kept.ranks}):
         raise WorldSizeError(
             f"target {target} and {what} must have the same ranks, but only one of them has ranks "
             f"{format_ranks(others)}; give the sizes as text, and ranks= for other ranks"

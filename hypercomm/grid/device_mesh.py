@@ -5,13 +5,11 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +20,6 @@ from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -48,13 +45,13 @@ def as_mesh(
 ) -> DeviceMesh:
     """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
     layout = view.layout
-    spans = read_dims(layout, dims)
-    joint = read_flatten(spans, flatten)
-    here = layout.coords(world.rank())  # raises on a rank outside
+    spans = read_dims(view, dims)
+    joint = read_flatten(tuple(spans), flatten)
+    here = layout.coords(view._owner.rank())  # raises on a rank outside
     groups = [view[names].group for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
-    shape = [math.prod(map(layout.size_of, names)) for names in spans.values()]
+    shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
     mesh = DeviceMesh.from_group(
         groups,
@@ -71,30 +68,28 @@ def as_mesh(
     return mesh
 
 
-def read_dims(
-    layout: RankLayout, dims: Sequence[str | Iterable[str]]
-) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of a mesh, and the dims of the layout that each one spans.
+def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the dims of a mesh, and the dims of the view that each one spans.
 
     Raises:
         UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
         LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
-        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
-        >>> read_dims(layout, ["dp+cp", "tp"])
+        >>> from hypercomm import HyperCommGrid
+        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+        >>> read_dims(grid, ["dp+cp", "tp"])
         {'dp_cp': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> read_dims(layout, [])
+        >>> read_dims(grid, [])
         {'dp': ('dp',), 'cp': ('cp',), 'tp': ('tp',)}
     """
-    given = dims or tuple(reversed(layout.dim_names))
     read = [
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
-        for item in given
+        for item in dims or tuple(reversed(view.layout.dim_names))
     ]
-    layout.order_dims([name for names in read for name in names])  # raises for a dim used twice
+    view._order(read)  # raises for an unknown dim, and one that is used twice
     for names in read:
-        ordered = tuple(reversed(layout.order_dims(names)))
+        ordered = tuple(reversed(view._order(names)))
         if names != ordered:
             raise LayoutError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
@@ -107,7 +102,7 @@ def read_dims(
 
 
 def read_flatten(
-    spans: Mapping[str, tuple[str, ...]], flatten: Mapping[str, Sequence[str]] | None
+    labels: tuple[str, ...], flatten: Mapping[str, Sequence[str]] | None
 ) -> dict[str, tuple[str, ...]]:
     """Return the dims of a mesh that each name of `flatten` stands for.
 
@@ -115,11 +110,9 @@ def read_flatten(
         LayoutError: It is not a mapping of new names to adjacent dims of the mesh.
 
     Example:
-        >>> spans = {"dp_shard": ("dp_shard",), "cp": ("cp",), "tp": ("tp",)}
-        >>> read_flatten(spans, {"dp_shard_cp": ["dp_shard", "cp"]})
+        >>> read_flatten(("dp_shard", "cp", "tp"), {"dp_shard_cp": ["dp_shard", "cp"]})
         {'dp_shard_cp': ('dp_shard', 'cp')}
     """
-    labels = tuple(spans)
     if not isinstance(flatten, Mapping | None):
         raise LayoutError(
             f"flatten must map names to dims, as in {{'dp_cp': ['dp', 'cp']}}, got {shown(flatten)}"
@@ -142,7 +135,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
     """Return a mesh as a layout and the calling rank's group over each dim; None outside.
 
     Raises:
-        LayoutError: The mesh has no dim names, or its process groups do not match its ranks.
+        LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(f"from_device_mesh() takes a DeviceMesh, got {mesh!r}")
@@ -153,49 +146,12 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
         )
     ranks = mesh.mesh.numpy()
     in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
-    if ranks.ndim > 1 and not in_order:
-        _check_ascending(ranks, names)
-    layout = _layout_of(ranks, names)
+    if not (in_order or _is_ascending(ranks)):
+        raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
+    layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())
     if mesh.get_coordinate() is None:
         return layout, None
-    groups = {name: mesh.get_group(name) for name in names}
-    for name, group in groups.items():
-        found, wanted = dist.get_process_group_ranks(group), layout.groups(name).of(dist.get_rank())
-        if tuple(found) != wanted:
-            raise LayoutError(
-                f"the process group of mesh dim {name!r} has ranks {found}, but the mesh has "
-                f"{list(wanted)} there{_SORTED if found == sorted(wanted) else ''}"
-            )
-    return layout, groups
-
-
-def _check_ascending(ranks: NDArray[np.int64], names: Sequence[str]) -> None:
-    """Raise on all ranks of a mesh if torch has sorted any of its groups.
-
-    A mesh of one dim needs no check here: all of its ranks see its only group.
-    """
-    for axis, name in enumerate(names):
-        lines = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
-        permuted = lines[(np.diff(lines, axis=1) < 0).any(axis=1)]
-        if len(permuted):
-            raise LayoutError(
-                f"the ranks of the mesh are permuted: {shown(ranks.tolist())}, so that dim "
-                f"{name!r} has {shown(permuted[0].tolist())} somewhere{_SORTED}"
-            )
-
-
-def _layout_of(ranks: NDArray[np.int64], names: Sequence[str]) -> RankLayout:
-    """Return the layout of a mesh, with the dim first that varies fastest."""
-    axes = list(reversed(range(ranks.ndim)))
-    if _is_ascending(ranks):
-        first, sizes = ranks.flat[0], enumerate(ranks.shape)
-        steps = [int(ranks.take(min(1, size - 1), axis).flat[0] - first) for axis, size in sizes]
-        axes.sort(key=lambda axis: next(filter(None, steps[axis:]), 0))  # of size 1: as the next
-    return RankLayout(
-        [ranks.shape[axis] for axis in axes],
-        [names[axis] for axis in axes],
-        ranks=ranks.transpose(axes[::-1]).ravel().tolist(),
-    )
+    return layout, {name: mesh.get_group(name) for name in names}
 
 
 def _is_ascending(ranks: NDArray[np.int64]) -> bool:

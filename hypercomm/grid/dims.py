@@ -15,7 +15,6 @@ from hypercomm.layout.groups import Place
 from hypercomm.layout.text import shown
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -59,15 +58,13 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("_known", "_sized", "_view", "dims")
+    __slots__ = ("_known", "_view", "dims")
 
     def __init__(self, view: GridView, dims: tuple[str, ...]) -> None:
         self._view = view
         self.dims = dims
         self._known: tuple[Views, int, Place] | None = None
         """The last place that was computed, and the views and the rank that it holds for."""
-        self._sized: tuple[Views, Size] | None = None
-        """The last size, and the views that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -79,21 +76,7 @@ class GridDims:
     @property
     def size(self) -> Size:
         """The number of ranks in each group; `size()` works too."""
-        views, sized = self._view._state.views, self._sized
-        if sized is None or sized[0] is not views:  # `reshape` replaces the views
-            size = views.layout_of(self._view._view).size_of(self.dims)
-            sized = self._sized = views, Size(size)
-        return sized[1]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.dims)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        """The dims in DeviceMesh's order, the last one varying fastest."""
-        return self.dims[::-1]
+        return Size(self._view.layout.size_of(self.dims))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -103,12 +86,12 @@ class GridDims:
     @property
     def is_first(self) -> bool:
         """Whether the calling rank is the first of its group."""
-        return self._place.is_first
+        return self.rank == 0
 
     @property
     def is_last(self) -> bool:
         """Whether the calling rank is the last of its group."""
-        return self._place.is_last
+        return self.rank == len(self.ranks) - 1
 
     def next(self, *, periodic: bool = False) -> int | None:
         """Return the next rank of the group as a global rank; None after the last one.
@@ -116,15 +99,22 @@ class GridDims:
         Args:
             periodic: Whether the first rank follows the last one, as in a ring.
         """
-        return self._place.next(periodic=periodic)
+        return self._neighbour(1, periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
         """Return the previous rank of the group; None before the first one, as for `next`."""
-        return self._place.prev(periodic=periodic)
+        return self._neighbour(-1, periodic)
+
+    def _neighbour(self, steps: int, periodic: bool) -> int | None:
+        ranks, at = self._place
+        at += steps
+        if periodic:
+            at %= len(ranks)
+        return ranks[at] if 0 <= at < len(ranks) else None
 
     @property
     def _place(self) -> Place:
-        view, rank = self._view, world.rank()
+        view, rank = self._view, self._view._owner.rank()
         views, known = view._state.views, self._known
         if known is None or known[0] is not views or known[1] != rank:
             place = views.layout_of(view._view).place(rank, self.dims)
@@ -143,7 +133,8 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: As for `HyperCommGrid.create_pg`.
         """
-        c10d.world_group()  # raises after WORLD is destroyed
+        if self._view._owner.world is None:
+            c10d.world_group()  # raises: WORLD was destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
         try:

@@ -17,47 +17,44 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
 
 import attrs
 import numpy as np
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import (
-    GroupOptionsError,
-    HyperCommError,
-    LayoutError,
-    UnknownDimError,
-)
+from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import (
-    CREATIONS,
-    SHARES,
     Cover,
     Creation,
     GivenSizes,
-    GridKeywords,
     GridOptions,
     GroupArguments,
     GroupKeywords,
     Share,
     SharedKeywords,
     Sizes,
+    check_choices,
+    check_cover,
+    check_dims,
     check_keywords,
     check_name,
-    check_world,
-    read_grid,
-    read_requests,
     read_target,
 )
 from hypercomm.grid.dims import GridDims, Size
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_int, as_rank, as_ranks, check_choice, check_duration
-from hypercomm.layout.parsing import Dims, parse_sizes
+from hypercomm.layout import RankLayout, read_layout
+from hypercomm.layout.checks import (
+    as_int,
+    as_ordered,
+    as_ranks,
+    as_world_size,
+    check_duration,
+    world_too_small,
+)
+from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups import world
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
@@ -66,24 +63,24 @@ from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
 from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
-from hypercomm.process_groups.spec import Derive, GroupKey, GroupSpec, specify
-from hypercomm.process_groups.world import World, current, current_or_none
+from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.data import Dataset, DistributedSampler
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-    from hypercomm.grid.connect import Connections
+    from hypercomm.grid.connect import Connection
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 _WRITE = {
-    "device_type": "grid.device_mesh().device_type",
-    "get_all_groups": "grid.pgs",
-    "get_rank": "torch.distributed.get_rank()",
+    "get_coordinate": "grid.coords()",
+    "get_group": "grid[dim].group",
+    "get_local_rank": "grid[dim].rank",
     "mesh": "grid.device_mesh().mesh",
+    "mesh_dim_names": "grid.dim_names, where the first dim varies fastest",
 }
 """Replacements for the names of a DeviceMesh that a grid lacks."""
 
@@ -101,9 +98,7 @@ class GridState:
         options: The arguments of the grid: the defaults of its calls.
         world_size: Number of ranks of the job.
         lender: The state of `share_with`, kept alive.
-        device_type: The device type of the DeviceMesh that the grid was made of.
         gave_meshes: Whether a DeviceMesh holds groups of the grid.
-        job: The last job that was found to be large enough for the grid.
     """
 
     views: Views
@@ -111,9 +106,7 @@ class GridState:
     options: GridOptions
     world_size: int
     lender: GridState | None = None
-    device_type: str | None = None
     gave_meshes: bool = False
-    job: World | None = None
 
     def warn_of_live(self) -> None:
         """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
@@ -147,7 +140,7 @@ class GridView:
         self._state = state
         self._view = view
         self._dims: dict[object, GridDims] = {}
-        """The results of `__getitem__`, by the dims as the caller wrote them."""
+        """The results of `__getitem__`, by text or by dims in order."""
 
     # ---- attributes -----------------------------------------------------------------------------
 
@@ -209,31 +202,27 @@ class GridView:
 
     def is_current_rank_in_grid(self) -> bool:
         """Return whether the calling rank is in the grid."""
-        return world.rank() in self.layout
+        return self._owner.rank() in self.layout
 
-    def coords(self, rank: int | None = None, *, view: str | None = None) -> dict[str, int]:
+    def coords(self, rank: int | None = None) -> dict[str, int]:
         """Return the coordinates of a rank.
 
         Args:
             rank: The rank; default: the calling one.
-            view: The view whose dims to use; default: this one.
 
         Raises:
             RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
-            UnknownDimError: There is no such view.
 
         Example:
             >>> from hypercomm import HyperCommGrid
             >>> grid = HyperCommGrid("tp=2,dp=4", world_size=8)
             >>> grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
-            >>> grid.coords(5), grid.coords(5, view="expert")
+            >>> grid.coords(5), grid.view("expert").coords(5)
             ({'tp': 1, 'dp': 2}, {'ep': 1, 'expt_dp': 1})
         """
-        return self._layout_in(view).coords(world.rank(rank))
+        return self.layout.coords(self._owner.rank(rank))
 
-    def group_ranks(
-        self, dims: Dims, rank: int | None = None, *, view: str | None = None
-    ) -> tuple[int, ...]:
+    def group_ranks(self, dims: Dims, rank: int | None = None) -> tuple[int, ...]:
         """Return the ranks of the group over some dims that a rank is in.
 
         They are in the order of the layout, which is ascending unless it lists its ranks.
@@ -241,19 +230,13 @@ class GridView:
         Args:
             dims: One name, or several in any order.
             rank: The rank; default: the calling one.
-            view: The view whose dims these are; default: this one.
 
         Raises:
             RankOutsideError: The rank is not in the grid.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
-            UnknownDimError: There is no such view.
         """
-        layout = self._layout_in(view)
-        groups = layout.groups(*self._order(dims, view))
-        rank = as_rank(world.rank(rank))
-        layout.coords(rank)  # raises an error about the grid, where `of` has one about the groups
-        return groups.of(rank)
+        return self.layout.place(self._owner.rank(rank), self._order(dims)).ranks
 
     def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
         """Return all groups over some dims, members in the order of the layout.
@@ -270,9 +253,8 @@ class GridView:
             [[0, 1, 4, 5], [2, 3, 6, 7]]
         """
         view, views = self._view if view is None else view, self._state.views
-        found, ordered = views.find(_flatten(dims, more), view)
-        layout = views.base if found is None else found.layout
-        return layout.enumerate_ranks(reversed(ordered)).tolist()  # type: ignore[no-any-return]
+        ordered = views.ordered((dims, *more) if more else dims, view)
+        return views.layout_of(view).groups(ordered).to_lists()
 
     def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
         """Return all groups, members in the order of `dims`, the last one varying fastest.
@@ -290,12 +272,9 @@ class GridView:
         ordered = list(reversed(self._order(dims)))
         return ordered, "-".join(ordered)
 
-    def _order(self, dims: Dims, view: str | None = None) -> tuple[str, ...]:
-        """Return dims in the order of a view; an error names the view that has them."""
-        return self._state.views.ordered(dims, self._view if view is None else view)
-
-    def _layout_in(self, view: str | None) -> RankLayout:
-        return self.layout if view is None else self._state.views.layout_of(view)
+    def _order(self, dims: Dims) -> tuple[str, ...]:
+        """Return dims in the order of this view; an error names the view that has them."""
+        return self._state.views.ordered(dims, self._view)
 
     # ---- dims -----------------------------------------------------------------------------------
 
@@ -305,17 +284,11 @@ class GridView:
         Raises:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
         """
-        try:
-            return self._dims[dims]
-        except (KeyError, TypeError):  # new, or a list
-            _, ordered = self._state.views.find(dims, self._view)
-        if ordered not in self._dims:
+        key = dims if isinstance(dims, str) else self._order(dims)
+        if key not in self._dims:
             # It gets another view object: a reference to this one would make a cycle.
-            self._dims[ordered] = GridDims(GridView(self._state, self._view), ordered)
-        found = self._dims[ordered]
-        if isinstance(dims, str):
-            self._dims[dims] = found
-        return found
+            self._dims[key] = GridDims(GridView(self._state, self._view), self._order(dims))
+        return self._dims[key]
 
     def __contains__(self, dim: object) -> bool:
         """Return whether the grid has a dim of this name, or a rank of this number."""
@@ -323,15 +296,6 @@ class GridView:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout.dim_names)
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the names of the dims: `dict(grid)` maps each to `grid[dim]`."""
-        return self.layout.dim_names
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return self.dim_names
-
-    # ---- the interface of a DeviceMesh ----------------------------------------------------------
 
     def __getattr__(self, name: str) -> NoReturn:
         hint = _WRITE.get(name)
@@ -342,72 +306,10 @@ class GridView:
             + (f"; write {hint}" if hint else "")
         )
 
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.layout.dim_names)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        """The names of the dims in DeviceMesh's order, the last one varying fastest."""
-        return tuple(reversed(self.layout.dim_names))
-
-    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return the calling rank's process group of a dim, created on first use.
-
-        Args:
-            mesh_dim: Its name, or its position in `mesh_dim_names`; a grid of one dim needs none.
-        """
-        return self[self._mesh_dim(mesh_dim)].group
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return the calling rank's coordinate along a dim, given as for `get_group`."""
-        return self[self._mesh_dim(mesh_dim)].rank
-
-    def get_coordinate(self) -> list[int] | None:
-        """Return the calling rank's coordinates in the order of `mesh_dim_names`; None outside.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
-            ...     print(grid.mesh_dim_names, grid.get_coordinate(), grid.get_local_rank("dp"))
-            ('dp', 'tp') [2, 1] 2
-        """
-        if not self.is_current_rank_in_grid():
-            return None
-        return list(reversed(self.coords().values()))
-
-    def _mesh_dim(self, mesh_dim: int | str | None) -> str:
-        names = self.mesh_dim_names
-        if mesh_dim is None:
-            if len(names) > 1:
-                raise LayoutError(f"mesh_dim is missing: the grid has the dims {names}; name one")
-            return names[0]
-        if isinstance(mesh_dim, str):
-            return mesh_dim
-        if not -len(names) <= as_int(mesh_dim, "mesh_dim") < len(names):
-            raise UnknownDimError(
-                f"mesh_dim must be a name of {names} or a position in it, got {mesh_dim}"
-            )
-        return names[mesh_dim]
-
     # ---- process groups -------------------------------------------------------------------------
 
     def create_pg(
-        self,
-        dims: Dims,
-        *more: Dims,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: Creation | None = None,
-        lazy_init: bool | None = None,
+        self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]
     ) -> ProcessGroup | None:
         """Create the process groups over some dims, and return the calling rank's.
 
@@ -449,10 +351,7 @@ class GridView:
             GridDestroyedError: The grid was destroyed, or belongs to the process that forked this
                 one.
         """
-        keywords: GroupKeywords = {"name": name, "view": view, "backend": backend}
-        keywords |= {"timeout": timeout, "pg_options": pg_options, "group_desc": group_desc}
-        keywords |= {"share": share, "derive": derive, "creation": creation, "lazy_init": lazy_init}
-        return self._owner.create(self._spec(_flatten(dims, more), keywords))
+        return self._owner.create(self._spec("create_pg", dims, more, keywords))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -481,25 +380,11 @@ class GridView:
             GroupOptionsError: The options given, or the groups derived, differ from those of the
                 first call.
         """
-        check_keywords("ensure_pg", keywords, GroupKeywords.__annotations__)
-        return self._owner.ensure(self._spec(_flatten(dims, more), keywords))
+        return self._owner.ensure(self._spec("ensure_pg", dims, more, keywords))
 
-    @overload  # a str is an iterable of dims, and a mapping one of its keys
-    def create_pgs(  # type: ignore[overload-overlap]
-        self, requests: Mapping[str, Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
-    ) -> dict[str, ProcessGroup | None]: ...
-    @overload
     def create_pgs(
         self, requests: Iterable[Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
-    ) -> list[ProcessGroup | None]: ...
-    def create_pgs(
-        self,
-        requests: Mapping[str, Dims | GroupArguments] | Iterable[Dims | GroupArguments],
-        *,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        share: Share | None = None,
-    ) -> dict[str, ProcessGroup | None] | list[ProcessGroup | None]:
+    ) -> list[ProcessGroup | None]:
         """Create several process groups in one call, in the order given, all or none.
 
         Every rank of the grid must call this with the same list; ranks outside may. Lists are
@@ -508,14 +393,12 @@ class GridView:
 
         Args:
             requests: For each group its dims, or a mapping of arguments of `create_pg` by name:
-                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`. Or a
-                dict of these, under names of your choice.
-            backend: As for `create_pg`, for requests without one, as are the other two.
-            timeout: Of each group; the longest is that of the whole call.
-            share: Groups of the same call may share too.
+                `["tp", ["dp", "cp"], {"dims": "dp", "name": "gloo", "backend": "gloo"}]`.
+            keywords: `backend`, `timeout` and `share` of requests without them, as for `create_pg`.
+                The longest timeout is that of the whole call.
 
         Returns:
-            For each request what `create_pg` returns; a dict for a dict.
+            For each request what `create_pg` returns.
 
         Raises:
             GroupExistsError: A key occurs twice, or was created before; nothing was created.
@@ -530,11 +413,8 @@ class GridView:
             ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
             2 4 ['tp', 'cp+dp']
         """
-        named = isinstance(requests, Mapping) and "dims" not in requests  # else a lone request
-        wanted = requests.values() if isinstance(requests, Mapping) and named else requests
-        defaults: SharedKeywords = {"backend": backend, "timeout": timeout, "share": share}
-        groups = create_all(self._owner, lambda: self._specs(wanted, defaults))
-        return dict(zip(requests, groups, strict=True)) if named else groups  # type: ignore[arg-type]
+        check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
+        return create_all(self._owner, lambda: self._specs(requests, keywords))
 
     def destroy_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -558,7 +438,7 @@ class GridView:
             ...     print([str(key) for key in grid.pgs])
             ['dp']
         """
-        key, _ = self._key(_flatten(dims, more), name, view)
+        key, _ = self._key((dims, *more) if more else dims, name, view)
         self._forget_meshes()
         self._owner.remove(key)
 
@@ -578,9 +458,7 @@ class GridView:
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
               not enumerate: it would work too: every rank walks every group of the world
         """
-        check_keywords("explain", keywords, GroupKeywords.__annotations__)
-        spec = self._spec(_flatten(dims, more), keywords)
-        return self._owner.explain(spec)
+        return self._owner.explain(self._spec("explain", dims, more, keywords))
 
     def find(self, group: ProcessGroup | None) -> GroupKey | None:
         """Return the key of a process group of the grid; None for other groups.
@@ -615,8 +493,7 @@ class GridView:
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
                 one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
-            device_type: "cpu", "cuda", ...; default: that of the mesh that the grid was made of,
-                else that of the backend of the first dim's groups.
+            device_type: "cpu", "cuda", ...; default: that of the backend of the first dim's groups.
             flatten: Adjacent dims of the mesh that get a further name together:
                 {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
 
@@ -647,12 +524,7 @@ class GridView:
             raise GroupOptionsError(
                 f"device_type must be a name such as 'cuda', got {shown(device_type)}"
             )
-        try:
-            mesh = as_mesh(self, dims, device_type or self._state.device_type, flatten)
-        except UnknownDimError:
-            if dims:
-                self._order(dims[0] if len(dims) == 1 else dims)  # its error names the right view
-            raise
+        mesh = as_mesh(self, dims, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
 
@@ -682,25 +554,29 @@ class GridView:
 
     def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
         """Return the key, and the view that was asked for, which may share the dims."""
-        self._state.owner.check_alive()
-        if dist.group.WORLD is None and self._state.job is not None:
+        state = self._state
+        state.owner.check_alive()
+        if state.owner.world is None and state.owner.origin is not None:
             c10d.world_group()  # raises: the job that the grid was made in has ended
         if name is not None:
             check_name(name)
-        view, views = self._view if view is None else view, self._state.views
-        found, ordered = views.find(dims, view)
+        view = self._view if view is None else view
+        if view is None:
+            with contextlib.suppress(UnknownDimError):  # else `find` says which view has the dims
+                return GroupKey(state.views.base.order_dims(dims), name), None
+        found, ordered = state.views.find(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
-        return key, None if view is None else views.asked(view)
+        return key, None if view is None else state.views.asked(view)
 
-    def _spec(self, dims: Dims, given: GroupKeywords) -> GroupSpec:
-        """Check a request, and complete it with the options of the grid."""
+    def _spec(
+        self, call: str, dims: Dims, more: tuple[Dims, ...], given: GroupKeywords
+    ) -> GroupSpec:
+        """Check the arguments of a call, and complete them with the options of the grid."""
+        if given:
+            check_keywords(call, given, GroupKeywords.__annotations__)
+            check_choices(given.get("creation"), given.get("share"))
         state, options = self._state, self._state.options
-        key, view = self._key(dims, given.get("name"), given.get("view"))
-        share, creation = given.get("share"), given.get("creation")
-        if share is not None:
-            check_choice("share", share, SHARES)
-        if creation is not None:
-            check_choice("creation", creation, CREATIONS)
+        key, view = self._key((dims, *more) if more else dims, given.get("name"), given.get("view"))
         backend, lazy_init = given.get("backend"), given.get("lazy_init")
         wanted = GroupOptions(
             options.backend if backend is None else backend,
@@ -708,30 +584,39 @@ class GridView:
             given.get("pg_options"),
             given.get("group_desc"),
             options.lazy_init if lazy_init is None else lazy_init,
-            creation,
+            given.get("creation"),
         )
-        base = state.views.base
-        world = self._owner.world
-        if world is not state.job and world is not None:
-            self._owner.check_numbers(world)
-            check_world(base, world.size)
-            state.job = world
+        base, world = state.views.base, state.owner.world
+        if world is not None:
+            if world is not state.owner.origin:
+                state.owner.check_numbers(world)
+            if base.last_rank >= world.size:
+                raise world_too_small(f"the grid {base}", base.last_rank, world.size)
         return specify(
-            *(key, view, base, given.get("derive"), wanted, share or options.share),
-            *(options.creation, world),
+            *(key, view, base, given.get("derive"), wanted),
+            *(given.get("share") or options.share, options.creation, world),
         )
 
     def _specs(
         self, requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
     ) -> list[GroupSpec]:
+        """Return what each request of `create_pgs` asks for."""
         self._owner.check_alive()
-        return [self._spec(*request) for request in read_requests(requests, defaults)]
+        specs = []
+        for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
+            given = dict(request) if isinstance(request, Mapping) else {"dims": request}
+            if "dims" not in given:
+                raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
+            dims = given.pop("dims")
+            keywords = cast("GroupKeywords", {**defaults, **given})
+            specs.append(self._spec("create_pg", dims, (), keywords))
+        return specs
 
     # ---- a running job --------------------------------------------------------------------------
 
     def connect(
-        self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
-    ) -> Connections:
+        self, *, pipelines: Dims | None = None, timeout: timedelta | None = None
+    ) -> list[Connection]:
         """Connect all process groups that exist, before the first step needs them.
 
         NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
@@ -747,20 +632,20 @@ class GridView:
         group's own timeout.
 
         Args:
-            pipelines: Dims whose neighbours are connected, in the groups over each of them alone.
-                "pp" is ignored if there is no such dim; () stands for none.
+            pipelines: Dims whose neighbours are connected, in the groups over each of them alone;
+                () stands for none. Default: "pp", also in views.
             timeout: For the whole call; default: the timeout of WORLD.
 
         Returns:
             The seconds for each group that the calling rank is in, and for each edge; zeros for a
-            group of one rank and in a fake world. `print` shows a table.
+            group of one rank and in a fake world.
 
         Raises:
             PlanMismatchError: Ranks have different groups; none has communicated.
             GroupCreationTimeout: Ranks did not arrive in time; names them and their groups.
             OutcomeUnknownError: The job's store is gone.
-            CreationError: Another thread makes such a call, a collective failed or gave a wrong
-                result, or the others timed out just before this rank arrived: call it again.
+            CreationError: Another thread makes such a call, a collective failed, or the others
+                timed out just before this rank arrived: call it again.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
@@ -779,7 +664,9 @@ class GridView:
         from hypercomm.grid.connect import connect
 
         self._owner.check_alive()
-        return connect({"": self}, self._owner.grid_scope(current()), pipelines, timeout)
+        return connect(
+            self, self._owner.grid_scope(self._owner.world or current()), pipelines, timeout
+        )
 
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
         """Write a report for `hypercomm blame` when no collective has moved for a while.
@@ -876,39 +763,7 @@ class GridView:
         owner.end_groups()
         return find_survivors(owner.world, owner.agreement, self.layout, limit_s, least)
 
-    # ---- helpers for training code --------------------------------------------------------------
-
-    def barrier(self, *dims: Dims) -> None:
-        """Wait for the ranks of the calling rank's group over some dims; default: the whole grid.
-
-        Every rank of the group must call this.
-
-        Raises:
-            RankOutsideError: The calling rank is not in the grid.
-        """
-        self[dims or self.layout.dim_names].barrier()
-
-    def print_once(self, *values: object, **keywords: Any) -> None:
-        """Call `print` on the first rank of the grid only."""
-        if world.rank() == self.layout.ranks[0]:
-            print(*values, **keywords)  # noqa: T201 - printing is its purpose
-
-    def log_filter(self) -> logging.Filter:
-        """Return a filter that prefixes each message with the calling rank's coordinates.
-
-        Add it to a handler: `handler.addFilter(grid.log_filter())`. Ranks outside of the grid
-        show their rank. Formats may use `%(coords)s` as well.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> record = logging.LogRecord("", logging.INFO, "", 0, "loss %.1f", (0.5,), None)
-            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
-            ...     _ = grid.log_filter().filter(record)
-            ...     print(record.getMessage())
-            [tp=1 dp=2] loss 0.5
-        """
-        return _Coords(self)
+    # ---- training -------------------------------------------------------------------------------
 
     def seed(self, base: int, *dims: Dims) -> int:
         """Return a seed that differs along some dims, and is equal along all others.
@@ -934,47 +789,13 @@ class GridView:
             >>> seed_of(0, "tp") == seed_of(2, "tp"), seed_of(0, "tp") == seed_of(1, "tp")
             (True, False)
         """
-        if as_int(base, "base") < 0:
-            raise LayoutError(f"base must be at least 0, got {base}")
+        base = as_int(base, "base", 0)
         coords = self.coords()
         ordered = self.layout.order_dims(dims) if dims else ()
         text = ",".join(f"{dim}={coords[dim]}" for dim in ordered)
         words = np.frombuffer(text.encode(), np.uint8).tolist()
         state = np.random.SeedSequence([base, *words]).generate_state(1, np.uint64)
         return int(state[0]) >> 1
-
-    def sampler(
-        self, dataset: Dataset[Any] | Sequence[Any], *dims: Dims, **keywords: Any
-    ) -> DistributedSampler[Any]:
-        """Return a sampler for a DataLoader that splits a dataset along some dims.
-
-        Ranks that differ in other dims only draw the same items.
-
-        Args:
-            dataset: The dataset.
-            dims: Such as "dp".
-            keywords: As for `torch.utils.data.DistributedSampler`: shuffle, seed, drop_last.
-
-        Raises:
-            RankOutsideError: The calling rank is not in the grid.
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
-            ...     print(list(grid.sampler(range(8), "dp", shuffle=False)))
-            [2, 6]
-        """
-        from torch.utils.data import DistributedSampler
-
-        for name in ("num_replicas", "rank"):
-            if name in keywords:
-                raise LayoutError(f"{name}={shown(keywords[name])} follows from the dims; omit it")
-        if not hasattr(dataset, "__len__"):
-            raise LayoutError(f"dataset must have a length to be split, got {shown(dataset)}")
-        here = self[dims]
-        return DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, **keywords)  # type: ignore[arg-type]
 
     # ---- text -----------------------------------------------------------------------------------
 
@@ -991,33 +812,26 @@ class GridView:
         )
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(f"  {line}" for line in self._lines())])
-
-    def _lines(self) -> list[str]:
         if self.is_destroyed:
-            return ["destroyed"]
+            return f"{self!r}\n  destroyed"
+        specs = [self._owner.specs[key] for key in self._created]
         groups = [
-            f"group {spec.key}: {len(spec.groups)} of {spec.groups.group_size} ranks"
-            + (f", {spec.options.backend}" if spec.options.backend else "")
-            for spec in (self._owner.specs[key] for key in self._created)
+            f"group {one.key}: {len(one.groups)} of {one.groups.group_size} ranks"
+            + (f", {one.options.backend}" if one.options.backend else "")
+            for one in specs
         ]
         views = [f"view {name}: {view}" for name, view in self.views.items()]
-        return [self._position(), *views, *(groups or ["no process groups yet"])]
-
-    def _position(self) -> str:
-        try:
-            rank = world.rank()
-        except HyperCommError:
-            return "this rank is not known: torch.distributed is not initialised"
-        if rank not in self.layout:
-            return f"this is rank {rank}, outside the grid"
-        return f"this is rank {rank}, at {format_coords(self.layout.coords(rank))}"
+        lines = [
+            position_in(self.layout, self._owner.given_world),
+            *views,
+            *(groups or ["no process groups yet"]),
+        ]
+        return "\n  ".join([repr(self), *lines])
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
-            f"grid.layout, which is a value, and build the grid there: "
-            f"HyperCommGrid.from_layout(layout)"
+            f"grid.layout, which is a value, and build the grid there: HyperCommGrid(layout)"
         )
 
 
@@ -1054,6 +868,7 @@ class HyperCommGrid(GridView):
             gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as torch does.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one store operation each; default: as the environment's HYPERCOMM_VERIFY says.
+        world: The world whose ranks the grid numbers, from `join_world`; default: that of WORLD.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
@@ -1088,60 +903,25 @@ class HyperCommGrid(GridView):
         world_size: int | None = None,
         lazy_init: bool | None = None,
         verify: bool | None = None,
+        world: World | None = None,
         **dims: int,
     ) -> None:
-        known_keywords = (*GridKeywords.__annotations__, "share_with")
-        layout, total = read_grid(
-            shape, dim_names, rank_offset, world_size, cover, dims, known_keywords
-        )
-        options = GridOptions(
-            backend=backend,
-            name=name,
-            cover=cover,
-            creation=creation,
-            share=share,
-            world_size=world_size,
-            lazy_init=lazy_init,
-            verify=verify,
-        )
+        if dims:
+            check_dims("HyperCommGrid", dims, HyperCommGrid.__init__.__annotations__)
+        total = as_world_size(size_of_world(world_size, world))
+        layout = read_layout(shape, dim_names, rank_offset, total, **dims)
+        if cover is not None or layout.size < total:
+            is_written = dim_names is None and isinstance(shape, (str, Mapping, type(None)))
+            check_cover(layout, total, cover, is_written=is_written and not rank_offset)
+        options = GridOptions(backend, name, creation, share, lazy_init, verify)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else share_with._state
-        owner = _owner_of(layout, options, Pool(None if lender is None else lender.owner.pool))
-        job = current_or_none()
-        known = job if job is not None and job.size == total else None
-        super().__init__(
-            GridState(Views(layout), owner, options, total, lender, job=known), view=None
+        owner = _owner_of(
+            layout, options, Pool(None if lender is None else lender.owner.pool), world
         )
+        super().__init__(GridState(Views(layout), owner, options, total, lender), None)
         weakref.finalize(self, self._state.warn_of_live).atexit = False
-
-    @classmethod
-    def parse(cls, text: str, rank_offset: int = 0, **keywords: Unpack[GridKeywords]) -> Self:
-        """Make a grid from sizes as text; the arguments are those of the class.
-
-        Example:
-            >>> HyperCommGrid.parse("tp=2,dp=-1", world_size=8).shape
-            [2, 4]
-        """
-        return cls(parse_sizes(text), None, rank_offset, **keywords)
-
-    @classmethod
-    def from_layout(
-        cls,
-        layout: RankLayout,
-        *,
-        share_with: HyperCommGrid | None = None,
-        **keywords: Unpack[GridKeywords],
-    ) -> Self:
-        """Make a grid from a layout, gaps included; the arguments are those of the class.
-
-        Example:
-            >>> HyperCommGrid.from_layout(RankLayout.parse("tp=2,dp=4"), world_size=8).shape
-            [2, 4]
-        """
-        if not isinstance(layout, RankLayout):
-            raise LayoutError(f"from_layout() takes a RankLayout, got {layout!r}")
-        return cls(layout, share_with=share_with, **keywords)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str | None = None) -> Self:
@@ -1172,8 +952,7 @@ class HyperCommGrid(GridView):
         from hypercomm.grid.device_mesh import read_mesh
 
         layout, groups = read_mesh(mesh)
-        grid = cls.from_layout(layout, name=name)
-        grid._state.device_type = mesh.device_type
+        grid = cls(layout, name=name)
         for dim in layout.dim_names:
             grid._owner.adopt(dim, groups[dim] if groups is not None else None)
         return grid
@@ -1283,16 +1062,15 @@ class HyperCommGrid(GridView):
         owner, state = self._owner, self._state
         owner.check_alive()
         check_timeout(timeout)
-        is_live = ranks is not None and current_or_none() is not None
-        total = world.world_size(None if is_live else state.world_size)
+        world = owner.world
+        total = state.world_size if world is None or ranks is None else world.size
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
-        job = current_or_none()
         with reshaping(owner):
             scope = None
-            if job is not None:
-                scope = owner.grid_scope(job)
+            if world is not None:
+                scope = owner.grid_scope(world)
                 if left is not None:
-                    scope = continuing_scope(owner.agreement, job, sorted(left))
+                    scope = continuing_scope(owner.agreement, world, sorted(left))
             with contextlib.nullcontext() if scope is None else refusing(scope):
                 layout = read_target(target, self.layout, left)
                 if not isinstance(views, Mapping | None):
@@ -1300,8 +1078,8 @@ class HyperCommGrid(GridView):
                 refactored = state.views.refactored(layout, views or {})
                 check_settled(owner)
                 pool = owner.pool if left is None else Pool()
-                fresh = _owner_of(layout, state.options, pool)
-            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout, job))
+                fresh = _owner_of(layout, state.options, pool, owner.given_world)
+            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout, world))
             self._forget_meshes()
             state.views, state.owner, state.world_size = refactored, fresh, total
             self._dims = {}
@@ -1370,34 +1148,22 @@ class HyperCommGrid(GridView):
         self.destroy()
 
 
-def _flatten(dims: Dims, more: tuple[Dims, ...]) -> Dims:
-    return (dims, *more) if more else dims
+def position_in(layout: RankLayout, world: World | None = None) -> str:
+    """Return where in a layout the calling rank of a world is, as text."""
+    try:
+        rank = rank_in_world(None, world)
+    except HyperCommError:
+        return "this rank is not known: torch.distributed is not initialised"
+    if rank not in layout:
+        return f"this is rank {rank}, outside the grid"
+    return f"this is rank {rank}, at {format_coords(layout.coords(rank))}"
 
 
-def _owner_of(layout: RankLayout, options: GridOptions, pool: Pool) -> GroupOwner:
+def _owner_of(
+    layout: RankLayout, options: GridOptions, pool: Pool, world: World | None
+) -> GroupOwner:
     """Return a new owner of groups: of a new grid, or of the new shape of a reshaped one."""
     agreement = GridAgreement(layout, options.name, options.backend)
-    return GroupOwner(layout, options.creation, pool, agreement, is_verified=bool(options.verify))
-
-
-class _Coords(logging.Filter):
-    """Prefixes each message with the position of the calling rank."""
-
-    def __init__(self, view: GridView) -> None:
-        super().__init__()
-        self._view = view
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "coords"):  # else another handler has the filter too
-            record.coords = coords = self._text()
-            coords = coords.replace("%", "%%") if record.args else coords
-            record.msg = f"{coords} {record.msg}"
-        return True
-
-    def _text(self) -> str:
-        view = self._view
-        if current_or_none() is None:
-            return "[no job]"
-        if not view.is_current_rank_in_grid():
-            return f"[rank {world.rank()}]"
-        return f"[{' '.join(f'{dim}={index}' for dim, index in view.coords().items())}]"
+    return GroupOwner(
+        *(layout, options.creation, pool, agreement), is_verified=options.verify, world=world
+    )

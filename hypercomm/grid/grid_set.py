@@ -2,79 +2,47 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import (
-    GridDestroyedError,
-    GroupOptionsError,
-    HyperCommError,
-    LayoutError,
-    UnknownDimError,
-    WorldSizeError,
-)
+from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import (
-    GridArguments,
     GroupArguments,
-    Share,
+    SetArguments,
     SharedKeywords,
     Sizes,
     check_keywords,
     check_name,
 )
-from hypercomm.grid.grid import HyperCommGrid
+from hypercomm.grid.grid import HyperCommGrid, position_in
 from hypercomm.layout import RankLayout, RankMapping, read_layout
-from hypercomm.layout.checks import as_offset, as_rank, as_world_size
+from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
-    Kind,
     Placement,
     Requirement,
     check_names,
     colocate,
+    naming,
     tile,
 )
-from hypercomm.layout.text import aligned, did_you_mean, format_coords, format_ranks, shown
-from hypercomm.process_groups import world
+from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
 from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Batch, create_batches
-from hypercomm.process_groups.spec import GroupSpec, check_once
-from hypercomm.process_groups.world import current
+from hypercomm.process_groups.spec import check_once
+from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-    from hypercomm.grid.connect import Connections
-
-logger = logging.getLogger(__name__)
-
 CREATE = "GridSet.create_pgs()"
-
-
-class SetArguments(GridArguments, total=False):
-    """The keyword arguments of each constructor of `GridSet`, which documents them."""
-
-    name: str | None
-    overrides: Mapping[str, GridArguments] | None
-
-
-class DimRoles(TypedDict, total=False):
-    """The arguments of `RankMapping` in addition to its layouts and `along`."""
-
-    batch_axis: int
-    shards: Mapping[str, int] | None
-    pipeline: str | None
-    leaders: bool
-    backward: bool
 
 
 class GridSet(Mapping[str, HyperCommGrid]):
@@ -94,10 +62,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
             world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
             the same ranks; "any": no check.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
+        world: The world whose ranks the grids number, from `join_world`. The sizes of a grid that
+            has the name of a part are those of the part's ranks.
         arguments: `name` distinguishes this set from others with grids of the same names;
-            `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid (with
-            share="identical", grids on the same ranks share groups too); `overrides` has the
-            arguments of single grids that differ: `{"llm": {"backend": "nccl"}}`.
+            `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid that
+            the set makes (with share="identical", grids on the same ranks share groups too).
 
     Raises:
         LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
@@ -114,7 +83,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         ...         print(grids)
         ...         created = grids.create_pgs({"encoder": ["dp"], "llm": ["tp"]})
         ...         print(created["llm"][0].size(), created["encoder"][0], grids.grids_of())
-        GridSet of 2 grids, tiling the world of 8 ranks
+        GridSet of 2 grids, tiled, in a world of 8 ranks
           encoder  tp=2,dp=2  ranks 0..3
           llm      tp=4       ranks 4..7  this is rank 5, at tp=1
         4 None ('llm',)
@@ -126,52 +95,71 @@ class GridSet(Mapping[str, HyperCommGrid]):
         *,
         requires: Requirement = "any",
         world_size: int | None = None,
+        world: World | None = None,
         **keywords: Any,
     ) -> None:
         arguments, named = _split(keywords)
         if grids is not None:
             check_keywords("GridSet", named, SetArguments.__annotations__)
-        name, overrides = arguments.pop("name", None), arguments.pop("overrides", None) or {}
-        check_name(name)
-        self._world_size = as_world_size(world.world_size(world_size))
-        placed = _placed(named if grids is None else grids, self._world_size)
-        layouts = {
-            label: given if isinstance(given, RankLayout) else given.layout
-            for label, given in placed.items()
-        }
-        Placement(layouts, self._world_size).require(requires)
-        _check_overrides(overrides, placed)
-        self._label = f"set {name}" if name else f"set of {', '.join(placed)}"
-        self._agreements: dict[tuple[int, ...], GridAgreement] = {}
+        self._world_size = as_world_size(size_of_world(world_size, world))
+        self._world = world
+        name = arguments.pop("name", None)
+        if name is not None:
+            check_name(name)
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
-        for label, given in placed.items():
-            if isinstance(given, RankLayout):
-                own = cast("GridArguments", {**arguments, **overrides.get(label, {})})
-                title = f"{name}.{label}" if name else label
-                latest = HyperCommGrid(
-                    given, name=title, world_size=self._world_size, share_with=latest, **own
-                )
+        for label, given in check_names(named if grids is None else grids).items():
+            if isinstance(given, HyperCommGrid):
+                latest = self._checked(label, given)
             else:
-                latest = given
+                with naming(label):
+                    layout = self._read(label, given)
+                latest = HyperCommGrid(
+                    layout,
+                    name=f"{name}.{label}" if name else label,
+                    world_size=self._world_size,
+                    world=world,
+                    share_with=latest,
+                    **arguments,
+                )
             self._grids[label] = latest
+        self.placement.require(requires)
+        self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
+
+    def _read(self, label: str, given: Sizes) -> RankLayout:
+        """Return the layout of a grid, in its place; one named as a part has the part's ranks."""
+        parts = {} if self._world is None else self._world.parts
+        if label not in parts or isinstance(given, RankLayout):
+            return read_layout(given, world_size=self._world_size)
+        layout = read_layout(given, world_size=parts[label])
+        if layout.size != parts[label]:
+            raise WorldSizeError(
+                f"{layout} has {layout.size} ranks, and part {label!r} of the world has "
+                f"{parts[label]}"
+            )
+        before = [*parts].index(label)
+        return RankLayout(layout.shape, layout.dim_names, sum([*parts.values()][:before]))
+
+    def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
+        """Return a grid that was made before, which must be alive and of this world."""
+        grid._owner.check_alive()
+        size = grid._state.world_size
+        if size != self._world_size:
+            raise WorldSizeError(
+                f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but that of "
+                f"this set has {self._world_size}; give both the same world_size"
+            )
+        return grid
 
     @classmethod
     def tile(
-        cls,
-        world_size: int | None = None,
-        /,
-        *,
-        rank_offset: int = 0,
-        requires: Requirement | None = None,
-        **grids: Any,
+        cls, world_size: int | None = None, /, *, requires: Requirement = "tiled", **grids: Any
     ) -> Self:
         """Make a set of grids that lie one after the other, in the order given.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-            rank_offset: The first rank of the first grid.
-            requires: Default: "tiled", or "disjoint" with an offset.
+            requires: "disjoint" allows ranks of the world to be left over.
             grids: For the name of each grid its sizes as text, or a layout without gaps. One size
                 of all may be unspecified (-1, or a dim alone): it takes what the others leave.
                 The arguments of the class, such as `name` and `backend`, are keywords here too;
@@ -182,40 +170,34 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Example:
             >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp,pp=2")
-            >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement
+            >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement.kind
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
         arguments, layouts = _split(grids)
-        world_size, rank_offset = world.world_size(world_size), as_offset(rank_offset)
-        requires = requires or ("disjoint" if rank_offset else "tiled")
-        placed = tile(layouts, world_size, rank_offset)
-        return cls(placed, requires=requires, world_size=world_size, **arguments)
+        total = size_of_world(world_size)
+        return cls(tile(layouts, total), requires=requires, world_size=total, **arguments)
 
     @classmethod
-    def colocated(
-        cls, world_size: int | None = None, /, *, rank_offset: int = 0, **grids: Any
-    ) -> Self:
+    def colocated(cls, world_size: int | None = None, /, **grids: Any) -> Self:
         """Make a set of grids that all hold the same ranks.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-            rank_offset: The first rank of all grids.
             grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
                 first grid without one, or from the world if there is none. If all sizes are given,
-                ranks of the world may be left over: see `spare_ranks`.
+                ranks of the world may be left over: see `placement.spare_ranks`.
 
         Raises:
             LayoutError, WorldSizeError: As for the class, or sizes differ.
 
         Example:
             >>> grids = GridSet.colocated(8, training="tp=2,dp=4", inference="tp=4,dp")
-            >>> [str(grid.layout) for grid in grids.values()], grids.placement
+            >>> [str(grid.layout) for grid in grids.values()], grids.placement.kind
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
         arguments, layouts = _split(grids)
-        world_size = world.world_size(world_size)
-        placed = colocate(layouts, world_size, rank_offset)
-        return cls(placed, requires="colocated", world_size=world_size, **arguments)
+        total = size_of_world(world_size)
+        return cls(colocate(layouts, total), requires="colocated", world_size=total, **arguments)
 
     # ---- grids ----------------------------------------------------------------------------------
 
@@ -230,10 +212,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def __len__(self) -> int:
         return len(self._grids)
 
+    __eq__ = object.__eq__  # an owner, not a value
     __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other  # an owner, not a value
 
     @property
     def world_size(self) -> int:
@@ -262,41 +242,18 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4").grids_of(3)
             ('encoder',)
         """
-        rank = as_rank(world.rank(rank))
+        rank = as_rank(rank_in_world(rank, self._world))
         return tuple(name for name, grid in self.items() if rank in grid.layout)
 
     @property
-    def _placement(self) -> Placement:
-        """How the grids lie now: each may have been reshaped to other ranks."""
+    def placement(self) -> Placement:
+        """How the grids lie now: `placement.kind`, `overlaps` and `spare_ranks`."""
         return Placement(self.layouts, self._world_size)
-
-    @property
-    def placement(self) -> Kind:
-        """How the grids lie.
-
-        "tiled": each rank of the world is in exactly one; "disjoint": in at most one;
-        "colocated": several grids hold the same ranks; "overlapping": none of these.
-        """
-        return self._placement.kind
-
-    @property
-    def overlaps(self) -> Mapping[tuple[str, str], Sequence[int]]:
-        """The ranks that two grids share, ascending, by their names; only pairs that share any."""
-        return self._placement.overlaps
-
-    @property
-    def spare_ranks(self) -> tuple[int, ...]:
-        """The ranks of the world that no grid holds, ascending."""
-        return self._placement.spare_ranks
 
     # ---- transfers between grids ----------------------------------------------------------------
 
     def mapping(
-        self,
-        source: str,
-        target: str,
-        along: str | None = "dp",
-        **roles: Unpack[DimRoles],
+        self, source: str, target: str, along: str | None = "dp", **roles: Any
     ) -> RankMapping:
         """Return the messages between the ranks of two grids; arguments as for `RankMapping`.
 
@@ -305,7 +262,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> grids.mapping("encoder", "llm").kind
             'fan-out'
         """
-        return RankMapping(self[source].layout, self[target].layout, along, **roles)
+        return RankMapping(self[source], self[target], along, **roles)
 
     def transfer(
         self,
@@ -316,8 +273,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         *,
         out: Tensor | None = None,
         verify: bool | None = None,
-        along: str | None = "dp",
-        **roles: Unpack[DimRoles],
+        **roles: Any,
     ) -> Tensor | None:
         """Move a tensor from one grid to another; every rank of both stages calls it.
 
@@ -328,15 +284,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
             groups: See there.
             out: See there.
             verify: See there.
-            along: As for `mapping`.
-            roles: Further arguments of `mapping`: `batch_axis`, `shards`, ...
+            roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
         Returns:
             The received tensor on a rank of the target, else None.
 
         Raises:
             UnknownDimError: The set has no such grid.
-            HyperCommError: See `mapping` and `hypercomm.transfer`.
+            HyperCommError: See `RankMapping` and `hypercomm.transfer`.
 
         Example:
             >>> import torch
@@ -345,18 +300,15 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     grids.transfer("train", "infer", torch.tensor([1, 2])).tolist()
             [1]
         """
-        mapping = self.mapping(source, target, along, **roles)
-        return transfer(mapping, tensor, groups, out=out, verify=verify)
+        mapping = self.mapping(source, target, **roles)
+        return transfer(mapping, tensor, groups, out=out, verify=verify, world=self._world)
 
     # ---- process groups -------------------------------------------------------------------------
 
     def create_pgs(
         self,
         requests: Mapping[str, Iterable[Dims | GroupArguments]],
-        *,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        share: Share | None = None,
+        **keywords: Unpack[SharedKeywords],
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
@@ -367,9 +319,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Args:
             requests: For the name of each grid what its `create_pgs` takes.
-            backend: As for `HyperCommGrid.create_pgs`, as are the other two.
-            timeout: Of each group, and for the whole call.
-            share: Whether keys may have one group.
+            keywords: `backend`, `timeout` and `share`, as for `HyperCommGrid.create_pgs`; the
+                timeout is also that of the whole call.
 
         Returns:
             For each name what `HyperCommGrid.create_pgs` returns: a group for each request, None
@@ -394,81 +345,34 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 f"requests must map names of grids to lists of dims, as in "
                 f"{{{next(iter(self))!r}: ['tp', ['dp', 'cp']]}}, got {shown(requests)}"
             )
+        check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
             self[name]._owner.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}
-        defaults: SharedKeywords = {"backend": backend, "timeout": timeout, "share": share}
         scope, batches = self._scope(names), dict[str, Batch]()
         try:
             with refusing(scope):
                 for name in names:
-                    batch = Batch(self[name]._owner, self._specs(name, requests[name], defaults))
+                    specs = self[name]._specs(requests[name], keywords)
+                    check_once(specs)
+                    batches[name] = batch = Batch(self[name]._owner, specs)
                     batch.reserve()
-                    batches[name] = batch
         except BaseException:
             for batch in batches.values():
                 batch.release()
             raise
-        return create_batches(scope, CREATE, batches, limit_of(timeout, current()))
-
-    def _specs(
-        self, name: str, wanted: Iterable[Dims | GroupArguments], defaults: SharedKeywords
-    ) -> list[GroupSpec]:
-        try:
-            specs = self[name]._specs(wanted, defaults)
-            check_once(specs)
-        except HyperCommError as error:
-            raise type(error)(f"requests of grid {name!r}: {error}") from error
-        return specs
+        return create_batches(
+            scope, CREATE, batches, limit_of(keywords.get("timeout"), scope.world)
+        )
 
     def _scope(self, names: Iterable[str]) -> Scope:
         """Return the scope of the calls that the ranks of some grids make together."""
         ranks = tuple(sorted({rank for name in names for rank in self[name].layout.ranks}))
-        if ranks not in self._agreements:
-            layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-            self._agreements[ranks] = GridAgreement(layout, self._label, None)
-        agreement = self._agreements[ranks]
-        return agreement.scope(current(), "calls of a set")
-
-    def connect(
-        self, *, pipelines: str | Iterable[str] = ("pp",), timeout: timedelta | None = None
-    ) -> Connections:
-        """Connect all process groups that the grids have, before the first step needs them.
-
-        Every rank of the grids must call this. They wait for each other once, and then connect
-        the groups of each grid as `HyperCommGrid.connect` does, which documents the arguments and
-        the state after a failure. A group that several grids share counts once.
-
-        Raises:
-            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), GridSet.tile(encoder="tp=2", llm="tp=2,dp=3") as grids:
-            ...     _ = grids.create_pgs({"encoder": ["tp"], "llm": ["tp", "dp"]})
-            ...     print([(row.title, row.ranks) for row in grids.connect()])
-            [('encoder: tp', (0, 1))]
-        """
-        from hypercomm.grid.connect import connect
-
-        return connect(self._grids, self._scope(self), pipelines, timeout)
-
-    def verify(self, timeout: timedelta | None = None) -> None:
-        """Check, grid by grid, that all its ranks have planned the same process groups.
-
-        Every rank of the grids must call this; each waits for the others.
-
-        Args:
-            timeout: How long to wait for each grid; default: the timeout of WORLD.
-
-        Raises:
-            PlanMismatchError, GroupCreationTimeout: As for `HyperCommGrid.verify`.
-        """
-        check_timeout(timeout)
-        for name in self.grids_of():
-            self[name].verify(timeout)
+        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
+        agreement = GridAgreement(layout, self._label, None)
+        return agreement.scope(self._world or current(), "calls of a set")
 
     # ---- life cycle -----------------------------------------------------------------------------
 
@@ -476,7 +380,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """Destroy the groups of all grids, the last grid first; may be called twice.
 
         Raises:
-            Exception: The error of the first grid that failed, after all have been destroyed.
+            Exception: The error of the last grid that failed, after all have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
 
@@ -485,14 +389,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         self._for_each(HyperCommGrid.abort)
 
     def _for_each(self, end: Callable[[HyperCommGrid], None]) -> None:
-        errors: list[BaseException] = []
-        for grid in reversed(self._grids.values()):
-            try:
-                end(grid)
-            except BaseException as error:  # noqa: BLE001 - the others must go too
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # calls all of them, the last one first
+            for grid in self.values():
+                stack.callback(end, grid)
 
     def __enter__(self) -> Self:
         for grid in self.values():
@@ -505,23 +404,15 @@ class GridSet(Mapping[str, HyperCommGrid]):
     # ---- text -----------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"GridSet of {self._placement}"
+        return f"GridSet of {self.placement}"
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(f"  {line}" for line in aligned(self._rows()))])
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        """Return name, sizes and ranks of each grid, and the position of the calling rank."""
-        try:
-            rank = world.rank()
-        except HyperCommError:
-            rank = -1
         rows = []
         for name, layout in self.layouts.items():
-            at = format_coords(layout.coords(rank)) if rank in layout else ""
-            here = f"this is rank {rank}, at {at}" if at else ""
-            rows.append((name, str(layout), f"ranks {format_ranks(sorted(layout.ranks))}", here))
-        return rows
+            here = position_in(layout, self._world)
+            ranks = f"ranks {format_ranks(sorted(layout.ranks))}"
+            rows.append((name, str(layout), ranks, here if ", at " in here else ""))
+        return "\n  ".join([repr(self), *aligned(rows)])
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
         raise TypeError(
@@ -530,52 +421,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
         )
 
 
-def _split(given: Mapping[str, Any]) -> tuple[SetArguments, dict[str, str | RankLayout]]:
+def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Split the keywords of a call into the arguments of the set and the sizes of the grids."""
     known = SetArguments.__annotations__
     arguments = {name: value for name, value in given.items() if name in known}
-    sizes = {name: value for name, value in given.items() if name not in known}
-    return cast("SetArguments", arguments), sizes
-
-
-def _placed(
-    grids: Mapping[str, Sizes | HyperCommGrid], world_size: int
-) -> dict[str, RankLayout | HyperCommGrid]:
-    """Return a layout or a grid for each name; a grid must be alive and of this world."""
-    placed: dict[str, RankLayout | HyperCommGrid] = {}
-    for name, given in check_names(grids).items():
-        if not isinstance(given, HyperCommGrid):
-            try:
-                placed[name] = read_layout(given, world_size=world_size)
-            except (LayoutError, WorldSizeError) as error:
-                raise type(error)(f"grid {name!r}: {error}") from error
-            continue
-        title, size = f"grid {name!r} ({given.layout})", given._state.world_size
-        if given.is_destroyed:
-            raise GridDestroyedError(f"{title} was destroyed; build a new one")
-        if size != world_size:
-            raise WorldSizeError(
-                f"{title} was made for a world of {size} ranks, but that of this set has "
-                f"{world_size}; give both the same world_size"
-            )
-        placed[name] = given
-    return placed
-
-
-def _check_overrides(
-    overrides: Mapping[str, GridArguments], grids: Mapping[str, RankLayout | HyperCommGrid]
-) -> None:
-    """Raise unless `overrides` has arguments of grids that the set makes."""
-    if not isinstance(overrides, Mapping):
-        raise GroupOptionsError(f"overrides must map names to arguments, got {shown(overrides)}")
-    for name, own in overrides.items():
-        if name not in grids:
-            raise UnknownDimError(f"overrides: {_unknown(name, grids).args[0]}")
-        if isinstance(grids[name], HyperCommGrid):
-            raise GroupOptionsError(
-                f"overrides names grid {name!r}, which exists and keeps its own arguments"
-            )
-        check_keywords(f"overrides of grid {name!r}", own, GridArguments.__annotations__)
+    return arguments, {name: value for name, value in given.items() if name not in known}
 
 
 def _unknown(name: object, grids: Iterable[str]) -> UnknownDimError:

@@ -33,7 +33,13 @@ _SEPARATORS = ",=+-"
 # ---- numbers, flags, choices --------------------------------------------------------------------
 
 
-def as_int(value: object, what: str, least: int | None = None, most: int | None = None) -> int:
+def as_int(
+    value: object,
+    what: str,
+    least: int | None = None,
+    most: int | None = None,
+    error: type[HyperCommError] = LayoutError,
+) -> int:
     """Return an int, a numpy integer or an int tensor of one element as an int.
 
     Args:
@@ -41,6 +47,7 @@ def as_int(value: object, what: str, least: int | None = None, most: int | None 
         what: Its name, at the beginning of the error's sentence.
         least: The smallest value that is allowed.
         most: The largest value that is allowed.
+        error: The class of the error.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -48,11 +55,11 @@ def as_int(value: object, what: str, least: int | None = None, most: int | None 
     except TypeError:
         is_int = False
     if not is_int:
-        raise LayoutError(f"{what} must be an int, got {shown(value)}")
+        raise error(f"{what} must be an int, got {shown(value)}")
     if least is not None and number < least:
-        raise LayoutError(f"{what} must be at least {least}, got {shown(number)}")
+        raise error(f"{what} must be at least {least}, got {shown(number)}")
     if most is not None and number > most:
-        raise LayoutError(f"{what} must be at most {most}, got {shown(number)}")
+        raise error(f"{what} must be at most {most}, got {shown(number)}")
     return number
 
 
@@ -63,12 +70,7 @@ def positive(value: object, what: str) -> int:
 
 def as_rank(rank: object) -> int:
     """Return a rank as an int; numpy integers and int tensors are ranks, bools are not."""
-    if type(rank) is int:
-        return rank
-    try:
-        return as_int(rank, "a rank")
-    except LayoutError as error:
-        raise RankOutsideError(str(error)) from error
+    return rank if type(rank) is int else as_int(rank, "a rank", error=RankOutsideError)
 
 
 def as_offset(value: object) -> int:

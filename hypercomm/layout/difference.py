@@ -224,7 +224,7 @@ def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:
         wrong = f"{what} has {len(long)} dims larger than 1, {long}"
-        raise LayoutError(f"{wrong}; up to {MOST_DIMS} are compared: merge() some of them")
+        raise LayoutError(f"{wrong}; up to {MOST_DIMS} are compared: renumber() by fewer")
     some = [dims for count in range(1, len(long) + 1) for dims in combinations(long, count)]
     return {dims: layout.groups(*dims) for dims in some}
 

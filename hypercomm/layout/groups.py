@@ -451,46 +451,8 @@ class ArrayGroups(RankGroups):
 # ---- one rank in its group ----------------------------------------------------------------------
 
 
-@attrs.frozen
-class Place:
-    """A rank's place in its group.
-
-    Attributes:
-        ranks: The ranks of the group, in its order.
-        rank: The rank's position among them.
-    """
+class Place(NamedTuple):
+    """A rank's place in its group: the ranks of the group, and the rank's position among them."""
 
     ranks: tuple[int, ...]
     rank: int
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the rank is the first of its group."""
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the rank is the last of its group."""
-        return self.rank == len(self.ranks) - 1
-
-    def next(self, *, periodic: bool = False) -> int | None:
-        """Return the next rank of the group, as torch numbers ranks; None after the last one.
-
-        Args:
-            periodic: Whether the first rank follows the last one, as in a ring.
-        """
-        return self._neighbour(self.rank + 1, periodic)
-
-    def prev(self, *, periodic: bool = False) -> int | None:
-        """Return the previous rank of the group; None before the first one, as for `next`."""
-        return self._neighbour(self.rank - 1, periodic)
-
-    def _neighbour(self, at: int, periodic: bool) -> int | None:
-        if periodic:
-            at %= len(self.ranks)
-        return self.ranks[at] if 0 <= at < len(self.ranks) else None

@@ -521,8 +521,8 @@ class RankLayout:
 
         Example:
             >>> pp = RankLayout.parse("tp=2,pp=3").place(3, "pp")
-            >>> pp.rank, pp.ranks, pp.next(), pp.prev()
-            (1, (1, 3, 5), 5, 1)
+            >>> pp.rank, pp.ranks
+            (1, (1, 3, 5))
         """
         self._index(rank)  # its error is about the layout, not about the groups
         groups = self.groups(*dims)
@@ -551,7 +551,7 @@ class RankLayout:
     # ---- other layouts from this one --------------------------------------------------------
 
     def renumber(self, shape: Iterable[int], dim_names: Iterable[str]) -> RankLayout:
-        """Number the same ranks, in the same order, by other dims.
+        """Number the same ranks, in the same order, by other dims: in another order, or joined.
 
         Raises:
             LayoutError: The sizes do not multiply to the number of ranks, or there are gaps, and
@@ -587,32 +587,8 @@ class RankLayout:
             parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
         except (LayoutError, WorldSizeError) as error:
             raise LayoutError(f"dim {dim!r} cannot be split: {error}") from error
-        return self._with_dims(axis, axis + 1, parts)
-
-    def merge(self, dims: Dims, name: str) -> RankLayout:
-        """Join dims that are neighbours in the layout into one; no rank moves.
-
-        Raises:
-            LayoutError: The dims are not neighbours, or too many ranks would have to be listed.
-
-        Example:
-            >>> str(RankLayout.parse("tp=2,cp=2,dp=4").merge(["dp", "cp"], "dp_cp"))
-            'tp=2,dp_cp=8'
-
-            Where there are gaps that no stride expresses, the ranks are listed.
-
-            >>> RankLayout([2, 2], ["tp", "dp"], strides=[1, 4]).merge(["tp", "dp"], "dp_tp")
-            RankLayout(shape=(4,), dim_names=('dp_tp',), ranks=(0, 1, 4, 5))
-        """
-        wanted = self.order_dims(dims)
-        first = self._axis_of(wanted[0])
-        last = first + len(wanted)
-        if self.dim_names[first:last] != wanted:
-            raise LayoutError(
-                f"dims {wanted} cannot be merged: they are not neighbours in {self.dim_names}; "
-                f"reorder() the layout first, which renumbers its ranks"
-            )
-        return self._with_dims(first, last, {name: math.prod(self.shape[first:last])})
+        shape = (*self.shape[:axis], *parts.values(), *self.shape[axis + 1 :])
+        return self.renumber(shape, (*self.dim_names[:axis], *parts, *self.dim_names[axis + 1 :]))
 
     def rename(self, /, **names: str) -> RankLayout:
         """Give dims new names, old=new; no rank moves.
@@ -628,22 +604,6 @@ class RankLayout:
             self._axis_of(name)
         new = as_names([names.get(name, name) for name in self.dim_names])
         return self._of(self.shape, new, self.rank_offset, self.strides, self._listing)
-
-    def reorder(self, *dims: str) -> RankLayout:
-        """Number the ranks in another order of dims, the first varying fastest; ranks move.
-
-        Raises:
-            LayoutError: The dims are not all of the layout's, or it has gaps, and more ranks than
-                can be listed.
-
-        Example:
-            >>> RankLayout.parse("tp=2,dp=4").reorder("dp", "tp").coords(1)
-            {'dp': 1, 'tp': 0}
-        """
-        wanted = self._check_dims(as_dims(dims))
-        if len(wanted) != len(self.dim_names):
-            raise LayoutError(f"reorder() needs every dim of {self.dim_names}, got {wanted}")
-        return self.renumber([self.size_of(name) for name in wanted], wanted)
 
     def select(self, /, **coords: int) -> RankLayout:
         """Return the layout of the ranks with these coordinates, over the other dims.
@@ -672,11 +632,6 @@ class RankLayout:
         return self._of(shape, kept, self.rank_offset + offset, strides)
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _with_dims(self, first: int, last: int, sizes: Mapping[str, int]) -> RankLayout:
-        """This layout with dims first..last-1 replaced."""
-        shape = (*self.shape[:first], *sizes.values(), *self.shape[last:])
-        return self.renumber(shape, (*self.dim_names[:first], *sizes, *self.dim_names[last:]))
 
     def _axes(self, names: Iterable[str]) -> list[Axis]:
         axes = (self.dim_names.index(name) for name in names)
@@ -798,7 +753,8 @@ def read_layout(
             sizes = sizes_of_environment()
             if sizes is None:
                 raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
-        given, offset = read_sizes(sizes, dim_names, dims), as_offset(rank_offset)
+        given = read_sizes(sizes, dim_names, dims)
+        offset = as_offset(rank_offset) if rank_offset else 0
         if OPEN in given.values() or world_size is None:
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""

@@ -132,17 +132,14 @@ def split_dims(text: str) -> tuple[str, ...]:
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
         raise LayoutError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
-    dims = tuple(map(str.strip, re.split("[+-]", text)))
-    if "" in dims:
-        raise LayoutError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
-    return dims
+    return _split(text, "[+-]", "dp+cp")
 
 
 def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
     """Return the names in a text, without the white space around them."""
     if not isinstance(text, str):
         raise LayoutError(f"expected a text like {example!r}, got {shown(text)}")
-    names = tuple(map(str.strip, text.split(separator)))
+    names = tuple(map(str.strip, re.split(separator, text)))
     if "" in names:
         raise LayoutError(f"{shown(text)} lacks a dim name; write it like {example!r}")
     return names

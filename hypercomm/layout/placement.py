@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, combinations
 from typing import Literal, TypeVar
@@ -11,7 +12,6 @@ import attrs
 
 from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import (
-    as_offset,
     as_world_size,
     check_choice,
     is_utf8,
@@ -31,14 +31,13 @@ Layouts = Mapping[str, str | Mapping[str, int] | RankLayout]
 """Sizes as text or by name, or a layout without gaps, for each grid."""
 
 
-def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, RankLayout]:
+def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Place layouts one after the other, in the order given.
 
     Args:
         layouts: Sizes, or a layout without gaps, by name. One size of all may be unspecified (-1,
             or a dim alone): it takes the ranks that the others leave.
         world_size: The number of ranks of the world.
-        rank_offset: The first rank of the first layout.
 
     Returns:
         The layouts in their places, by name.
@@ -57,19 +56,20 @@ def tile(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, R
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
     known = [known_size(own) for own in sizes.values() if OPEN not in own.values()]
-    left = as_world_size(world_size) - as_offset(rank_offset) - sum(known)
+    left = as_world_size(world_size) - sum(known)
     check_one_open(
         [f"{dim} of {name}" for name, own in sizes.items() for dim in own if own[dim] == OPEN]
     )
     placed: dict[str, RankLayout] = {}
+    first = 0
     for name, own in sizes.items():
         room = left if OPEN in own.values() else known_size(own)
-        placed[name] = _placed(name, own, room, f"{left} are left", rank_offset)
-        rank_offset += placed[name].size
+        placed[name] = _placed(name, own, room, f"{left} are left", first)
+        first += placed[name].size
     return placed
 
 
-def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[str, RankLayout]:
+def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Place layouts on the same ranks.
 
     Args:
@@ -77,7 +77,6 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
             is inferred from the first layout without an unspecified size, or from the world if
             there is none.
         world_size: The number of ranks of the world.
-        rank_offset: The first rank of all of them.
 
     Returns:
         The layouts in their places, by name.
@@ -93,13 +92,12 @@ def colocate(layouts: Layouts, world_size: int, rank_offset: int = 0) -> dict[st
         ['tp=2,dp=4', 'tp=4,dp=2']
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    room = as_world_size(world_size) - as_offset(rank_offset)
-    why = f"{room} are left from rank {rank_offset} on"
+    room, why = as_world_size(world_size), ""
     for name, own in sizes.items():
         if OPEN not in own.values():
             room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
             break
-    return {name: _placed(name, own, room, why, rank_offset) for name, own in sizes.items()}
+    return {name: _placed(name, own, room, why) for name, own in sizes.items()}
 
 
 @attrs.frozen(slots=False)
@@ -190,17 +188,23 @@ class Placement:
             raise WorldSizeError(f"requires={wanted!r}, but {self}; {some_of(places, 16)}")
 
     def __str__(self) -> str:
-        count, kind = counted(len(self.layouts), "grid"), self.kind
-        if kind == "tiled":
-            return f"{count}, tiling the world of {self.world_size} ranks"
-        how = "on the same ranks" if kind == "colocated" else kind
-        lines = [f"{count} in a world of {self.world_size} ranks, {how}"]
+        kind, grids = self.kind, counted(len(self.layouts), "grid")
+        lines = [f"{grids}, {kind}, in a world of {self.world_size} ranks"]
         if kind == "overlapping":
             for (one, other), ranks in self.overlaps.items():
                 lines.append(f"{one} and {other} share ranks {format_ranks(ranks)}")
         if spare := self.spare_ranks:
             lines.append(f"no grid holds ranks {format_ranks(spare)}")
         return "; ".join(lines)
+
+
+@contextlib.contextmanager
+def naming(grid: str) -> Iterator[None]:
+    """Add the name of a grid to an error about its sizes."""
+    try:
+        yield
+    except (LayoutError, WorldSizeError) as error:
+        raise type(error)(f"grid {grid!r}: {error}") from error
 
 
 def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
@@ -222,10 +226,8 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
     """Return the sizes of a layout that can be moved; one may be unspecified."""
     if not isinstance(given, RankLayout):
-        try:
+        with naming(name):
             return read_sizes(given)
-        except LayoutError as error:
-            raise LayoutError(f"grid {name!r}: {error}") from error
     if not isinstance(given.ranks, range):
         raise LayoutError(
             f"grid {name!r} ({given}) has ranks with gaps, or in their own order, and cannot "
@@ -235,15 +237,13 @@ def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, i
 
 
 def _placed(
-    name: str, sizes: Mapping[str, int], room: int, why: str, rank_offset: int
+    name: str, sizes: Mapping[str, int], room: int, why: str, rank_offset: int = 0
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
         raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
-    try:
+    with naming(name):
         return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
-    except (LayoutError, WorldSizeError) as error:
-        raise type(error)(f"grid {name!r}: {error}") from error
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:

@@ -39,7 +39,7 @@ from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED
-from hypercomm.process_groups.world import World, current, current_or_none
+from hypercomm.process_groups.world import World, current, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class GroupOwner:
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
         ended: The keys whose groups `end_groups` has ended.
+        given_world: The world that the grid was given; None: the default one.
         origin: The world whose ranks the layout numbers; None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
     """
@@ -151,7 +152,7 @@ class GroupOwner:
         self.ended: dict[GroupKey, None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
-        self._world = world
+        self.given_world = world
         self.origin = self.world
         self._process = os.getpid()
         self._warned: set[str] = set()
@@ -161,7 +162,11 @@ class GroupOwner:
     @property
     def world(self) -> World | None:
         """The world of the grid; None before there is one."""
-        return self._world or current_or_none()
+        return self.given_world or current_or_none()
+
+    def rank(self, explicit: int | None = None) -> int:
+        """Return the calling rank in the world of the grid, unless another one is given."""
+        return rank_in_world(explicit, self.given_world)
 
     # ---- one group ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from hypercomm.layout.views import View
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
-from hypercomm.process_groups.world import World, rank
+from hypercomm.process_groups.world import World, rank_in_world
 
 Derive = Callable[[RankGroups], RankGroups]
 
@@ -104,7 +104,7 @@ class GroupSpec:
     def own(self) -> tuple[int, tuple[int, ...]] | None:
         """The index and the ranks of the calling rank's group; None if it is in none."""
         try:
-            index, _ = self.groups.locate(rank(world=self.world))
+            index, _ = self.groups.locate(rank_in_world(world=self.world))
         except RankOutsideError:
             return None
         return index, self.groups[index]
@@ -172,7 +172,7 @@ class GroupSpec:
             return False
         if other.choice.strategy != "local":
             return self.groups == other.groups
-        is_member = self.groups.has_member(rank(world=self.world))
+        is_member = self.groups.has_member(rank_in_world(world=self.world))
         return is_member and same_for_caller(self.groups, other.groups, self.world)
 
 
@@ -246,7 +246,7 @@ def same_for_caller(one: RankGroups, other: RankGroups, world: World | None = No
     """Tell whether the calling rank is in the same group of both, or in none of either."""
     if one == other:
         return True
-    here = rank(world=world)
+    here = rank_in_world(world=world)
     if not (one.has_member(here) and other.has_member(here)):
         return one.has_member(here) == other.has_member(here)
     return one.group_size == other.group_size and one.of(here) == other.of(here)

@@ -227,8 +227,8 @@ def current() -> World:
 # ---- before there is a world --------------------------------------------------------------------
 
 
-def world_size(explicit: int | None = None) -> int:
-    """Return the number of ranks of the job.
+def size_of_world(explicit: int | None = None, world: World | None = None) -> int:
+    """Return the number of ranks of a world, by default that of the job.
 
     Raises:
         NotInitializedError: Neither torch.distributed nor the environment has it.
@@ -236,14 +236,16 @@ def world_size(explicit: int | None = None) -> int:
     """
     if explicit is not None:
         return explicit
+    if world is not None:
+        return world.size
     return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE")
 
 
-def rank(explicit: int | None = None, world: World | None = None) -> int:
+def rank_in_world(explicit: int | None = None, world: World | None = None) -> int:
     """Return the rank of this process in a world, by default that of the job.
 
     Raises:
-        NotInitializedError, WorldSizeError: As for `world_size`.
+        NotInitializedError, WorldSizeError: As for `size_of_world`.
     """
     if explicit is not None:
         return explicit

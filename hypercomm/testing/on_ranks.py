@@ -303,7 +303,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     "the grid has share_with=, and the ranks do not have that other grid"
                 )
             options = attrs.asdict(state.options)
-            del options["world_size"]  # the ranks have one
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]
             return _make_grid, (obj.layout, options, views)
         return super().reducer_override(obj)

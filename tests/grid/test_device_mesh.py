@@ -113,9 +113,8 @@ def test_there_and_back(case, data):
             assert adopted.get_pg(name) is grid.get_pg(name)
             assert adopted.ensure_pg(name) is grid.get_pg(name)
             assert adopted.group_ranks(name) == grid.group_ranks(name)
-        assert adopted.layout.ranks == grid.layout.ranks
-        if not rest:
-            assert adopted.layout == grid.layout
+        assert set(adopted.layout.ranks) == set(grid.layout.ranks)
+        assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == grid.layout
         adopted.destroy()
         assert registered() == before
 
@@ -191,18 +190,7 @@ def test_permuted_mesh(ranks, rank):
         assert registered() == before
 
 
-# ... and so are groups that were handed to a mesh that they do not fit.
-def test_mesh_of_other_groups():
-    with fake_world(4):
-        rows, columns = dist.new_group([0, 1]), dist.new_group([0, 2])
-        mesh = DeviceMesh.from_group(
-            [rows, columns], "cpu", mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp")
-        )
-        with pytest.raises(ValueError, match=re.escape("'dp' has ranks [0, 1], but the mesh has")):
-            HyperCommGrid.from_device_mesh(mesh)
-
-
-# So are those of torch's own meshes: hosts left out, steps that interlock.
+# torch's own meshes may leave hosts out, or have steps that interlock.
 @pytest.mark.parametrize(
     "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
 )
@@ -225,7 +213,7 @@ def test_left_out_ranks(ranks):
 def test_listed_grid_there_and_back(ranks):
     layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
     for rank in ranks:
-        with fake_world(6, rank), HyperCommGrid.from_layout(layout) as grid:
+        with fake_world(6, rank), HyperCommGrid(layout) as grid:
             for dim in layout.dim_names:
                 grid.create_pg(dim)
             assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == layout
@@ -319,98 +307,41 @@ def test_real_ranks():
 
 
 def flattened_on_a_grid():
-    """On 8 ranks: sums over a mesh's flattened dims, and what torch then creates beyond."""
+    """On 8 ranks: sums over a mesh's flattened dims, FSDP2, and what torch creates beyond."""
+    from torch.distributed.fsdp import fully_shard
+
     dims = ["cp", "dp_shard", "dp_replicate"]
-    with HyperCommGrid([2, 2, 2], dims) as grid:
+    with HyperCommGrid([2, 2, 2], dims) as grid, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
         grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate"])
         before = registered()[0]
         mesh = grid.device_mesh(
             flatten={"dp": ["dp_replicate", "dp_shard"], "dp_shard_cp": ["dp_shard", "cp"]}
         )
         sums = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
-            for name, parts in {"dp": dims[:0:-1], "dp_shard_cp": dims[1::-1]}.items():
-                total = torch.tensor([dist.get_rank()])
-                dist.all_reduce(total, group=mesh[name].get_group())
-                same = mesh[tuple(parts)]._flatten(name).get_group() is mesh.get_group(name)
-                sums.append((total.item(), mesh[name].size(), mesh[name].get_local_rank(), same))
-        return sums, len(registered()[0] - before)
+        for name, parts in {"dp": dims[:0:-1], "dp_shard_cp": dims[1::-1]}.items():
+            total = torch.tensor([dist.get_rank()])
+            dist.all_reduce(total, group=mesh[name].get_group())
+            same = mesh[tuple(parts)]._flatten(name).get_group() is mesh.get_group(name)
+            sums.append((total.item(), mesh[name].size(), mesh[name].get_local_rank(), same))
+        layer = fully_shard(nn.Linear(8, 8), mesh=mesh["dp_shard_cp"])
+        layer(torch.ones(1, 8)).sum().backward()
+        part = layer.weight.to_local().shape[0]
+        return sums, part, len(registered()[0] - before)
 
 
 # Names of flattened dims are groups that exist, and torch finds them where it would create others.
 @pytest.mark.full
 def test_flattened_on_real_ranks():
     ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
-    for rank, (sums, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):
+    for rank, (sums, part, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):
         replicate, shard, cp = np.argwhere(ranks == rank)[0]
         dp, dp_shard_cp = ranks[:, :, cp].ravel(), ranks[replicate].ravel()
         assert sums == [
             (dp.sum(), 4, replicate * 2 + shard, True),
             (dp_shard_cp.sum(), 4, shard * 2 + cp, True),
         ]
-        assert created == 0
-
-
-def fully_shard_sizes(mesh):
-    """Shard a layer over accelerate's FSDP dims; the length of a rank's part of the weight."""
-    from torch.distributed.fsdp import fully_shard
-
-    layer = fully_shard(nn.Linear(8, 8), mesh=mesh["dp_shard_cp"])
-    layer(torch.ones(1, 8)).sum().backward()
-    return layer.weight.to_local().shape[0]
-
-
-def accelerate_on_a_grid():
-    """On 8 ranks: what accelerate takes for its mesh, beside the mesh that it makes itself."""
-    from accelerate import ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
-
-    dims = ["cp", "dp_shard", "dp_replicate"]
-    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}  # tp needs transformers
-    config = {**sizes, "cp_handler": TorchContextParallelConfig()}
-    with HyperCommGrid([2, 2, 2], dims) as grid, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        theirs = ParallelismConfig(**config).get_device_mesh("cpu")
-        grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate", "cp+dp_shard+dp_replicate"])
-        before = registered()[0]
-        given = ParallelismConfig(**config)
-        given.device_mesh = grid.device_mesh(
-            flatten={
-                "dp": ["dp_replicate", "dp_shard"],
-                "dp_shard_cp": ["dp_shard", "cp"],
-                "dp_cp": ["dp_replicate", "dp_shard", "cp"],
-            }
-        )
-        ours = given.get_device_mesh("cpu")
-        found = []
-        for name in ("cp", "dp_shard", "dp_replicate", "dp", "dp_shard_cp", "dp_cp"):
-            total = torch.tensor([1 << dist.get_rank()])
-            dist.all_reduce(total, group=ours[name].get_group())
-            alike = ours[name].mesh.tolist() == theirs[name].mesh.tolist()
-            found.append((name, total.item(), alike))
-        fsdp = fully_shard_sizes(ours)
-        return found, fsdp, len(registered()[0] - before)
-
-
-# accelerate takes such a mesh as its own: the same ranks by the same names, and FSDP2 over them.
-@pytest.mark.clients
-def test_accelerate():
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
-    ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
-    for rank, (found, part, created) in enumerate(run_ranks(accelerate_on_a_grid, 8)):
-        replicate, shard, cp = np.argwhere(ranks == rank)[0]
-        wanted = {
-            "cp": ranks[replicate, shard],
-            "dp_shard": ranks[replicate, :, cp],
-            "dp_replicate": ranks[:, shard, cp],
-            "dp": ranks[:, :, cp].ravel(),
-            "dp_shard_cp": ranks[replicate].ravel(),
-            "dp_cp": ranks.ravel(),
-        }
-        assert found == [(name, sum(1 << int(r) for r in of), True) for name, of in wanted.items()]
-        assert part == 2
-        assert created == 0
+        assert (part, created) == (2, 0)
 
 
 # What the mesh says of devices: told, or what the backend is for.
@@ -420,4 +351,3 @@ def test_device_type():
         assert grid.device_mesh("tp").device_type == "cpu"
         meta = grid.device_mesh("tp", device_type="meta")
         assert meta.device_type == "meta"
-        assert HyperCommGrid.from_device_mesh(meta).device_mesh("tp").device_type == "meta"

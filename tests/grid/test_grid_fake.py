@@ -7,9 +7,9 @@ from datetime import timedelta
 from itertools import chain, combinations
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
+from by_numpy import group_of
 from effort import examples
 from group_facts import tables as registered
 from hypothesis import given, settings
@@ -31,14 +31,8 @@ from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
 def numpy_group(layout, dims, rank):
-    """The members of a rank's group, by slicing an array of all ranks."""
-    ranks = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
-    (where,) = np.argwhere(ranks == rank)
-    index = [
-        slice(None) if name in dims else at
-        for name, at in zip(layout.dim_names, where, strict=True)
-    ]
-    return sorted(np.atleast_1d(ranks[tuple(index)]).ravel().tolist())
+    """The members of a rank's group, by numpy alone."""
+    return sorted(group_of(layout.shape, layout.dim_names, layout.rank_offset, dims, rank))
 
 
 # torch registers for a rank exactly the members that numpy finds, for any layout, dims and rank.
@@ -49,34 +43,11 @@ def test_membership(data):
     dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
     spare = data.draw(st.integers(0, 3))
     world_size = layout.rank_offset + layout.size + spare
-    with fake_world(world_size, rank), HyperCommGrid.from_layout(layout) as grid:
+    with fake_world(world_size, rank), HyperCommGrid(layout) as grid:
         group = grid.create_pg(dims)
         assert dist.get_process_group_ranks(group) == numpy_group(layout, dims, rank)
         assert list(grid.group_ranks(dims)) == numpy_group(layout, dims, rank)
         assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
-
-
-# All members of a group give it the same name, no two groups share one, and the groups that all
-# 64 ranks create are together the plan's: every rank in exactly one group of each dims.
-def test_every_rank_of_one_plan_agrees():
-    plan = [("tp",), ("cp",), ("dp",), ("dp", "cp"), ("tp", "cp", "dp")]
-    members = {}
-    for rank in range(64):
-        with (
-            fake_world(64, rank),
-            HyperCommGrid([4, 2, 8], ["tp", "cp", "dp"]) as grid,
-        ):
-            for position, dims in enumerate(plan):
-                group = grid.create_pg(dims)
-                members.setdefault((position, group.group_name), {}).setdefault(
-                    tuple(dist.get_process_group_ranks(group)), []
-                ).append(rank)
-    for ranks_seen in members.values():
-        ((ranks, creators),) = ranks_seen.items()
-        assert list(ranks) == creators
-    for position, dims in enumerate(plan):
-        size = int(np.prod([{"tp": 4, "cp": 2, "dp": 8}[dim] for dim in dims]))
-        assert sum(1 for where, _ in members if where == position) == 64 // size
 
 
 # create, get and ensure: one group per key, in any order of dims and as any iterable of names.

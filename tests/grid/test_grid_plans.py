@@ -6,10 +6,8 @@ from group_facts import registered
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import (
-    CreationError,
     GroupOptionsError,
 )
-from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
 
 
@@ -19,23 +17,6 @@ def ranks(group):
 
 def ends(groups):
     return groups.pick(lambda group: (group[0], group[-1]))
-
-
-# A creation that fails can be tried again.
-def test_a_failure_can_be_repeated(monkeypatch):
-    def fail(*_args, **_options):
-        raise CreationError("the network is down")
-
-    with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        before = registered()
-        with monkeypatch.context() as patch:
-            patch.setattr(c10d, "new_group", fail)
-            for create in (grid.ensure_pg, grid.create_pg):
-                with pytest.raises(CreationError, match="the network is down"):
-                    create("dp")
-        assert registered() == before
-        assert dict(grid.pgs) == {}
-        assert grid.ensure_pg("tp").size() == grid.create_pg("dp").size() == 2
 
 
 # Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy.

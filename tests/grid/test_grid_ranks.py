@@ -39,33 +39,24 @@ def sums_over(shape, dim_names, offset, every_dims, creation):
 
 # Whatever the shape, an all-reduce over a group reaches exactly the ranks that numpy's reshape
 # puts in it, for every combination of dims, with each way of creating groups that gloo can have.
+# Ranks outside of a grid get None, and are not waited for.
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 @pytest.mark.parametrize(
-    ("shape", "names"),
+    ("shape", "names", "offset"),
     [
-        pytest.param([2], ["dp"], marks=pytest.mark.full),
-        pytest.param([2, 2], ["tp", "dp"], marks=pytest.mark.full),
-        pytest.param([3, 2], ["tp", "dp"], marks=pytest.mark.full),
-        ([2, 1, 3], ["tp", "cp", "dp"]),
-        pytest.param([2, 2, 2], ["tp", "cp", "dp"], marks=pytest.mark.full),
+        pytest.param([2], ["dp"], 0, marks=pytest.mark.full),
+        pytest.param([3, 2], ["tp", "dp"], 0, marks=pytest.mark.full),
+        ([2, 2], ["tp", "dp"], 1),
+        ([2, 1, 3], ["tp", "cp", "dp"], 0),
+        pytest.param([2, 2, 2], ["tp", "cp", "dp"], 0, marks=pytest.mark.full),
     ],
 )
-def test_all_reduce_reaches_the_group(shape, names, creation):
-    size = int(np.prod(shape))
+def test_all_reduce_reaches_the_group(shape, names, offset, creation):
+    world = int(np.prod(shape)) + 2 * offset
     every_dims = every_combination(names)
-    got = run_ranks(sums_over, size, args=(shape, names, 0, every_dims, creation), timeout=120)
-    for rank in range(size):
-        assert got[rank] == [expected_sums(shape, names, 0, dims, rank) for dims in every_dims]
-
-
-# A grid at an offset holds its own ranks only; the others get None and are not waited for.
-def test_grid_at_an_offset():
-    args = ([2, 2], ["tp", "dp"], 1, [("tp",), ("tp", "dp")], "auto")
-    got = run_ranks(sums_over, 6, args=args)
-    for rank in range(6):
-        assert got[rank] == [
-            expected_sums([2, 2], ["tp", "dp"], 1, dims, rank) for dims in (("tp",), ("tp", "dp"))
-        ]
+    args = (shape, names, offset, every_dims, creation)
+    for rank, sums in enumerate(run_ranks(sums_over, world, args=args, timeout=120)):
+        assert sums == [expected_sums(shape, names, offset, dims, rank) for dims in every_dims]
 
 
 def two_grids_side_by_side(split):
@@ -168,25 +159,6 @@ def create_and_destroy_at_once(count):
 @pytest.mark.full
 def test_destroying_at_once():
     assert run_ranks(create_and_destroy_at_once, 4, args=(60,)) == [60] * 4
-
-
-def shared_groups():
-    """With share="identical", dp and dp+cp are one group where cp is 1, destroyed once."""
-    before = registered()[0]
-    with HyperCommGrid([1, 1, 2], ["tp", "cp", "dp"], share="identical") as grid:
-        dp, dp_cp = grid.create_pg("dp"), grid.create_pg(["dp", "cp"])
-        tp, cp = grid.create_pg("tp"), grid.create_pg("cp")
-        own = grid.create_pg("dp", name="overlap", share="never")
-        described = grid.create_pg(["tp", "dp"], group_desc="apart")
-        same = (dp is dp_cp, tp is cp, dp is own, dp is described)
-        created = len(registered()[0] - before)
-        total = all_reduce_of(1, dp_cp)
-    return same, created, total, registered()[0] == before
-
-
-# Keys with the same ranks, backend and options hold one group, which works, and is destroyed once.
-def test_sharing():
-    assert run_ranks(shared_groups, 2) == [((True, True, False, False), 4, 2, True)] * 2
 
 
 def late_for_the_first_try(late):

@@ -1,7 +1,6 @@
 """Sets of grids on real gloo processes: who takes part is read off the numbers they sum."""
 
 import time
-from dataclasses import fields
 from datetime import timedelta
 
 import pytest
@@ -9,11 +8,8 @@ import torch.distributed as dist
 from by_numpy import group_of
 from group_facts import all_reduce_of
 from group_facts import tables as registered
-from megatron_facts import megatrons_fields
 
-from hypercomm import GridSet, RankLayout, megatron_grids
-from hypercomm.compat.megatron import collections_of
-from hypercomm.compat.megatron.presets import create_megatron_pgs
+from hypercomm import GridSet, RankLayout
 from hypercomm.errors import HyperCommError
 from hypercomm.launch import run_ranks
 
@@ -25,10 +21,10 @@ SETS = {
 }
 
 
-def expected(shape, names, offset, dims, rank, pick=slice(None)):
+def expected(shape, names, offset, dims, rank):
     """10**member summed over the group of a rank, from numpy alone; None for a rank outside."""
-    members = (group_of(shape, names, offset, dims, rank) or [])[pick]
-    return sum(10**member for member in members) if rank in members else None
+    members = group_of(shape, names, offset, dims, rank)
+    return None if members is None else sum(10**member for member in members)
 
 
 def sums_of(created):
@@ -47,7 +43,8 @@ def tiled(creation):
     with GridSet.tile(**SIZES, creation=creation) as grids:
         created = grids.create_pgs({"llm": ["pp", ["tp", "pp"]], "encoder": ["tp", "dp"]})
         sums = sums_of(created)
-        grids.verify()
+        for name in grids.grids_of():
+            grids[name].verify()
         held = sum(group is not None for groups in created.values() for group in groups)
         new = len(registered()[0]) - len(before[0])
     return sums, (held, new), registered() == before, grids.grids_of()
@@ -68,29 +65,6 @@ def test_tiled(creation):
         assert (held, new) == (2, 2)
         assert is_clean
         assert names == (("encoder",) if rank < 4 else ("llm",))
-
-
-def overlapping():
-    """Two grids that share ranks 2..5: the sums over their groups."""
-    layouts = {
-        "low": RankLayout.parse("tp=2,dp=3"),
-        "high": RankLayout.parse("cp=3,dp=2", rank_offset=2),
-    }
-    with GridSet(layouts) as grids:
-        sums = sums_of(grids.create_pgs({"low": ["tp", "dp"], "high": ["cp", "dp"]}))
-        return sums, {pair: list(ranks) for pair, ranks in grids.overlaps.items()}
-
-
-# Grids that share some ranks: the shared ones take part in both, and nobody waits for ever.
-@pytest.mark.full
-def test_overlapping():
-    got = run_ranks(overlapping, 8, timeout=120)
-    for rank, (sums, overlaps) in enumerate(got):
-        assert overlaps == {("low", "high"): [2, 3, 4, 5]}
-        assert sums == {
-            "low": [expected([2, 3], ["tp", "dp"], 0, [dim], rank) for dim in ("tp", "dp")],
-            "high": [expected([3, 2], ["cp", "dp"], 2, [dim], rank) for dim in ("cp", "dp")],
-        }
 
 
 def colocated(share):
@@ -212,70 +186,3 @@ def test_one_asks_otherwise(kind):
         assert (error, again) == ("PlanMismatchError", None)
         assert keys == {"a": [], "b": []}
         check_sums(kind, sums, rank, (1, 1))
-
-
-def reshaped(before, after, views):
-    """The ranks of Megatron's fields after a model was reshaped, and what each group adds up."""
-    with megatron_grids(**before) as grids:
-        create_megatron_pgs(grids)
-        grids["training"].reshape(after, views=views)
-        collection = collections_of(grids)["training"]
-        groups = {field.name: vars(collection).get(field.name) for field in fields(collection)}
-        ranks = {
-            name: group and dist.get_process_group_ranks(group) for name, group in groups.items()
-        }
-        return ranks, sums_of({"": list(groups.values())})[""]
-
-
-# After a reshape on real ranks, every field is Megatron's at the new sizes, and reaches its ranks.
-@pytest.mark.full
-def test_reshaped_megatrons():
-    views = {"expert": "expt_tp=2,ep=2,expt_dp=2,pp=1"}
-    arguments = ({"tp": 2, "pp": 2, "ep": 2}, "tp=2,cp=2,dp=2,pp=1", views)
-    got = run_ranks(reshaped, 8, args=arguments, timeout=120)
-    for rank, (ranks, sums) in enumerate(got):
-        wanted = megatrons_fields(8, rank, tp=2, cp=2, ep=2)
-        assert {
-            name: found and tuple(found) for name, found in ranks.items() if name in wanted
-        } == wanted
-        for found, total in zip(ranks.values(), sums, strict=True):
-            assert total == (found and sum(10**member for member in found))
-
-
-def megatrons():
-    """Training and inference on the same ranks: the sums over groups of both collections."""
-    before = registered()
-    with megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}) as grids:
-        collections = create_megatron_pgs(grids)
-        names = ("tp", "pp", "dp", "mp", "ep", "expt_dp", "tp_ep_pp", "embd", "pos_embd")
-        sums = {
-            name: sums_of({"": [getattr(collection, field, None) for field in names]})[""]
-            for name, collection in collections.items()
-        }
-    return sums, registered() == before
-
-
-# Megatron's groups of training and of inference work on the same ranks, and are all destroyed.
-@pytest.mark.full
-def test_megatrons():
-    got = run_ranks(megatrons, 8, timeout=180)
-    models = {
-        "training": (([2, 1, 2, 2], ["tp", "cp", "dp", "pp"]), ([2, 2, 1, 2], "expt")),
-        "inference": (([4, 1, 2, 1], ["tp", "cp", "dp", "pp"]), ([4, 1, 2, 1], "expt")),
-    }
-    for rank, (sums, is_clean) in enumerate(got):
-        assert is_clean
-        for name, ((shape, names), (expert, _)) in models.items():
-            dense = [
-                expected(shape, names, 0, dims, rank)
-                for dims in (["tp"], ["pp"], ["dp"], ["tp", "pp"])
-            ]
-            experts = [
-                expected(expert, ["tp", "ep", "dp", "pp"], 0, dims, rank)
-                for dims in (["ep"], ["dp"], ["tp", "ep", "pp"])
-            ]
-            ends = [
-                expected(shape, names, 0, ["pp"], rank),
-                expected(shape, names, 0, ["pp"], rank, slice(1)),
-            ]
-            assert sums[name] == dense + experts + ends

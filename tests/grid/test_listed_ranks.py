@@ -65,7 +65,7 @@ def groups_of_a_list(shape, names, ranks, every_dims, creation):
     """What the caller's group does over each of some dims, created alone and at once."""
     found = []
     layout = RankLayout(shape, names, ranks=ranks)
-    with HyperCommGrid.from_layout(layout, creation=creation) as grid:
+    with HyperCommGrid(layout, creation=creation) as grid:
         alone = [grid.create_pg(dims) for dims in every_dims]
         batch = grid.create_pgs([{"dims": dims, "name": "again"} for dims in every_dims])
         for group, again in zip(alone, batch, strict=True):
@@ -95,7 +95,7 @@ def test_groups_are_in_the_order_of_the_list(case, creation):
 def redistribute(ranks):
     """Ranks as dp=2 and tp=2: the local parts of a tensor on a mesh, and the whole again."""
     layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
-    with HyperCommGrid.from_layout(layout) as grid:
+    with HyperCommGrid(layout) as grid:
         for dim in ("tp", "dp"):
             grid.create_pg(dim)
         mesh = grid.device_mesh("dp", "tp")

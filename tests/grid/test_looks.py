@@ -14,32 +14,6 @@ from hypercomm.errors import (
 from hypercomm.testing import fake_world
 
 
-# A dim of a view that is asked of the grid: whatever the call, the error says where it is.
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda grid: grid["ep"],
-        lambda grid: grid.group_ranks("ep"),
-        lambda grid: grid.get_rank_enum("ep"),
-        lambda grid: grid.device_mesh("ep"),
-        lambda grid: grid.get_group("ep"),
-        lambda grid: grid.get_pg("ep"),
-    ],
-)
-def test_a_dim_of_a_view(call):
-    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
-        grid.register_view("expert", [4, 2], ["ep", "edp"])
-        said = r"^'ep' is not in view 'base'.* ask with view='expert';"
-        with pytest.raises(UnknownDimError, match=said):
-            call(grid)
-        with pytest.raises(UnknownDimError, match=r"ask with view='base';"):
-            grid.view("expert").group_ranks("tp")
-        with pytest.raises(UnknownDimError, match=r"views: .*expert \(ep=4,edp=2\)$"):
-            grid.group_ranks("eep")
-        with pytest.raises(UnknownDimError, match=r"there are \['expert'\]; did you mean 'expert'"):
-            grid.view("experts")
-
-
 # A word that is nearly right is proposed: keywords, choices, names of grids.
 @pytest.mark.parametrize(
     ("call", "error", "meant"),

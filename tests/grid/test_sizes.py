@@ -30,18 +30,13 @@ def test_every_form(args, keywords):
 def test_offsets():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
-    assert HyperCommGrid.parse("tp=2,dp", 6, world_size=12, name="a").shape == [2, 3]
+    assert HyperCommGrid("tp=2,dp", rank_offset=6, world_size=12, name="a").shape == [2, 3]
 
 
 def test_the_environment(monkeypatch):
     monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp=2,dp=-1")
     assert HyperCommGrid(world_size=6).shape == [2, 3]
     assert HyperCommGrid("dp=6", world_size=6).shape == [6]
-
-
-def test_parse_takes_text():
-    with pytest.raises(LayoutError, match="expected a text like 'tp=2,dp=4', got 5"):
-        HyperCommGrid.parse(5, world_size=8)
 
 
 # A view takes its sizes in every form, too; what is unspecified fills the grid.
@@ -59,7 +54,7 @@ def test_views(sizes):
     grid = HyperCommGrid("tp=2,dp=4", rank_offset=4, world_size=12)
     grid.register_view("expert", *sizes)
     assert grid.view("expert").layout == RankLayout([4, 2], ["ep", "rest"], 4)
-    assert list(dict(grid)) == ["tp", "dp"]
+    assert list(grid) == ["tp", "dp"]
 
 
 def test_a_view_that_does_not_fit():

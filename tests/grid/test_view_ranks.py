@@ -2,10 +2,10 @@
 
 import time
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from busy import late_s
+from by_numpy import group_of
 from group_facts import sum_over
 
 from hypercomm import HyperCommGrid
@@ -16,10 +16,7 @@ EXPERT = "expert", [4, 2], ["ep", "expt_dp"]
 
 def numpy_sum(shape, axes, rank):
     """10**member summed over the group of a rank along some axes, from numpy alone."""
-    ranks = np.arange(np.prod(shape)).reshape(shape, order="F")
-    (where,) = np.argwhere(ranks == rank)
-    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(where))
-    return int((10 ** np.atleast_1d(ranks[index]).ravel()).sum())
+    return sum(10**member for member in group_of(shape, range(len(shape)), 0, axes, rank))
 
 
 def dense_and_expert(batched):

@@ -15,7 +15,6 @@ from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
     GroupMissingError,
-    GroupOptionsError,
     LayoutError,
     UnknownDimError,
 )
@@ -57,7 +56,7 @@ def views_of(draw, layout):
 
 
 def grid_of(layout):
-    return HyperCommGrid.from_layout(layout, world_size=layout.last_rank + 1)
+    return HyperCommGrid(layout, world_size=layout.last_rank + 1)
 
 
 # Whatever the view, of a dense, shifted or listed layout, its groups are numpy's, in numpy's order,
@@ -194,6 +193,11 @@ def test_dims_of_the_wrong_view(dims, view, error, words):
         ):
             with pytest.raises(error, match=words):
                 call(dims, view=view)
+        if view != "other":
+            asked = grid.view("expert") if view == "expert" else grid
+            for call in (asked.group_ranks, asked.device_mesh, asked.__getitem__):
+                with pytest.raises(error, match=words):
+                    call(dims)
         assert dict(grid.pgs) == {}
 
 
@@ -255,21 +259,6 @@ def test_sharing_across_views():
         grid.destroy_pg("etp", view="expert")
         grid.destroy_pg("tp")
         assert tp not in registered_groups()
-
-
-# derive= makes other groups of a view's, under a name.
-def test_derived_groups_of_a_view():
-    def ends(groups):
-        return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
-
-    for rank, expected in ((4, [4, 7]), (5, None)):
-        with fake_world(16, rank), expert_grid() as grid:
-            view = grid.view("expert")
-            group = view.create_pg("ep", name="ends", derive=ends)
-            assert (group and dist.get_process_group_ranks(group)) == expected
-            assert grid.get_pg("ep", view="expert", name="ends") is group
-            with pytest.raises(GroupOptionsError, match="name="):
-                view.create_pg("ep", derive=ends)
 
 
 # Destroying a key: unknown ones are KeyErrors that change nothing; the others stay; the key may be

@@ -196,18 +196,6 @@ def test_a_collision_of_torch(monkeypatch, bound):
     assert bound == [[[0, 8]], [[1988, 1996]]]
 
 
-# A dict of requests is answered by a dict, whose order is the order of creation.
-def test_a_dict_is_answered_by_a_dict():
-    with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        wanted = {"model": "tp+cp", "twin": {"dims": "dp", "name": "twin"}, "data": ["dp"]}
-        groups = grid.create_pgs(wanted)
-        assert list(groups) == list(wanted)
-        assert [str(key) for key in grid.pgs] == ["tp+cp", "dp (twin)", "dp"]
-        assert groups["model"] is grid.get_pg("tp", "cp")
-        assert groups["twin"] is grid.get_pg("dp", name="twin")
-        assert grid.create_pgs({}) == {}
-
-
 # Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
 # of them with its own group, and in no call do two groups of one colour meet.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)

@@ -27,7 +27,7 @@ folder, victim = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 layout = RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1)
-with HyperCommGrid.from_layout(layout, cover="exact") as grid:
+with HyperCommGrid(layout, cover="exact") as grid:
     tp, dp = grid.create_pgs(["tp", "dp"])
     is_enough = torch.zeros(1)
     while not is_enough:

@@ -274,7 +274,7 @@ def test_names_after_a_partial_split():
 def test_the_order_of_ranks():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
-        with HyperCommGrid.from_layout(listed) as grid:
+        with HyperCommGrid(listed) as grid:
             group = grid.create_pg("tp")
             assert dist.get_process_group_ranks(group) == [1, 0]
             assert grid.explain("tp").strategy == ("split" if VERSION >= "2.15" else "local")

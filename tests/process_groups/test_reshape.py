@@ -77,7 +77,7 @@ def test_what_survives():
         source = RankLayout(shape, names, ranks=order)
         target = RankLayout(new_shape, new_names, ranks=new_order)
         count = data.draw(st.integers(1, 9))
-        with fake_world(offset + size + 1, rank), HyperCommGrid.from_layout(source) as grid:
+        with fake_world(offset + size + 1, rank), HyperCommGrid(source) as grid:
             old = {}
             for _ in range(count):
                 dims = data.draw(dim_subsets(source))
@@ -143,7 +143,7 @@ def plain(key):
     ],
 )
 def test_open_sizes(layout, ranks):
-    with fake_world(16, ranks[1]), HyperCommGrid.from_layout(layout) as grid:
+    with fake_world(16, ranks[1]), HyperCommGrid(layout) as grid:
         grid.create_pg("dp")
         grid.reshape("dp=4,tp=-1")
         assert list(grid.layout.ranks) == list(layout.ranks)

@@ -83,7 +83,7 @@ class HyperCommGrid(grid.HyperCommGrid):
         key, ordered = self._asked(dims, more, view)
         if key in self._given:
             raise GroupExistsError(f"Process group {key!r} has already been created")
-        layout = self._layout_in(key[0] if isinstance(key, tuple) else None)
+        layout = self._state.views.layout_of(key[0] if isinstance(key, tuple) else None)
         ranks = layout.enumerate_ranks(ordered).tolist()
         self._given[key], _ = new_subgroups(ranks, backend=self.backend, **options)
         return self._given[key]

@@ -39,14 +39,14 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
-from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
+from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_flag, as_offset, as_world_size
 from hypercomm.layout.parsing import OPEN, as_size, close_sizes
 from hypercomm.layout.placement import Requirement
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import world
+from hypercomm.process_groups.world import rank_in_world, size_of_world
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -99,8 +99,8 @@ def megatron_grids(
         requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
             that no rank is left over ("disjoint" after an offset), else "colocated", or
             "disjoint" with `beside`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
-            as for `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
+            `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -119,7 +119,7 @@ def megatron_grids(
     """
     given = {name: value for name, value in locals().items() if name in _SIZES}
     check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
-    total, offset = as_world_size(world.world_size(world_size)), as_offset(rank_offset)
+    total, offset = as_world_size(size_of_world(world_size)), as_offset(rank_offset)
     if offset >= total:
         raise WorldSizeError(
             f"rank_offset={offset} leaves no ranks in a world of {total}; use a smaller offset, or "
@@ -372,7 +372,7 @@ def multi_module_of(
         _check_set(grids)[language_model]  # raises for an unknown one
     collections = collections_of(grids)
     if not collections:
-        raise RankOutsideError(f"rank {world.rank()} is in none of the grids {list(grids)}")
+        raise RankOutsideError(f"rank {rank_in_world()} is in none of the grids {list(grids)}")
     own = language_model if language_model in collections else None
     return MultiModuleProcessGroupCollection(collections, own)
 

@@ -38,7 +38,7 @@ from hypercomm.grid import HyperCommGrid
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hypercomm.grid.connect import Connections
+    from hypercomm.grid.connect import Connection
     from hypercomm.grid.grid import GridView
 
 SIZE: Final = "WORLD_SIZE"
@@ -207,7 +207,7 @@ class ParallelState(ModuleState):
         dense, expert = (grid.layout for grid in self.grids.values())
         return f"{dense}, experts {expert}"
 
-    def connect(self, *, timeout: timedelta | None = None) -> Connections:
+    def connect(self, *, timeout: timedelta | None = None) -> list[Connection]:
         """Connect all groups of the state, and neighbours along "pp"; see `HyperCommGrid.connect`.
 
         Every rank must call this.
@@ -318,7 +318,7 @@ class ParallelState(ModuleState):
 
 def _grid_of(layouts: Layouts) -> HyperCommGrid:
     """Return the grid of the dense layers, with a view of the expert layers."""
-    grid = HyperCommGrid.from_layout(layouts.dense, name="megatron")
+    grid = HyperCommGrid(layouts.dense, name="megatron")
     expert = layouts.expert
     grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
     return grid

@@ -119,4 +119,4 @@ def test_world_size(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "many")
         assert ours.HyperCommGrid([2, 4], ["tp", "dp"]).size == 8
     layout = hypercomm.RankLayout([2, 4], ["tp", "dp"])
-    assert ours.HyperCommGrid.from_layout(layout, world_size=8)._pgs == {}
+    assert ours.HyperCommGrid(layout, world_size=8)._pgs == {}

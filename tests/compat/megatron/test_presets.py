@@ -239,7 +239,7 @@ def test_inference_beside(rank, name):
             "training": list(range(8)),
             "inference": list(range(8, 12)),
         }
-        assert grids.placement == "tiled"
+        assert grids.placement.kind == "tiled"
         collections = create_megatron_pgs(grids)
         assert list(collections) == [name]
         wanted = {"training": (2, 2), "inference": (1, 2)}[name]
@@ -259,7 +259,7 @@ def test_inference_beside(rank, name):
 )
 @pytest.mark.parametrize("instances", [2, 4])
 def test_whole_instances(layout, instances):
-    grid = HyperCommGrid.from_layout(layout, world_size=19)
+    grid = HyperCommGrid(layout, world_size=19)
     options = {"num_distributed_optimizer_instances": instances}
     (asked,) = (
         request
