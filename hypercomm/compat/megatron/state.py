@@ -27,9 +27,9 @@ from hypercomm.compat.megatron.table import (
     ROWS,
     TABLE,
     TP,
-    Row,
     WantedGroup,
     rows,
+    values_of,
 )
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
 from hypercomm.errors import NotInitializedError, StateError
@@ -72,16 +72,21 @@ _NEED_A_JOB = (TP, "_PIPELINE_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", EX
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
-def _override(group: str, fact: str) -> str:
-    """Return the global that overrides a fact about the group of another global."""
-    return f"_MPU{group.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
-
+_OVERRIDES_OF = {
+    fact: {
+        name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
+        for name in (*ROWS, EXPERT_ALL_GATHER.name, NO_PART)
+    }
+    for fact in (SIZE, RANK)
+}
+"""The global that overrides a fact about a group, by the global of the group."""
 
 _AFFECTED: dict[str, list[str]] = {}
 """The groups whose facts change with a global."""
-for _name in (*ROWS, NO_PART):
-    for _global in (_name, _override(_name, SIZE), _override(_name, RANK)):
-        _AFFECTED.setdefault(_global, []).append(_name)
+for _own in _OVERRIDES_OF.values():
+    for _name, _override in _own.items():
+        _AFFECTED.setdefault(_override, []).append(_name)
+        _AFFECTED.setdefault(_name, []).append(_name)
 
 
 class ParallelState(ModuleState):
@@ -123,7 +128,7 @@ class ParallelState(ModuleState):
             group: Any = self.values.get(name)
             is_real = issubclass(type(group), ProcessGroup)  # no mock, whose answers may change
             for fact, known in self.facts.items():
-                given = self.values.get(_override(name, fact))
+                given = self.values.get(_OVERRIDES_OF[fact][name])
                 if given is None and is_real:
                     given = group.size() if fact == SIZE else group.rank()
                 known[name] = given
@@ -134,7 +139,7 @@ class ParallelState(ModuleState):
         Raises:
             StateError: There is no group.
         """
-        given = self.values.get(_override(name, fact))
+        given = self.values.get(_OVERRIDES_OF[fact][name])
         if given is not None:
             return given
         if name not in _NEED_A_JOB and not dist.is_initialized():
@@ -143,7 +148,7 @@ class ParallelState(ModuleState):
         if group is not None:
             return group.size() if fact == SIZE else group.rank()
         if name == EXPERT_TP:
-            return self.values[_override(TP, fact)]
+            return self.values[_OVERRIDES_OF[fact][TP]]
         if name in (GTP_GROUP, EXPERT_GTP_GROUP):
             return 0
         raise self.missing(name)
@@ -189,7 +194,7 @@ class ParallelState(ModuleState):
         if configuration.virtual_pipeline_model_parallel_size is not None:
             values[_STAGES] = configuration.virtual_pipeline_model_parallel_size
             values[_STAGE] = 0
-        self.fill(values | _values_of(wanted, groups, configuration))
+        self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)
 
@@ -254,13 +259,14 @@ class ParallelState(ModuleState):
         options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
         config = attrs.evolve(config, create_all_gather_group=True)
         groups: list[ProcessGroup | None] = []
-        for wanted in rows(config, layouts, options.get, table=table):
+        for wanted in rows(config, layouts, options, table=table):
             arguments: dict[str, Any] = {
                 **wanted.arguments,
                 "timeout": config.timeout if timeout is None else timeout,
-                "group_desc": wanted.description,
+                "group_desc": wanted.name.lstrip("_"),
             }
             groups.append(grid.ensure_pg(**arguments))
+            self.write(wanted.name, groups[-1])
         self.list_groups(groups)
         return groups[0], groups[1] if len(groups) > 1 else None
 
@@ -329,52 +335,38 @@ def _create(
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call, except that the one with SHARP is created on its own."""
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    names = [each.name for each in wanted]
-    place = names.index(sharp) if sharp is not None else 0
-    requests, timeout = [], config.timeout
+    before: list[ProcessGroup | None] = []
+    requests: list[dict[str, Any]] = []
+    timeout, is_shared = config.timeout, config.share == "identical"
     for each in wanted:
-        more: dict[str, Any] = {"timeout": timeout}
+        request: dict[str, Any] = {**each.arguments, "timeout": timeout}
+        if not is_shared or each.name == sharp or each.row.overlaps:
+            name = each.name.lstrip("_").replace("GROUPS", "GROUP")
+            request["group_desc"] = (
+                name if each.part is None else f"{name}_{each.row.part}{each.part}"
+            )
         if each.name == sharp:
-            more["share"] = "never"
-        if config.share == "never" or each.name == sharp or each.row.overlaps:
-            more["group_desc"] = each.description
-        requests.append(each.arguments | more)
-    if sharp is None:
-        return grid.create_pgs(requests)
-    before = grid.create_pgs(requests[:place])
-    with nccl.sharp() as connect:
-        (group,) = grid.create_pgs(requests[place : place + 1])
-        connect(group)
-    return [*before, group, *grid.create_pgs(requests[place + 1 :])]
+            before = grid.create_pgs(requests)
+            with nccl.sharp() as connect:
+                before += grid.create_pgs([request | {"share": "never"}])
+                connect(before[-1])
+            requests = []
+        else:
+            requests.append(request)
+    return before + grid.create_pgs(requests)
 
 
-def _values_of(
-    wanted: list[WantedGroup], groups: list[ProcessGroup | None], config: Configuration
-) -> dict[str, Any]:
+def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> dict[str, Any]:
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
-    held: dict[str, dict[Any, ProcessGroup]] = {}
+    held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
     for each, group in zip(wanted, groups, strict=True):
         parts = held.setdefault(each.name, {})
-        if group is not None:
+        if group is not None or each.part is None:
             parts[each.part] = group
-            if each.row.ranks and each.name == each.row.name:
-                values[each.row.ranks] = dist.get_process_group_ranks(group)
-    for row in TABLE:
-        other = row.otherwise(config) if callable(row.otherwise) else row.otherwise
-        for twin in ("", GLOO) if row.gloo else ("",):
-            if row.name + twin in held:
-                values[row.name + twin] = collected(row, held[row.name + twin])
-            elif other is not None:
-                values[row.name + twin] = values.get(other + twin)
-    return values
-
-
-def collected(row: Row, parts: Mapping[Any, ProcessGroup]) -> Any:
-    """Return what the global of a row holds: a group, a list of levels, or a dict by size."""
-    if row.part is None:
-        return parts.get(None)
-    return dict(parts) if row.field is None else list(parts.values()) or None
+        if group is not None and each.row.ranks and each.name == each.row.name:
+            values[each.row.ranks] = dist.get_process_group_ranks(group)
+    return values | values_of(held)
 
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)
