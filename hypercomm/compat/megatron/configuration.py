@@ -212,6 +212,10 @@ class Configuration:
             )
 
 
+# A TypeError names the function that the arguments were given to.
+Configuration.__init__.__qualname__ = "initialize_model_parallel"
+
+
 def hybrid_sizes(replicas: int) -> list[int]:
     """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
 

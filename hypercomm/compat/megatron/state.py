@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl, version
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.layouts import Layouts
-from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.compat.megatron.table import (
     DP_CP,
     DP_CP_AG,
@@ -24,6 +30,8 @@ from hypercomm.compat.megatron.table import (
     GLOO,
     GTP_GROUP,
     INTER_INSTANCES,
+    MP,
+    PP,
     ROWS,
     TABLE,
     TP,
@@ -41,12 +49,14 @@ if TYPE_CHECKING:
     from hypercomm.grid.connect import Connections
     from hypercomm.grid.grid import GridView
 
+logger = logging.getLogger(__name__)
+
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
 """The two facts about a group, as the suffix of the global that overrides them."""
 
 _LIST = "_global_process_group_list"
-_STAGE, _STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
+STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
 _OVERRIDES = [
     f"_MPU_{what}_PARALLEL_{fact}"
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
@@ -55,7 +65,7 @@ _OVERRIDES = [
 """Sizes and ranks set by callers, which win over those of the groups."""
 
 _RANKS = [row.ranks for row in TABLE if row.ranks]
-_OTHERS = (_STAGE, _STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
+_OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys((*ROWS, *_RANKS, *_OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
@@ -68,7 +78,7 @@ NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
 _SHARP = {"dp": DP_CP, "dp_replica": INTER_INSTANCES}
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
-_NEED_A_JOB = (TP, "_PIPELINE_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", EXPERT_TP)
+_NEED_A_JOB = (TP, PP, MP, EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
@@ -87,6 +97,65 @@ for _own in _OVERRIDES_OF.values():
     for _name, _override in _own.items():
         _AFFECTED.setdefault(_override, []).append(_name)
         _AFFECTED.setdefault(_name, []).append(_name)
+
+
+class GlobalMemoryBuffer:
+    """One tensor for each name and dtype, which grows when a larger one is asked for.
+
+    Example:
+        >>> buffer = GlobalMemoryBuffer()
+        >>> first = buffer.get_tensor((2, 3), torch.float32, "activations")
+        >>> again = buffer.get_tensor((4,), torch.float32, "activations")
+        >>> first.shape, first.data_ptr() == again.data_ptr()
+        (torch.Size([2, 3]), True)
+    """
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor of this shape on the current device; its content is undefined.
+
+        Args:
+            tensor_shape: Its shape.
+            dtype: Its dtype.
+            name: The name of the buffer; two tensors of one name and dtype share memory.
+            mem_alloc_context: Makes the context in which memory is allocated.
+        """
+        length = math.prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            with (mem_alloc_context or contextlib.nullcontext)():
+                held = torch.empty(length, dtype=dtype, device=device)
+            self.buffer[name, dtype] = held
+        return held[:length].view(*tensor_shape)
+
+
+_USERS = (
+    ("megatron.core.transformer.moe.fused_a2a", "nccl_ep_finalize"),
+    ("megatron.core.inference.symmetric_memory", "SymmetricMemoryManager.destroy"),
+)
+"""Modules of Megatron whose objects use process groups, and the function that destroys these."""
+
+
+def destroy_users_of_groups() -> None:
+    """Destroy Megatron's objects that use process groups; an error is logged."""
+    for module, path in _USERS:
+        try:
+            destroy = attrgetter(path)(sys.modules[module])
+        except (KeyError, AttributeError):  # not imported, or a release without it
+            continue
+        try:
+            destroy()
+        except Exception:
+            logger.warning("%s of %s failed", path, module, exc_info=True)
 
 
 class ParallelState(ModuleState):
@@ -192,8 +261,8 @@ class ParallelState(ModuleState):
         self.strict = bool(configuration.strict)
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:
-            values[_STAGES] = configuration.virtual_pipeline_model_parallel_size
-            values[_STAGE] = 0
+            values[STAGES] = configuration.virtual_pipeline_model_parallel_size
+            values[STAGE] = 0
         self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)

@@ -206,8 +206,15 @@ DP_CP_AG, EXPERT_DP = f"{DP_CP}_AG", "_EXPERT_DATA_PARALLEL_GROUP"
 INTRA_DP_CP, INTRA_EXPERT_DP = f"_INTRA_PARTIAL{DP_CP}", f"_INTRA_PARTIAL{EXPERT_DP}"
 INTER_INSTANCES = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 TP, EXPERT_TP = "_TENSOR_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP"
+CP, PP = "_CONTEXT_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"
+MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
+TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+HCP, INSTANCE = (
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+)
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -230,24 +237,24 @@ TABLE = (
            gtp=True, otherwise=(DP_CP,)),
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP,
            parts=_never, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
-    _dense("cp", "cp", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", parts=_levels,
+    _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    _dense("cp", "hcp", "hcp", HCP, parts=_levels,
            derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
-    _dense("tp-gtp_remat-pp", "mp", "mp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    _dense("pp", "pp", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    _dense("pp", "pp", "pp", PP, "_PIPELINE_GLOBAL_RANKS"),
     _dense("pp", "embd", "embd", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
            derive=embedding),
     _dense("pp", "pos_embd", "pos_embd", "_POSITION_EMBEDDING_GROUP",
            "_POSITION_EMBEDDING_GLOBAL_RANKS", derive=position_embedding),
     _dense("tp-gtp_remat-dp-cp", "tp_dp_cp", "tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
     _dense("tp-gtp_remat-dp", "tp_dp", None, "_TENSOR_AND_DATA_PARALLEL_GROUP"),
-    _dense("tp-cp", "tp_cp", "tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    _dense("tp-cp", "tp_cp", "tp_cp", TP_CP),
     _expert("gtp_remat", "expt_gtp_remat", "expt_gtp_remat", EXPERT_GTP_GROUP,
             "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="expert_gtp_remat_size"),
-    _expert("ep", "ep", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    _expert("ep", "ep", "ep", EP, "_EXPERT_MODEL_PARALLEL_RANKS"),
     _expert("tp", "ep_tp", "expt_tp", EXPERT_TP),
-    _expert("tp-ep", "tp_ep_mp", "tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    _expert("tp-ep", "tp_ep_mp", "tp_ep", TP_EP),
     _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", EXPERT_MP),
     _expert("tp-ep-gtp_remat-pp", "tp_ep_gtp_remat_pp", "tp_ep_pp_with_egtp_remat",
             f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=(EXPERT_MP,)),
@@ -261,7 +268,7 @@ TABLE = (
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP,
             parts=_never, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
-            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
+            INSTANCE, derive=whole_instance),
 )
 # fmt: on
 
@@ -376,13 +383,9 @@ def rows(
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
     has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
-    pipeline_backend = config.pipeline_model_parallel_comm_backend
-    for row in table:
+    extra = _options(config, options)
+    for row, dims in _needed(config, layouts, table, lone_peers):
         layout = layouts.expert if row.grid == "expert" else layouts.dense
-        cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
-        dims = own_dims(layout, "dp" if cuts_dp else row.dims, row.grid)
-        if not _is_needed(row, layout, dims, lone_peers):
-            continue
         common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
         if view is not None and row.grid == "expert":
             common["view"] = view
@@ -393,25 +396,41 @@ def rows(
             name, given = row.name_in_grid(dims, part), common.copy()
             if not dims or row.derive is not None:
                 given["derive"] = _Derive(row, config, not dims, part)
-            more = {
-                "name": name,
-                "backend": pipeline_backend if row.key == "pp" else None,
-                "pg_options": options.get(row.key),
-            }
-            if more["backend"] == "ucc":
-                del more["pg_options"]
-            more = {argument: value for argument, value in more.items() if value is not None}
-            yield WantedGroup(row, part, row.name, cast("GroupArguments", given | more))
+            named = given if name is None else {**given, "name": name}
+            yield WantedGroup(
+                row, part, row.name, cast("GroupArguments", named | extra.get(row.key, {}))
+            )
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
                 yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
 
 
-def _is_needed(row: Row, layout: RankLayout, dims: tuple[str, ...], lone_peers: bool) -> bool:
-    """Return whether a layout has the groups of a row; `dims` are its own ones of the row."""
-    if row.gtp and not own_dims(layout, GTP, row.grid):
-        return lone_peers and row.dims == GTP
-    return bool(dims) or row.field is not None or row.part is not None
+def _needed(
+    config: Configuration, layouts: Layouts, table: Iterable[Row], lone_peers: bool
+) -> Iterator[tuple[Row, tuple[str, ...]]]:
+    """Yield the rows of which a model has groups, with the dims of its layout that they span."""
+    own: dict[tuple[str, str], tuple[str, ...]] = {}
+    for row in table:
+        grid, layout = row.grid, layouts.expert if row.grid == "expert" else layouts.dense
+        cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
+        asked = "dp" if cuts_dp else row.dims
+        for dims in (asked, GTP) if row.gtp else (asked,):
+            if (grid, dims) not in own:
+                own[grid, dims] = own_dims(layout, dims, grid)
+        if row.gtp and not own[grid, GTP]:
+            is_needed = lone_peers and row.dims == GTP
+        else:
+            is_needed = bool(own[grid, asked]) or row.field is not None or row.part is not None
+        if is_needed:  # no caller needs a group of one rank without a field
+            yield row, own[grid, asked]
+
+
+def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments that choose the backend and its options, by NCCL key."""
+    extra: dict[str, dict[str, Any]] = {key: {"pg_options": own} for key, own in options.items()}
+    if (backend := config.pipeline_model_parallel_comm_backend) is not None:
+        extra["pp"] = {"backend": backend} | ({} if backend == "ucc" else extra.get("pp", {}))
+    return extra
 
 
 def values_of(
@@ -427,16 +446,16 @@ def values_of(
     values: dict[str, Any] = {}
     for row in table:
         for suffix in ("", GLOO) if row.gloo else ("",):
-            name, others = row.name + suffix, [other + suffix for other in row.otherwise]
-            if name in held and row.part is None:
-                values[name] = held[name][None]
-            elif name in held:
-                groups = held[name]
-                values[name] = dict(groups) if row.field is None else [*groups.values()] or None
-            elif others:
-                other = next((other for other in others if other in held), others[-1])
+            name, groups = row.name + suffix, held.get(row.name + suffix)
+            if groups is None and row.otherwise:
+                first, last = row.otherwise[0] + suffix, row.otherwise[-1] + suffix
+                other = first if first in held else last
                 if other in values:
                     values[name] = values[other]
+            elif groups is not None and row.part is None:
+                values[name] = groups[None]
+            elif groups is not None:
+                values[name] = dict(groups) if row.field is None else [*groups.values()] or None
     return values
 
 
