@@ -8,21 +8,14 @@ is the release that they follow where releases contradict each other. `collectio
 
 from __future__ import annotations
 
-from hypercomm.compat.megatron import parallel_state as parallel_state
-from hypercomm.compat.megatron import version as version
-from hypercomm.compat.megatron.install import (
-    MegatronNotReplacedWarning as MegatronNotReplacedWarning,
-)
-from hypercomm.compat.megatron.install import install as install
-from hypercomm.compat.megatron.presets import collections_of as collections_of
-from hypercomm.compat.megatron.presets import multi_module_of as multi_module_of
+from hypercomm.compat.megatron import parallel_state, version
+from hypercomm.compat.megatron.install import MegatronNotReplacedWarning, install
+from hypercomm.compat.megatron.presets import collections_of, multi_module_of
 from hypercomm.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection as MultiModuleProcessGroupCollection,
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
 )
-from hypercomm.compat.megatron.process_groups_config import (
-    ProcessGroupCollection as ProcessGroupCollection,
-)
-from hypercomm.compat.megatron.state import ParallelState as ParallelState
+from hypercomm.compat.megatron.state import ParallelState
 
 __all__ = [
     "MegatronNotReplacedWarning",

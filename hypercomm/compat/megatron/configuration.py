@@ -117,8 +117,12 @@ class Configuration:
         """The timeout of every group."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
-    def layouts(self, world_size: int) -> Layouts:
+    def layouts(self, world_size: int, names: Mapping[str, str] | None = None) -> Layouts:
         """Check all arguments, and return the dense and the expert layout.
+
+        Args:
+            world_size: The number of ranks.
+            names: The names of sizes in error messages, if they are not those of the arguments.
 
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
@@ -129,7 +133,12 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        dense, expert = self._sizes(_DENSE, world_size), self._sizes(_EXPERT, world_size)
+        names = names or {}
+        called = {dim: names.get(name, name) for dim, name in _EXPERT.items()}
+        dense = self._sizes(
+            _DENSE, {dim: names.get(name, name) for dim, name in _DENSE.items()}, world_size
+        )
+        expert = self._sizes(_EXPERT, called, world_size)
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
             if dense["pp"] == 1:
@@ -138,7 +147,7 @@ class Configuration:
                     f"pipeline_model_parallel_size of at least 2, got 1"
                 )
         layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
-        factors = {dim: name for dim, name in _EXPERT.items() if dim != GTP or self.has_gtp}
+        factors = {dim: name for dim, name in called.items() if dim != GTP or self.has_gtp}
         problem = pipeline_problem(layouts, self.order, factors)
         if problem is not None:
             raise ConfigurationError(problem)
@@ -148,17 +157,19 @@ class Configuration:
             check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
         return layouts
 
-    def _sizes(self, arguments: Mapping[str, str], world_size: int) -> dict[str, int]:
+    def _sizes(
+        self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
+    ) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
         given = {dim: getattr(self, name) for dim, name in arguments.items()}
         if given["tp"] is None:
             given["tp"] = self.tensor_model_parallel_size
         sizes = {
             dim: size
-            for dim, name in arguments.items()
+            for dim, name in names.items()
             if (size := positive(given[dim], name)) > 1 or dim != GTP
         }
-        problem = misfit({arguments[dim]: size for dim, size in sizes.items()}, world_size)
+        problem = misfit({names[dim]: size for dim, size in sizes.items()}, world_size)
         if problem is not None:
             raise WorldSizeError(problem)
         return {**sizes, "dp": world_size // math.prod(sizes.values())}
@@ -192,10 +203,6 @@ class Configuration:
                 f"{name} {list(levels)} multiply to "
                 f"{math.prod(levels)}, but context_parallel_size is {self.context_parallel_size}"
             )
-        self.check_hybrid(replicas)
-
-    def check_hybrid(self, replicas: int) -> None:
-        """Raise if hybrid groups do not divide the `replicas` ranks of dp and cp."""
         sizes = hybrid_sizes(replicas) or [2]
         if self.hybrid_context_parallel and any(replicas % size for size in sizes):
             raise ConfigurationError(
@@ -203,6 +210,10 @@ class Configuration:
                 f"groups of {sizes}, which must divide them; "
                 f"choose sizes for which dp * cp is a power of 2"
             )
+
+
+# A TypeError names the function that the arguments were given to.
+Configuration.__init__.__qualname__ = "initialize_model_parallel"
 
 
 def hybrid_sizes(replicas: int) -> list[int]:

@@ -97,8 +97,8 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     return options
 
 
-def options_by_key(config: Configuration) -> Callable[[str], Any]:
-    """Return a function that returns the options of a group by its key, or None.
+def options_by_key(config: Configuration) -> dict[str, Any]:
+    """Return the options of groups by key.
 
     Equal options are one object, so that groups with them can be shared. Options that the backend
     of WORLD does not take are left out with a warning in the log.
@@ -112,13 +112,13 @@ def options_by_key(config: Configuration) -> Callable[[str], Any]:
     """
     options = _load(config)
     if not options:
-        return lambda _: None
+        return {}
     backend = c10d.default_backend()
     if not any(map(c10d.takes_options, c10d.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
-        return lambda _: None
+        return {}
     made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
-    return lambda key: made.get(repr(options.get(key)))
+    return {key: made[repr(own)] for key, own in options.items()}
 
 
 def overwrite_nccl_comm_cfgs(

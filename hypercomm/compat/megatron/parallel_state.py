@@ -12,36 +12,40 @@ names that of Megatron-DeepSpeed, at 4efb479.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import layouts as _layouts
-from hypercomm.compat.megatron import memory, nccl
-from hypercomm.compat.megatron import table as _table
+from hypercomm.compat.megatron import nccl, table
+from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron.configuration import Configuration, hybrid_sizes
 from hypercomm.compat.megatron.install import warn_of_their_own
-from hypercomm.compat.megatron.state import GLOBALS, NO_PART, RANK, SIZE, ParallelState, current
+from hypercomm.compat.megatron.state import (
+    GLOBALS,
+    NO_PART,
+    RANK,
+    SIZE,
+    STAGE,
+    STAGES,
+    ParallelState,
+    current,
+)
 from hypercomm.compat.megatron.table import (
     DP,
     DP_CP,
-    DP_CP_AG,
     EXPERT_DP,
-    EXPERT_MP,
     GLOO,
     INTRA_DP_CP,
     INTRA_EXPERT_DP,
-    ROWS,
-    TP,
     WITH_GTP,
 )
 from hypercomm.compat.module_state import name_functions
@@ -53,12 +57,7 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout, live_pg_options
 
 P = ParamSpec("P")
-Function = TypeVar("Function")
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a global, or a getter or setter that is generated at the end of this module."""
+Held_co = TypeVar("Held_co", covariant=True)
 
 
 _state = current.get
@@ -66,11 +65,11 @@ _state = current.get
 RankGenerator = _layouts.RankGenerator
 generate_masked_orthogonal_rank_groups = _layouts.generate_masked_orthogonal_rank_groups
 _inject_gtp_remat_axis = _layouts.inject_gtp
-default_embedding_ranks = _table.default_embedding_ranks
-default_position_embedding_ranks = _table.default_position_embedding_ranks
+default_embedding_ranks = table.default_embedding_ranks
+default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
-GlobalMemoryBuffer = memory.GlobalMemoryBuffer
+GlobalMemoryBuffer = _states.GlobalMemoryBuffer
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -95,30 +94,20 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     return current.use(state)
 
 
-def _takes_arguments_of(
+def _with_arguments_of(
     kind: Callable[P, Configuration],
-) -> Callable[[Callable[[Configuration], None]], Callable[P, None]]:
-    """Return a decorator: the function takes the arguments of a configuration in its place."""
+) -> Callable[[Callable[..., None]], Callable[P, None]]:
+    """Return a decorator for a function that takes the arguments of a configuration."""
 
-    def decorate(function: Callable[[Configuration], None]) -> Callable[P, None]:
-        @functools.wraps(function)
-        def take(*args: P.args, **kwargs: P.kwargs) -> None:
-            warn_of_their_own()
-            try:
-                configuration = kind(*args, **kwargs)
-            except TypeError as error:
-                told = str(error).replace(f"{Configuration.__name__}.__init__", function.__name__)
-                raise TypeError(told) from None
-            function(configuration)
-
-        take.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
-        return take
+    def decorate(function: Callable[..., None]) -> Callable[P, None]:
+        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        return function
 
     return decorate
 
 
-@_takes_arguments_of(Configuration)
-def initialize_model_parallel(configuration: Configuration) -> None:  # noqa: D417
+@_with_arguments_of(Configuration)
+def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
     A failure leaves globals, groups and environment as they were. A `MegatronNotReplacedWarning`
@@ -174,7 +163,8 @@ def initialize_model_parallel(configuration: Configuration) -> None:  # noqa: D4
         ...     destroy_model_parallel()
         1 9
     """
-    current.default.initialize(configuration)
+    warn_of_their_own()
+    current.default.initialize(Configuration(*args, **kwargs))
 
 
 def destroy_model_parallel() -> None:
@@ -182,7 +172,7 @@ def destroy_model_parallel() -> None:
 
     Symmetric memory and NCCL's expert parallelism, which use the groups, are destroyed first.
     """
-    memory.destroy_users_of_groups()
+    _states.destroy_users_of_groups()
     current.default.destroy()
 
 
@@ -193,12 +183,12 @@ def is_initialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Return whether the tensor, pipeline and data parallel groups exist."""
-    return _has(TP, "_PIPELINE_MODEL_PARALLEL_GROUP", DP)
+    return _has(table.TP, table.PP, DP)
 
 
 def sequence_parallel_is_initialized() -> bool:
     """Return whether the groups of dp and cp, DeepSpeed's sequence parallel, exist."""
-    return _has("_CONTEXT_PARALLEL_GROUP", DP)
+    return _has(table.CP, DP)
 
 
 def sequence_data_parallel_is_initialized() -> bool:
@@ -240,7 +230,13 @@ def _held(name: str, check_initialized: bool = True) -> Any:
     return held
 
 
-def _getter(name: str) -> Callable[..., Any]:
+class Getter(Protocol[Held_co]):
+    """A getter of a global; with `check_initialized=False` it returns None if there is none."""
+
+    def __call__(self, check_initialized: bool = True) -> Held_co: ...
+
+
+def _getter(name: str) -> Getter[Any]:
     """Return a getter of a global; as `_held`, whose call would double its time."""
 
     def get(check_initialized: bool = True) -> Any:
@@ -250,44 +246,119 @@ def _getter(name: str) -> Callable[..., Any]:
             raise state.missing(name)
         return held
 
-    return _described(get, f"Return the {_words(name)} of the calling rank.")
+    get.__doc__ = f"Return the {_words(name)} of the calling rank."
+    return get
 
 
-def _fact_getter(name: str, fact: str) -> Callable[[], int]:
-    def get() -> Any:
+def _first(name: str) -> Callable[[], int]:
+    def get() -> int:
+        return _held(name)[0]
+
+    get.__doc__ = f"Return the first of the {_words(name)}."
+    return get
+
+
+def _fact(name: str, fact: str) -> Callable[[], int]:
+    def get() -> int:
         state = current.alone or _state()
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
-    return _described(get, f"Return the {_FACTS[fact]} {_words(name)}.")
+    get.__doc__ = f"Return the {_FACTS[fact]} {_words(name)}."
+    return get
 
 
-def _first_getter(name: str) -> Callable[[], int]:
-    return _described(lambda: _held(name)[0], f"Return the first of the {_words(name)}.")
+def _facts(name: str) -> tuple[Callable[[], int], Callable[[], int]]:
+    """Return the getters of the size of a group, and of the calling rank's position in it."""
+    return _fact(name, SIZE), _fact(name, RANK)
 
 
-def _setter(name: str) -> Callable[[int | None], None]:
+def _set_size(name: str) -> Callable[[int | None], None]:
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
 
+    set_world_size.__doc__ = f"Set {name}, which getters prefer to the size of the group."
+    return set_world_size
+
+
+def _set_rank(name: str) -> Callable[[int | None], None]:
     def set_rank(rank: int | None) -> None:
         _state().write(name, rank)
 
-    function = set_rank if name.endswith(RANK) else set_world_size
-    return _described(function, f"Set {name}, which getters prefer to what the group says.")
+    set_rank.__doc__ = f"Set {name}, which getters prefer to the position in the group."
+    return set_rank
 
 
 def _words(name: str) -> str:
     return name.strip("_").replace("_", " ").lower()
 
 
-def _described(function: Function, doc: str) -> Function:
-    function.__doc__ = doc
-    return function
-
-
 _FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
-_stages, _stage = (_fact_getter("_PIPELINE_MODEL_PARALLEL_GROUP", fact) for fact in _FACTS)
+
+_Group: TypeAlias = Getter[ProcessGroup]
+_Ranks: TypeAlias = Getter[list[int]]
+
+get_tensor_model_parallel_group: _Group = _getter(table.TP)
+get_pipeline_model_parallel_group: _Group = _getter(table.PP)
+get_context_parallel_group: _Group = _getter(table.CP)
+get_hierarchical_context_parallel_groups: Getter[list[ProcessGroup]] = _getter(table.HCP)
+get_model_parallel_group: _Group = _getter(table.MP)
+get_embedding_group: _Group = _getter("_EMBEDDING_GROUP")
+get_position_embedding_group: _Group = _getter("_POSITION_EMBEDDING_GROUP")
+get_tensor_and_context_parallel_group: _Group = _getter(table.TP_CP)
+get_gtp_weight_remat_group: _Group = _getter(table.GTP_GROUP)
+get_expert_model_parallel_group: _Group = _getter(table.EP)
+get_expert_tensor_parallel_group: _Group = _getter(table.EXPERT_TP)
+get_expert_tensor_and_model_parallel_group: _Group = _getter(table.TP_EP)
+get_expert_gtp_weight_remat_group: _Group = _getter(table.EXPERT_GTP_GROUP)
+get_inter_distributed_optimizer_instance_group: _Group = _getter(table.INTER_INSTANCES)
+get_intra_distributed_optimizer_instance_group: _Group = _getter(table.INSTANCE)
+
+get_context_parallel_global_ranks: _Ranks = _getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+get_gtp_weight_remat_global_ranks: _Ranks = _getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+get_expert_gtp_weight_remat_global_ranks: _Ranks = _getter("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+get_tensor_model_parallel_src_rank = _first("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+get_model_parallel_src_rank = _first("_MODEL_PARALLEL_GLOBAL_RANKS")
+get_expert_model_parallel_src_rank = _first("_EXPERT_MODEL_PARALLEL_RANKS")
+get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
+
+get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _facts(table.TP)
+get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = _facts(table.PP)
+get_context_parallel_world_size, get_context_parallel_rank = _facts(table.CP)
+get_model_parallel_world_size, get_model_parallel_rank = _facts(table.MP)
+get_tensor_and_context_parallel_world_size, get_tensor_and_context_parallel_rank = _facts(
+    table.TP_CP
+)
+get_gtp_weight_remat_world_size, get_gtp_weight_remat_rank = _facts(table.GTP_GROUP)
+get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _facts(table.EP)
+get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = _facts(table.EXPERT_TP)
+get_expert_tensor_and_model_parallel_world_size = _fact(table.TP_EP, SIZE)
+get_expert_tensor_and_model_parallel_rank = _fact(table.TP_EP, RANK)
+get_expert_gtp_weight_remat_world_size, get_expert_gtp_weight_remat_rank = _facts(
+    table.EXPERT_GTP_GROUP
+)
+
+set_tensor_model_parallel_world_size = _set_size("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+set_pipeline_model_parallel_world_size = _set_size("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+set_expert_model_parallel_world_size = _set_size("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+set_expert_tensor_parallel_world_size = _set_size("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+set_virtual_pipeline_model_parallel_world_size = _set_size(STAGES)
+set_tensor_model_parallel_rank = _set_rank("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+set_pipeline_model_parallel_rank = _set_rank("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
+set_data_parallel_rank = _set_rank("_MPU_DATA_PARALLEL_RANK")
+set_expert_model_parallel_rank = _set_rank("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+set_expert_tensor_parallel_rank = _set_rank("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+
+_stages, _stage = _facts(table.PP)
+
+# Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
+# is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
+get_sequence_parallel_group = get_context_parallel_group
+get_sequence_parallel_world_size = get_context_parallel_world_size
+get_sequence_parallel_rank = get_context_parallel_rank
+get_sequence_parallel_src_rank = _first("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+get_sequence_data_parallel_group: _Group = _getter(DP_CP)
+get_sequence_data_parallel_world_size, get_sequence_data_parallel_rank = _facts(DP_CP)
 
 
 def get_data_parallel_group(
@@ -310,7 +381,7 @@ def get_data_parallel_group(
     if partial_data_parallel:
         name = _PART[name]
     elif independent_all_gather and with_context_parallel:
-        return _held(DP_CP_AG)
+        return _held(table.DP_CP_AG)
     state = current.alone or _state()
     if with_gtp_remat and state.answers_gtp:
         name = _WITH_PEERS[name]
@@ -334,7 +405,7 @@ def get_data_parallel_group_gloo(
 
 def has_separate_all_gather_group() -> bool:
     """Return whether the second dp-cp group for all-gathers exists."""
-    return _has(DP_CP_AG)
+    return _has(table.DP_CP_AG)
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -361,7 +432,7 @@ def get_amax_reduction_group(
 ) -> ProcessGroup:
     """Return the group over which FP8 reduces its maxima."""
     if tp_only_amax_red:
-        return _held("_TENSOR_AND_CONTEXT_PARALLEL_GROUP" if with_context_parallel else TP)
+        return _held(table.TP_CP if with_context_parallel else table.TP)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
@@ -379,7 +450,7 @@ def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over the tensors, experts and stages, and GTP peers if asked."""
-    return _held(EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
+    return _held(table.EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -420,13 +491,33 @@ def get_data_modulo_expert_parallel_group(
 # ---- sizes and ranks --------------------------------------------------------------------------
 
 
-def _data_fact(fact: str) -> Callable[..., int]:
+class DataParallelFact(Protocol):
+    """A getter of the size of the data parallel group, or of the position in it."""
+
+    def __call__(
+        self,
+        with_context_parallel: bool = False,
+        *,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> int: ...
+
+
+class ExpertDataParallelFact(Protocol):
+    """The same for the expert data parallel group."""
+
+    def __call__(
+        self, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int: ...
+
+
+def _data_fact(fact: str) -> DataParallelFact:
     def get(
         with_context_parallel: bool = False,
         *,
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
-    ) -> Any:
+    ) -> int:
         name = DP_CP if with_context_parallel else DP
         if partial_data_parallel:
             name = _PART[name]
@@ -440,8 +531,8 @@ def _data_fact(fact: str) -> Callable[..., int]:
     return get
 
 
-def _expert_data_fact(fact: str) -> Callable[..., int]:
-    def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+def _expert_data_fact(fact: str) -> ExpertDataParallelFact:
+    def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
         name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
         state = current.alone or _state()
         if with_gtp_remat and state.answers_gtp:
@@ -542,13 +633,13 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that was set, if any."""
-    return _state().values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"]
+    return _state().values[STAGE]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages of each rank, if the pipeline is virtual."""
     state = current.alone or _state()
-    return state.values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]
+    return state.values[STAGES]
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -557,7 +648,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
         "set_virtual_pipeline_model_parallel_rank is deprecated, pass vp_stage to "
         "is_pipeline_first_stage, is_pipeline_last_stage and the others"
     )
-    _state().write("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", rank)
+    _state().write(STAGE, rank)
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
@@ -585,7 +676,7 @@ def _set_global_symmetric_memory_buffer() -> None:
     """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
     _check_absent(_SYMMETRIC)
     kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, _held(TP)))
+    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, _held(table.TP)))
 
 
 def _check_absent(name: str) -> None:
@@ -659,25 +750,24 @@ def create_hierarchical_groups(
         LayoutError: The sizes do not multiply to the ranks, or a rank is not in the world.
         GroupOptionsError: An option is wrong, or `pg_options` has another length than the levels.
     """
-    layout = _layout_of(rank, ranks)
-    levels = layout.groups("rank").levels(hierarchical_group_sizes)
+    levels = _layout_of(rank, ranks).groups("rank").levels(hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
     if len(options) != len(levels):
         raise GroupOptionsError(
             f"pg_options must be one for each of {len(levels)} levels, got {shown(pg_options)}"
         )
     options = [live_pg_options(each) for each in options]
-    groups, twins = [], []
-    for level, every in enumerate(levels):
-        name = f"HIERARCHICAL_{group_desc}"
-        for members in every:
-            group = create_group(members, timeout, None, options[level], False, f"{name}_L{level}")
-            twin = None
-            if create_gloo_process_groups:
-                twin = create_group(members, timeout, "gloo", None, False, f"{name}_GLOO_L{level}")
-            if rank in members:
-                groups.append(group)
-                twins.append(twin)
+    name = f"HIERARCHICAL_{group_desc}"
+    groups: list[ProcessGroup] = []
+    twins: list[ProcessGroup | None] = []
+    for level, (every, own) in enumerate(zip(levels, options, strict=True)):
+        given = {"timeout": timeout, "pg_options": own, "group_desc": f"{name}_L{level}"}
+        twin = {"timeout": timeout, "backend": "gloo", "group_desc": f"{name}_GLOO_L{level}"}
+        groups += _create_each(rank, every, given)
+        if create_gloo_process_groups:
+            twins += _create_each(rank, every, twin)
+        elif rank in ranks:
+            twins.append(None)
     return groups, twins
 
 
@@ -692,14 +782,21 @@ def create_hybrid_dp_cp_groups(
     """
     ranks = _layout_of(rank, ranks).ranks
     pg_options = live_pg_options(pg_options)
-    groups = {}
+    groups: dict[int, ProcessGroup] = {}
     for size in hybrid_sizes(len(ranks)):
-        for start in range(0, len(ranks), size):
-            members, name = ranks[start : start + size], f"HYBRID_DP_CP_GROUP_{size}"
-            group = create_group(members, pg_options=pg_options, group_desc=name)
-            if rank in members:
-                groups[size] = group
+        every = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        given = {"pg_options": pg_options, "group_desc": f"HYBRID_DP_CP_GROUP_{size}"}
+        for group in _create_each(rank, every, given):
+            groups[size] = group
     return groups
+
+
+def _create_each(
+    rank: int, every: Iterable[Sequence[int]], given: Mapping[str, Any]
+) -> list[ProcessGroup]:
+    """Create groups, and return the one that `rank` is in, if any."""
+    created = [(members, create_group(members, **given)) for members in every]
+    return [group for members, group in created if rank in members]
 
 
 def _layout_of(rank: int, ranks: Sequence[int]) -> RankLayout:
@@ -751,48 +848,5 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         c10d.set_timeout(timeout, group)
 
 
-# ---- getters and setters that are all alike ----------------------------------------------------
-
-
-def _functions() -> dict[str, Callable[..., Any]]:
-    """Return a getter of each group, of its size, position and ranks, and setters of the last."""
-    made: dict[str, Callable[..., Any]] = {}
-    for name, row in ROWS.items():
-        made[f"get{name.lower()}"] = _getter(name)
-        if row.part is not None or name.endswith(("_GLOO", "_AG")):
-            continue
-        stem = name.lower().removesuffix("_group")
-        made[f"get{stem}_world_size"] = _fact_getter(name, SIZE)
-        made[f"get{stem}_rank"] = _fact_getter(name, RANK)
-        if row.ranks is not None:
-            made[f"get{row.ranks.lower()}"] = _getter(row.ranks)
-            made[f"get{stem}_src_rank"] = _first_getter(row.ranks)
-    for name in GLOBALS:
-        if name.endswith((SIZE, RANK)):
-            made[f"set{name.removeprefix('_MPU').lower()}"] = _setter(name)
-    made["get_pipeline_model_parallel_first_rank"] = _first_getter("_PIPELINE_GLOBAL_RANKS")
-    made["get_inter_distributed_optimizer_instance_group"] = _getter(_table.INTER_INSTANCES)
-    # Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel.
-    # There is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model
-    # parallel.
-    for what in ("group", "world_size", "rank", "src_rank"):
-        made[f"get_sequence_parallel_{what}"] = made[f"get_context_parallel_{what}"]
-    for what in ("group", "world_size", "rank"):
-        getter = globals()[f"get_data_parallel_{what}"]
-        made[f"get_sequence_data_parallel_{what}"] = _with_cp(getter)
-    return made
-
-
-def _with_cp(getter: Callable[..., Any]) -> Callable[..., Any]:
-    def get(check_initialized: bool = True) -> Any:  # noqa: ARG001 - Megatron-DeepSpeed's
-        return getter(with_context_parallel=True)
-
-    return _described(get, str(getter.__doc__))
-
-
-for _name, _function in _functions().items():
-    globals().setdefault(_name, _function)
-del _name, _function
 name_functions(globals(), __name__)
-current.default.reset()  # which was made before the getters
 current.bind(sys.modules[__name__], GLOBALS)

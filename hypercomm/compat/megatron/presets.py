@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hypercomm.compat.megatron import nccl
 from hypercomm.compat.megatron.configuration import Configuration, RanksFunction
-from hypercomm.compat.megatron.layouts import (
-    DIMS,
-    GTP,
-    Layouts,
-    model_layouts,
-    pipeline_problem,
-)
+from hypercomm.compat.megatron.layouts import DIMS, GTP, Layouts
 from hypercomm.compat.megatron.process_groups_config import (
-    HYBRID,
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
@@ -39,11 +32,11 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
-from hypercomm.grid.grid_set import GridSet
+from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
+from hypercomm.grid.grid_set import GridSet, SetArguments
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_flag, as_offset, as_world_size
-from hypercomm.layout.parsing import OPEN, as_size, close_sizes
+from hypercomm.layout.checks import as_offset, as_world_size, positive
+from hypercomm.layout.parsing import OPEN
 from hypercomm.layout.placement import Requirement
 from hypercomm.layout.text import shown
 from hypercomm.process_groups.world import rank_in_world, size_of_world
@@ -51,9 +44,16 @@ from hypercomm.process_groups.world import rank_in_world, size_of_world
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
-_DENSE = {dim: dim for dim in ("tp", GTP, "cp", "dp", "pp")}
-_EXPERT = {"tp": "expt_tp", "ep": "ep", GTP: "expt_gtp_remat", "dp": "expt_dp", "pp": "pp"}
-"""The names of Megatron's dims in the grid, and in its view of the experts."""
+_NAMES = {
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "pipeline_model_parallel_size": "pp",
+    "gtp_remat_size": GTP,
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "expt_tp",
+    "expert_gtp_remat_size": "expt_gtp_remat",
+}
+"""The names of Megatron's sizes here."""
 
 
 def megatron_grids(
@@ -70,8 +70,6 @@ def megatron_grids(
     world_size: int | None = None,
     rank_offset: int = 0,
     inference: Mapping[str, int] | None = None,
-    beside: bool = False,
-    requires: Requirement | None = None,
     **arguments: Unpack[SetArguments],
 ) -> GridSet:
     """Make the grids of one of Megatron's models: "training", and "inference" if it is asked for.
@@ -93,22 +91,18 @@ def megatron_grids(
         order: The order of the dims, the first varying fastest, for the dense and the expert ones.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         rank_offset: The smallest rank of the training.
-        inference: The sizes of inference, with the same names and defaults.
-        beside: False puts inference on the ranks of training, True on the ranks after them, which
-            needs `dp`.
-        requires: How the grids must lie, as for `GridSet`; default: "tiled" without inference, so
-            that no rank is left over ("disjoint" after an offset), else "colocated", or
-            "disjoint" with `beside`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
-            `GridSet`.
+        inference: The sizes of inference on the ranks of training, with the same names and
+            defaults.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
+            as for `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
-        ConfigurationError: The order leaves out a dim that is larger than 1.
+        ConfigurationError: The order leaves out a dim that is larger than 1, or the dense and the
+            expert layers have different pipelines.
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
-        WorldSizeError: The sizes do not divide the world, or leave ranks of it over; the experts'
-            sizes do not divide the grid; or the dense and the expert layers have different
-            pipelines.
+        WorldSizeError: The sizes do not divide the world, or leave ranks of it over; or the
+            experts' sizes do not divide the grid.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -117,7 +111,7 @@ def megatron_grids(
         training tp=2,cp=1,dp=4,pp=2 experts expt_tp=2,ep=2,expt_dp=2,pp=2
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
-    given = {name: value for name, value in locals().items() if name in _SIZES}
+    sizes = {name: value for name, value in locals().items() if name in _SIZES}
     check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
     total, offset = as_world_size(size_of_world(world_size)), as_offset(rank_offset)
     if offset >= total:
@@ -125,28 +119,22 @@ def megatron_grids(
             f"rank_offset={offset} leaves no ranks in a world of {total}; use a smaller offset, or "
             f"start at least {offset + 1} ranks"
         )
-    if as_flag(beside, "beside") and as_size("dp", dp) == OPEN:
-        raise WorldSizeError(
-            "beside=True puts inference on the ranks that training leaves; give dp= of training"
-        )
-    models = {"training": _model("training", given, order, total - offset, offset)}
+    models = {"training": _model("training", sizes, order, total - offset, offset)}
     if inference is not None:
-        training = models["training"].dense
-        start = offset + training.size if beside else offset
-        room = total - start if beside else training.size
-        if room < 1:
-            raise WorldSizeError(
-                f"beside=True needs ranks after those of training ({training}), and the world has "
-                f"only {total}; make a size smaller, or start more ranks"
+        if not isinstance(inference, Mapping):
+            raise LayoutError(
+                f"inference must map dims to sizes, as in {{'tp': 4}}, got {shown(inference)}"
             )
-        models["inference"] = _model("inference", _inference_sizes(inference), order, room, start)
-    if requires is None and inference is None:
-        requires = "disjoint" if offset else "tiled"
-    elif requires is None:
-        requires = "disjoint" if beside else "colocated"
+        for dim in inference:
+            if dim not in _SIZES:
+                raise UnknownDimError(f"inference has no dim {shown(dim)}, but {list(_SIZES)}")
+        room = models["training"].dense.size
+        sizes = {**_SIZES, **inference}
+        models["inference"] = _model("inference", sizes, order, room, offset)
+    requires: Requirement = "disjoint" if offset else "tiled"
     grids = GridSet(
         {label: dense for label, (dense, _) in models.items()},
-        requires=requires,
+        requires=requires if inference is None else "colocated",
         world_size=total,
         **arguments,
     )
@@ -156,8 +144,38 @@ def megatron_grids(
 
 
 _DEFAULTS = megatron_grids.__kwdefaults__ or {}
-_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_DENSE.values(), *_EXPERT.values()}}
+_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_NAMES.values(), "dp"}}
 """The sizes that a model is given, with their defaults."""
+
+
+def _model(
+    label: str, sizes: Mapping[str, int | None], order: str, room: int, offset: int
+) -> Layouts:
+    """Return the layouts of a model's dense and expert layers on at most `room` ranks."""
+    if sizes["dp"] != OPEN:
+        dense = ("tp", GTP, "cp", "dp", "pp")
+        needed = math.prod(positive(sizes[dim], dim) for dim in dense)
+        if needed > room:
+            raise WorldSizeError(
+                f"dp={sizes['dp']} of {label} makes {needed} ranks, and there are {room}; use a "
+                f"smaller one, or leave it out"
+            )
+        room = needed
+    given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
+    configuration = Configuration(**given, order=order, rank_offset=offset)
+    layouts = configuration.layouts(room, _NAMES)
+    expert = _without(layouts.expert, "cp")
+    names = {dim: f"expt_{dim}" for dim in expert.dim_names if dim not in {"ep", "pp"}}
+    return Layouts(_without(layouts.dense, "ep"), expert.rename(**names))
+
+
+def _without(layout: RankLayout, dim: str) -> RankLayout:
+    """Return the same numbering without a dim of size 1."""
+    names = [name for name in layout.dim_names if name != dim]
+    return RankLayout([layout.size_of(name) for name in names], names, layout.rank_offset)
+
+
+# ---- all groups of a grid -----------------------------------------------------------------------
 
 
 class MegatronChoices(TypedDict, total=False):
@@ -168,9 +186,6 @@ class MegatronChoices(TypedDict, total=False):
         hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
         create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
             expert parallelism the dp of experts has one, too.
-        hybrid_context_parallel: Whether there are groups of 2, 4, 8, ... ranks of dp and cp.
-        create_gloo_process_groups: Whether the data parallel groups have gloo groups too, named
-            "gloo", or with the suffix _gloo; with GTP there are none. Default: no.
         get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
             its first and last.
         get_position_embedding_ranks: The same for position embeddings; default: its first.
@@ -181,8 +196,6 @@ class MegatronChoices(TypedDict, total=False):
     num_distributed_optimizer_instances: int
     hierarchical_context_parallel_sizes: Sequence[int] | None
     create_all_gather_group: bool
-    hybrid_context_parallel: bool
-    create_gloo_process_groups: bool
     get_embedding_ranks: RanksFunction | None
     get_position_embedding_ranks: RanksFunction | None
     nccl_communicator_config_path: str | None
@@ -211,8 +224,8 @@ def megatron_requests(
     Raises:
         LayoutError: `grid` is not a grid, has none of Megatron's dims, or cannot be cut like this.
         GroupOptionsError: A choice does not exist, or a function is not callable.
-        ConfigurationError: There are several optimizer instances with GTP, hybrid groups do not
-            come out even, or the NCCL configuration cannot be used.
+        ConfigurationError: There are several optimizer instances with GTP, or the NCCL
+            configuration cannot be used.
         FileNotFoundError: The NCCL configuration is not there.
         NotInitializedError: There are NCCL options, but no job.
 
@@ -225,15 +238,6 @@ def megatron_requests(
     if not isinstance(grid, HyperCommGrid):
         raise LayoutError(f"grid must be a HyperCommGrid, got {shown(grid)}")
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
-    choices = {"create_gloo_process_groups": False, **choices}
-    configuration = Configuration(
-        **choices,
-        gtp_remat_size=gtp_size(grid.layout, "dense"),
-        expert_gtp_remat_size=gtp_size(grid.views.get(EXPERT, grid.layout), "expert"),
-    )
-    replicas = own_dims(grid.layout, "dp-cp", "dense")
-    configuration.check_hybrid(math.prod(grid.layout.size_of(dim) for dim in replicas))
-    options = nccl.options_by_key(configuration)
     view = EXPERT if EXPERT in grid.views else None
     layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
     sides: tuple[Side, Side] = ("dense", "expert" if view else "dense")
@@ -243,6 +247,13 @@ def megatron_requests(
                 f"the {side} layout {layout} has none of Megatron's dims tp, cp, ep, dp and pp; "
                 f"rename() its dims"
             )
+    configuration = Configuration(
+        **choices,
+        create_gloo_process_groups=False,
+        gtp_remat_size=gtp_size(layouts.dense, "dense"),
+        expert_gtp_remat_size=gtp_size(layouts.expert, "expert"),
+    )
+    options = nccl.options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1
     table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
     requests: dict[object, GroupArguments] = {}
@@ -300,10 +311,7 @@ def create_megatron_pgs(
         except HyperCommError as error:
             raise type(error)(f"grid {name!r}: {error}") from error
     grids.create_pgs(requests, backend=backend, timeout=timeout, share=share)
-    collections = collections_of(grids)
-    for collection in collections.values() if choices.get("hybrid_context_parallel") else ():
-        vars(collection).setdefault(HYBRID, {})  # of two ranks or fewer there are none
-    return collections
+    return collections_of(grids)
 
 
 # ---- collections --------------------------------------------------------------------------------
@@ -381,56 +389,3 @@ def _check_set(grids: object) -> GridSet:
     if not isinstance(grids, GridSet):
         raise LayoutError(f"grids must be a GridSet, got {shown(grids)}")
     return grids
-
-
-# ---- layouts of models --------------------------------------------------------------------------
-
-
-def _inference_sizes(given: Mapping[str, int]) -> dict[str, int | None]:
-    if not isinstance(given, Mapping):
-        raise LayoutError(
-            f"inference must map dims to sizes, as in {{'tp': 4, 'pp': 1}}, got {shown(given)}"
-        )
-    for dim in given:
-        if dim not in _SIZES:
-            raise UnknownDimError(f"unknown dim {shown(dim)} of inference; it has {list(_SIZES)}")
-    return {**_SIZES, **given}
-
-
-def _model(
-    label: str, sizes: Mapping[str, int | None], order: str, room: int, offset: int
-) -> Layouts:
-    """The layouts of a model's dense and expert layers."""
-    given = {
-        dim: as_size(dim, size)
-        for dim, size in sizes.items()
-        if not (dim == "expt_tp" and size is None)
-    }
-    for dim, size in given.items():
-        if size == OPEN and dim != "dp":
-            raise LayoutError(
-                f"only dp of {label} may be unspecified (-1), not {dim}; give its size"
-            )
-    given = {"expt_tp": given["tp"], "expt_dp": OPEN, **given}
-    dense, expert = (
-        {dim: given[name] for dim, name in names.items() if dim != GTP or given[name] > 1}
-        for names in (_DENSE, _EXPERT)
-    )
-    if dense["dp"] == OPEN:
-        dense = close_sizes(dense, room, f"{label}'s dense layers must fit on {room}")
-    room = math.prod(dense.values())
-    expert = close_sizes(expert, room, f"{label}'s expert layers must fit on {room}")
-    layouts = model_layouts(order, dense, expert, offset)
-    problem = pipeline_problem(layouts, order, {dim: _EXPERT[dim] for dim in expert})
-    if problem is not None:
-        raise WorldSizeError(f"{label}: {problem}")
-    return Layouts(
-        _without(layouts.dense, "ep"),
-        _without(layouts.expert, "cp").rename(**{dim: _EXPERT[dim] for dim in expert}),
-    )
-
-
-def _without(layout: RankLayout, dim: str) -> RankLayout:
-    """The same numbering without a dim of size 1."""
-    names = [name for name in layout.dim_names if name != dim]
-    return RankLayout([layout.size_of(name) for name in names], names, layout.rank_offset)

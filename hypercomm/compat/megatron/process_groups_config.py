@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.state import ParallelState, collected, current
+from hypercomm.compat.megatron.layouts import GTP
+from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.compat.megatron.table import (
     EXPERT,
-    EXPERT_ALL_GATHER,
+    FIELD_ROWS,
     FIELDS,
     GLOO,
-    ROWS,
-    TABLE,
     Row,
-    gtp_size,
     own_dims,
+    values_of,
 )
 from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
@@ -33,6 +32,7 @@ from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, as_strings, positive
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.spec import GroupKey
 
 logger = logging.getLogger(__name__)
 
@@ -147,19 +147,12 @@ class ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         if not isinstance(state, ParallelState):
             raise ConfigurationError(f"state must be a ParallelState, got {shown(state)}")
-        wanted = list(FIELDS)
-        if required_pgs is not None:
-            wanted = list(as_strings(required_pgs, "required_pgs"))
+        wanted = FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
         collection = cls()
         for name in wanted:
-            group = None
-            if name in FIELDS:
-                group = (state.require if name in _NEEDED else state.read)(FIELDS[name])
-            if group is None and name.endswith("_ag") and state.grids:
-                named = state.grids["dense"].pgs.items()
-                group = next((pg for key, pg in named if key.name == name), None)
-            setattr(collection, name, group)
+            take = state.require if name in _NEEDED else state.values.get
+            setattr(collection, name, take(FIELDS[name]))
         return collection
 
     @classmethod
@@ -177,8 +170,7 @@ class ProcessGroupCollection:
             A collection with every field whose group was created. A dim that a grid does not have
             adds no ranks, so `dp_cp` is then `dp`. A field all of whose dims are missing, such as
             `cp`, has the group with the name of the field. So do fields of derived groups, such as
-            `embd`. Gloo and hybrid context parallel groups, which have no field, are attributes
-            such as `intra_dp_cp_gloo`, and the dict `hybrid_dp_cp`.
+            `embd`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -288,179 +280,142 @@ def _size(group: Any) -> object:
 
 # ---- the groups of a grid -----------------------------------------------------------------------
 
-TWIN, HYBRID = "_gloo", "hybrid_dp_cp"
-"""Attributes of a collection without a field: the suffix for gloo groups, and hybrid groups."""
-
 
 def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
-    """Return the groups of grids by attribute of a collection.
+    """Return the groups that grids have created, by field.
 
     Args:
         grid: The dense layers.
         expert: The expert layers; None without them.
     """
-    held: dict[str, object] = {}
-    for row in (*TABLE, EXPERT_ALL_GATHER):
-        source = grid if row.grid == "dense" else expert
-        own = {} if source is None else _groups_of(source, row)
-        held.update(own)
-        if row.field is None or row.field in own:
-            continue
-        if row.gtp and source is not None and gtp_size(source.layout, row.grid) > 1:
-            continue  # the peers' group was not created
-        if row.gtp:
-            held[row.field] = None  # there are no peers
-        whole = ROWS[row.otherwise].field if isinstance(row.otherwise, str) else None
-        for suffix in ("", TWIN) if whole else ():
-            if f"{whole}{suffix}" in held:
-                held[row.field + suffix] = held[f"{whole}{suffix}"]
-    return held
+    sources = {"dense": grid, "expert": expert}
+    created = {side: _created(source) for side, source in sources.items()}
+    held: dict[str, dict[Any, Group]] = {}
+    table = []
+    for row in FIELD_ROWS.values():
+        source = sources[row.grid]
+        groups = {} if source is None else _groups_of(source, created[row.grid], row)
+        if groups:
+            held[row.name] = groups
+        elif row.gtp and source is not None and own_dims(source.layout, GTP, row.grid):
+            continue  # the group of the peers was not created
+        elif row.gtp and not row.otherwise:
+            held[row.name] = {None: None}  # there are no peers
+        table.append(row)
+    values = values_of(held, table)
+    return {field: values[name] for field, name in FIELDS.items() if name in values}
 
 
-def _groups_of(grid: GridView, row: Row) -> dict[str, object]:
-    """Return the groups of a row that a grid has created, by attribute of a collection.
+def _created(grid: GridView | None) -> dict[GroupKey, Group]:
+    if not isinstance(grid, HyperCommGrid):
+        return {} if grid is None else dict(grid.pgs)
+    return {key: group for key, group in grid.pgs.items() if not key.view}
+
+
+def _groups_of(grid: GridView, created: Mapping[GroupKey, Group], row: Row) -> dict[Any, Group]:
+    """Return the groups of a row by part; none if they were not created.
 
     A group over the dims of the row needs no name. A derived group has the name of the field.
     """
-    is_grid = isinstance(grid, HyperCommGrid)  # whose groups include those of its views
-    created = {key: pg for key, pg in grid.pgs.items() if not (is_grid and key.view)}
-    if row.part is not None:
-        start = f"{row.field or row.key}_{row.part}"
-        named = {
-            key.name.removeprefix(start): pg
-            for key, pg in created.items()
-            if key.name and key.name.startswith(start)
-        }
-        parts = {int(end): pg for end, pg in named.items() if end.isdecimal() and pg is not None}
-        return {row.field or HYBRID: collected(row, parts)} if parts else {}
-    if row.field is None:
-        return {}
     dims = own_dims(grid.layout, row.dims, row.grid)
-    return {
-        row.field + TWIN * twin: pg
-        for twin in (False, True)
-        for key, pg in created.items()
-        if key.name == row.filed_as(dims, twin=twin) and (key.dims == dims or row.is_named(dims))
-    }
+    if row.part is None:
+        name = row.name_in_grid(dims)
+        found = [
+            group
+            for key, group in created.items()
+            if key.name == name and (name or key.dims == dims)
+        ]
+        return {None: found[-1]} if found else {}
+    named = {key.name: group for key, group in created.items()}
+    names = [row.name_in_grid(dims, part) for part in range(len(named))]
+    return {name: group for name in names if (group := named.get(name)) is not None}
 
 
 # ---- the groups for training --------------------------------------------------------------------
 
-_PARTS = ("intra_dp_cp", "intra_expt_dp")
 _GTP = ("gtp_remat", "expt_gtp_remat")
-
-Take = Callable[[str], Any]
-"""A function that returns the group of a field, which must have been set."""
 
 
 def _for_optimizer(
-    collection: Any, model_chunks: Sequence[Any], use_gloo_process_groups: bool
+    given: Any, model_chunks: Sequence[Any], use_gloo_process_groups: bool
 ) -> dict[str, Group]:
     chunks = as_ordered(model_chunks, "model_chunks")
     if not chunks:
         raise ConfigurationError("model_chunks is empty; give the parts of a model")
     ddp_config = getattr(chunks[0], "ddp_config", None)
     instances = 1 if ddp_config is None else _instances_of(ddp_config)
-    take = _source(collection)
-    groups = _data_groups(collection, lambda: _config_of(chunks[0]), take, instances)
-    if collection is None:
-        groups["intra_dist_opt_group"] = take("intra_dist_opt")
-    else:
-        is_sharded = ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer")
-        whole = take("intra_dist_opt") if is_sharded or instances > 1 else None
-        groups["intra_dist_opt_group"] = whole if is_sharded else None
-    groups |= {**_named(take, "mp"), "expt_tp_pp_group": take("tp_ep_pp")}
+    collection = _State() if given is None else given
+    take = partial(_take, collection)
+    groups = _data_groups(collection, lambda: _config_of(chunks[0]), instances, has_experts=True)
+    is_sharded = ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer")
+    whole = take("intra_dist_opt") if given is None or is_sharded or instances > 1 else None
+    groups["intra_dist_opt"] = whole if given is None or is_sharded else None
+    groups |= {"mp": take("mp"), "expt_tp_pp": take("tp_ep_pp")}
     merged = "tp_ep_pp_with_egtp_remat"
-    is_there = collection is None or _is_set(collection, merged)
-    groups["expt_tp_pp_with_egtp_remat_group"] = take(merged if is_there else "tp_ep_pp")
-    return groups | _gloo_groups(collection, use_gloo_process_groups, groups)
+    groups["expt_tp_pp_with_egtp_remat"] = take(merged if _has(collection, merged) else "tp_ep_pp")
+    named = {f"{name}_group": group for name, group in groups.items()}
+    wants_gloo = use_gloo_process_groups and (given is not None or not _has_peers(named))
+    if wants_gloo and given is not None:
+        raise ConfigurationError(
+            "Gloo process groups are not supported when pg_collection is provided; give "
+            "use_gloo_process_groups=False"
+        )
+    for name in ("intra_dp_cp", "intra_expt_dp"):
+        gloo = current.get().require(FIELDS[name] + GLOO) if wants_gloo else None
+        named[f"{name}_group_gloo"] = gloo
+    return named
 
 
-def _for_ddp(collection: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
-    instances, take = _instances_of(ddp_config), _source(collection)
-    optional = take if collection is None else lambda name: getattr(collection, name, None)
-    groups = _data_groups(collection, lambda: config, optional, instances)
-    if collection is None:
+def _for_ddp(given: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
+    instances, collection = _instances_of(ddp_config), _State() if given is None else given
+    groups = _data_groups(collection, lambda: config, instances, has_experts=given is None)
+    if given is None:
         is_sharded = _setting(ddp_config, "use_distributed_optimizer")
-        groups["intra_dist_opt_group"] = take("intra_dist_opt") if is_sharded else None
-    groups |= _named(take, "tp", "pp", "ep")
-    if groups["expt_dp_group"] is None:
+        groups["intra_dist_opt"] = _take(collection, "intra_dist_opt") if is_sharded else None
+    groups |= {name: _take(collection, name) for name in ("tp", "pp", "ep")}
+    if groups["expt_dp"] is None:
         logger.warning("no expt_dp group was given; creating one with this rank alone")
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        names = ["expt_dp_group", *(["intra_expt_dp_group"] * (instances == 1))]
+        names = ["expt_dp", *(["intra_expt_dp"] * (instances == 1))]
         groups |= dict.fromkeys(names, c10d.as_member(alone))
-    return groups
+    return {f"{name}_group": group for name, group in groups.items()}
 
 
 def _data_groups(
-    collection: Any, config: Callable[[], Any], take_expert: Take, instances: int
+    collection: Any, config: Callable[[], Any], instances: int, *, has_experts: bool
 ) -> dict[str, Group]:
     """Return the data parallel groups, those of optimizer instances, and those of GTP peers.
 
     Args:
-        collection: The source of the groups; None: the current state.
+        collection: The source of the groups.
         config: Returns the configuration of the model.
-        take_expert: Returns the expert data parallel group.
         instances: The number of optimizer instances.
+        has_experts: Whether the expert data parallel group must have been set.
     """
-    take = _source(collection)
-    groups = _named(take, "dp")
-    if (
-        collection is None
-        or _is_set(collection, "dp_cp")
-        or getattr(config(), "context_parallel_size", 1) != 1
-    ):
-        groups |= _named(take, "dp_cp")
-    else:
-        groups["dp_cp_group"] = groups["dp_group"]
-    groups |= _named(take_expert, "expt_dp")
-    if collection is None or instances > 1:
-        groups |= _named(take, *_PARTS)
-    else:
-        groups["intra_dp_cp_group"] = groups["dp_cp_group"]
-        groups["intra_expt_dp_group"] = groups["expt_dp_group"]
-    groups["inter_dist_opt_group"] = take("inter_dist_opt") if instances > 1 else None
-    if collection is None:
+    take = partial(_take, collection)
+    groups: dict[str, Group] = {"dp": take("dp")}
+    expert = take("expt_dp") if has_experts else getattr(collection, "expt_dp", None)
+    groups["expt_dp"] = expert
+    has_cp = _has(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
+    groups["dp_cp"] = take("dp_cp") if has_cp else groups["dp"]
+    has_parts = isinstance(collection, _State) or instances > 1
+    groups["intra_dp_cp"] = take("intra_dp_cp") if has_parts else groups["dp_cp"]
+    groups["intra_expt_dp"] = take("intra_expt_dp") if has_parts else expert
+    groups["inter_dist_opt"] = take("inter_dist_opt") if instances > 1 else None
+    return groups | {name: getattr(collection, name, None) for name in _GTP}
+
+
+class _State:
+    """The current parallel state as a collection, every group of which was set."""
+
+    def __getattr__(self, name: str) -> Any:
         state = current.get()
-        return groups | _named(lambda name: state.read(FIELDS[name]), *_GTP)
-    return groups | _named(lambda name: getattr(collection, name, None), *_GTP)
-
-
-def _gloo_groups(collection: Any, wanted: bool, groups: Mapping[str, Group]) -> dict[str, Group]:
-    """Return the gloo groups of an optimizer; None unless they are wanted."""
-    if not wanted or (collection is None and _has_peers(groups)):
-        return {f"{name}_group_gloo": None for name in _PARTS}
-    if collection is None:
-        require = current.get().require
-        return {f"{name}_group_gloo": require(FIELDS[name] + GLOO) for name in _PARTS}
-    missing = [name + TWIN for name in _PARTS if name + TWIN not in vars(collection)]
-    if missing:
-        raise ConfigurationError(
-            f"Gloo process groups are not supported when pg_collection is provided without them: "
-            f"it has no {' and no '.join(missing)}; give use_gloo_process_groups=False, or create "
-            f"them by create_megatron_pgs(create_gloo_process_groups=True), which GTP excludes"
-        )
-    return {f"{name}_group_gloo": vars(collection)[name + TWIN] for name in _PARTS}
-
-
-def _has_peers(groups: Mapping[str, Group]) -> bool:
-    found = [groups.get(f"{name}_group") for name in _GTP]
-    return any(group is not None and group.size() > 1 for group in found)
-
-
-def _named(take: Take, *names: str) -> dict[str, Group]:
-    return {f"{name}_group": take(name) for name in names}
-
-
-def _source(collection: Any) -> Take:
-    if collection is None:
-        return lambda name: current.get().require(FIELDS[name])
-    return partial(_take, collection)
+        return (state.values.get if name in _GTP else state.require)(FIELDS[name])
 
 
 def _take(collection: Any, name: str) -> Any:
     """Return a group that must have been set, perhaps to None."""
-    if not _is_set(collection, name):
+    if not _has(collection, name):
         raise ConfigurationError(
             f"the process group {name!r} is needed, but the collection has only {collection!r}; "
             f"set it, to None if it is not used"
@@ -468,10 +423,15 @@ def _take(collection: Any, name: str) -> Any:
     return getattr(collection, name)
 
 
-def _is_set(collection: Any, name: str) -> bool:
+def _has(collection: Any, name: str) -> bool:
     """Return whether a collection, or a stand-in for one, has a group that was set."""
     held = getattr(collection, "__dict__", {})
     return name in held or getattr(collection, name, None) is not None
+
+
+def _has_peers(groups: Mapping[str, Group]) -> bool:
+    found = [groups.get(f"{name}_group") for name in _GTP]
+    return any(group is not None and group.size() > 1 for group in found)
 
 
 def _instances_of(ddp_config: Any) -> int:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl, version
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.layouts import Layouts
-from hypercomm.compat.megatron.memory import GlobalMemoryBuffer
 from hypercomm.compat.megatron.table import (
     DP_CP,
     DP_CP_AG,
@@ -24,12 +30,14 @@ from hypercomm.compat.megatron.table import (
     GLOO,
     GTP_GROUP,
     INTER_INSTANCES,
+    MP,
+    PP,
     ROWS,
     TABLE,
     TP,
-    Row,
     WantedGroup,
     rows,
+    values_of,
 )
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
 from hypercomm.errors import NotInitializedError, StateError
@@ -41,12 +49,14 @@ if TYPE_CHECKING:
     from hypercomm.grid.connect import Connection
     from hypercomm.grid.grid import GridView
 
+logger = logging.getLogger(__name__)
+
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
 """The two facts about a group, as the suffix of the global that overrides them."""
 
 _LIST = "_global_process_group_list"
-_STAGE, _STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
+STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
 _OVERRIDES = [
     f"_MPU_{what}_PARALLEL_{fact}"
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
@@ -55,7 +65,7 @@ _OVERRIDES = [
 """Sizes and ranks set by callers, which win over those of the groups."""
 
 _RANKS = [row.ranks for row in TABLE if row.ranks]
-_OTHERS = (_STAGE, _STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
+_OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys((*ROWS, *_RANKS, *_OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
@@ -68,20 +78,84 @@ NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
 _SHARP = {"dp": DP_CP, "dp_replica": INTER_INSTANCES}
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
-_NEED_A_JOB = (TP, "_PIPELINE_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", EXPERT_TP)
+_NEED_A_JOB = (TP, PP, MP, EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
-def _override(group: str, fact: str) -> str:
-    """Return the global that overrides a fact about the group of another global."""
-    return f"_MPU{group.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
-
+_OVERRIDES_OF = {
+    fact: {
+        name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
+        for name in (*ROWS, EXPERT_ALL_GATHER.name, NO_PART)
+    }
+    for fact in (SIZE, RANK)
+}
+"""The global that overrides a fact about a group, by the global of the group."""
 
 _AFFECTED: dict[str, list[str]] = {}
 """The groups whose facts change with a global."""
-for _name in (*ROWS, NO_PART):
-    for _global in (_name, _override(_name, SIZE), _override(_name, RANK)):
-        _AFFECTED.setdefault(_global, []).append(_name)
+for _own in _OVERRIDES_OF.values():
+    for _name, _override in _own.items():
+        _AFFECTED.setdefault(_override, []).append(_name)
+        _AFFECTED.setdefault(_name, []).append(_name)
+
+
+class GlobalMemoryBuffer:
+    """One tensor for each name and dtype, which grows when a larger one is asked for.
+
+    Example:
+        >>> buffer = GlobalMemoryBuffer()
+        >>> first = buffer.get_tensor((2, 3), torch.float32, "activations")
+        >>> again = buffer.get_tensor((4,), torch.float32, "activations")
+        >>> first.shape, first.data_ptr() == again.data_ptr()
+        (torch.Size([2, 3]), True)
+    """
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor of this shape on the current device; its content is undefined.
+
+        Args:
+            tensor_shape: Its shape.
+            dtype: Its dtype.
+            name: The name of the buffer; two tensors of one name and dtype share memory.
+            mem_alloc_context: Makes the context in which memory is allocated.
+        """
+        length = math.prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            with (mem_alloc_context or contextlib.nullcontext)():
+                held = torch.empty(length, dtype=dtype, device=device)
+            self.buffer[name, dtype] = held
+        return held[:length].view(*tensor_shape)
+
+
+_USERS = (
+    ("megatron.core.transformer.moe.fused_a2a", "nccl_ep_finalize"),
+    ("megatron.core.inference.symmetric_memory", "SymmetricMemoryManager.destroy"),
+)
+"""Modules of Megatron whose objects use process groups, and the function that destroys these."""
+
+
+def destroy_users_of_groups() -> None:
+    """Destroy Megatron's objects that use process groups; an error is logged."""
+    for module, path in _USERS:
+        try:
+            destroy = attrgetter(path)(sys.modules[module])
+        except (KeyError, AttributeError):  # not imported, or a release without it
+            continue
+        try:
+            destroy()
+        except Exception:
+            logger.warning("%s of %s failed", path, module, exc_info=True)
 
 
 class ParallelState(ModuleState):
@@ -123,7 +197,7 @@ class ParallelState(ModuleState):
             group: Any = self.values.get(name)
             is_real = issubclass(type(group), ProcessGroup)  # no mock, whose answers may change
             for fact, known in self.facts.items():
-                given = self.values.get(_override(name, fact))
+                given = self.values.get(_OVERRIDES_OF[fact][name])
                 if given is None and is_real:
                     given = group.size() if fact == SIZE else group.rank()
                 known[name] = given
@@ -134,7 +208,7 @@ class ParallelState(ModuleState):
         Raises:
             StateError: There is no group.
         """
-        given = self.values.get(_override(name, fact))
+        given = self.values.get(_OVERRIDES_OF[fact][name])
         if given is not None:
             return given
         if name not in _NEED_A_JOB and not dist.is_initialized():
@@ -143,7 +217,7 @@ class ParallelState(ModuleState):
         if group is not None:
             return group.size() if fact == SIZE else group.rank()
         if name == EXPERT_TP:
-            return self.values[_override(TP, fact)]
+            return self.values[_OVERRIDES_OF[fact][TP]]
         if name in (GTP_GROUP, EXPERT_GTP_GROUP):
             return 0
         raise self.missing(name)
@@ -187,9 +261,9 @@ class ParallelState(ModuleState):
         self.strict = bool(configuration.strict)
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:
-            values[_STAGES] = configuration.virtual_pipeline_model_parallel_size
-            values[_STAGE] = 0
-        self.fill(values | _values_of(wanted, groups, configuration))
+            values[STAGES] = configuration.virtual_pipeline_model_parallel_size
+            values[STAGE] = 0
+        self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)
 
@@ -254,13 +328,14 @@ class ParallelState(ModuleState):
         options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
         config = attrs.evolve(config, create_all_gather_group=True)
         groups: list[ProcessGroup | None] = []
-        for wanted in rows(config, layouts, options.get, table=table):
+        for wanted in rows(config, layouts, options, table=table):
             arguments: dict[str, Any] = {
                 **wanted.arguments,
                 "timeout": config.timeout if timeout is None else timeout,
-                "group_desc": wanted.description,
+                "group_desc": wanted.name.lstrip("_"),
             }
             groups.append(grid.ensure_pg(**arguments))
+            self.write(wanted.name, groups[-1])
         self.list_groups(groups)
         return groups[0], groups[1] if len(groups) > 1 else None
 
@@ -329,52 +404,38 @@ def _create(
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call, except that the one with SHARP is created on its own."""
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    names = [each.name for each in wanted]
-    place = names.index(sharp) if sharp is not None else 0
-    requests, timeout = [], config.timeout
+    before: list[ProcessGroup | None] = []
+    requests: list[dict[str, Any]] = []
+    timeout, is_shared = config.timeout, config.share == "identical"
     for each in wanted:
-        more: dict[str, Any] = {"timeout": timeout}
+        request: dict[str, Any] = {**each.arguments, "timeout": timeout}
+        if not is_shared or each.name == sharp or each.row.overlaps:
+            name = each.name.lstrip("_").replace("GROUPS", "GROUP")
+            request["group_desc"] = (
+                name if each.part is None else f"{name}_{each.row.part}{each.part}"
+            )
         if each.name == sharp:
-            more["share"] = "never"
-        if config.share == "never" or each.name == sharp or each.row.overlaps:
-            more["group_desc"] = each.description
-        requests.append(each.arguments | more)
-    if sharp is None:
-        return grid.create_pgs(requests)
-    before = grid.create_pgs(requests[:place])
-    with nccl.sharp() as connect:
-        (group,) = grid.create_pgs(requests[place : place + 1])
-        connect(group)
-    return [*before, group, *grid.create_pgs(requests[place + 1 :])]
+            before = grid.create_pgs(requests)
+            with nccl.sharp() as connect:
+                before += grid.create_pgs([request | {"share": "never"}])
+                connect(before[-1])
+            requests = []
+        else:
+            requests.append(request)
+    return before + grid.create_pgs(requests)
 
 
-def _values_of(
-    wanted: list[WantedGroup], groups: list[ProcessGroup | None], config: Configuration
-) -> dict[str, Any]:
+def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> dict[str, Any]:
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
-    held: dict[str, dict[Any, ProcessGroup]] = {}
+    held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
     for each, group in zip(wanted, groups, strict=True):
         parts = held.setdefault(each.name, {})
-        if group is not None:
+        if group is not None or each.part is None:
             parts[each.part] = group
-            if each.row.ranks and each.name == each.row.name:
-                values[each.row.ranks] = dist.get_process_group_ranks(group)
-    for row in TABLE:
-        other = row.otherwise(config) if callable(row.otherwise) else row.otherwise
-        for twin in ("", GLOO) if row.gloo else ("",):
-            if row.name + twin in held:
-                values[row.name + twin] = collected(row, held[row.name + twin])
-            elif other is not None:
-                values[row.name + twin] = values.get(other + twin)
-    return values
-
-
-def collected(row: Row, parts: Mapping[Any, ProcessGroup]) -> Any:
-    """Return what the global of a row holds: a group, a list of levels, or a dict by size."""
-    if row.part is None:
-        return parts.get(None)
-    return dict(parts) if row.field is None else list(parts.values()) or None
+        if group is not None and each.row.ranks and each.name == each.row.name:
+            values[each.row.ranks] = dist.get_process_group_ranks(group)
+    return values | values_of(held)
 
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)

@@ -6,7 +6,7 @@ Creating, listing, collecting and finding groups all read this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -171,7 +171,7 @@ class Row:
         parts: Lists the groups of the row, given the ranks of a group over `dims`; default: one.
         derive: Derives the groups of one part from those over `dims`; default: these.
         gtp: Whether the group exists because of GTP.
-        otherwise: The global whose group is used if there is none, or a function that returns it.
+        otherwise: Globals whose group is used if there is none: the first that was created.
         option: The argument that enables these groups, for error messages.
         overlaps: Whether the group exists so that its traffic overlaps that of another.
         part: Prefix of the position or size of one group, for a row of several groups.
@@ -187,23 +187,17 @@ class Row:
     parts: Callable[[Configuration, int], Iterable[Any]] | None = None
     derive: Callable[[Configuration, RankGroups, Any], RankGroups] | None = None
     gtp: bool = False
-    otherwise: str | Callable[[Configuration], str] | None = None
+    otherwise: tuple[str, ...] = ()
     option: str | None = None
     overlaps: bool = False
     part: str | None = None
 
-    def is_named(self, dims: Sequence[str]) -> bool:
-        """Return whether the group over `dims` has a name, as the plain one has none."""
-        return not dims or self.derive is not None or self.overlaps
-
-    def filed_as(
-        self, dims: Sequence[str], part: object = None, *, twin: bool = False
-    ) -> str | None:
+    def name_in_grid(self, dims: Sequence[str], part: object = None) -> str | None:
         """Return the name of the group over `dims` in a grid; None for a group without a name."""
-        own = (self.field or self.key) if self.is_named(dims) else ""
-        if part is not None:
-            own += f"_{self.part}{part}"
-        return (own + "_gloo" * twin).lstrip("_") or None
+        if dims and self.derive is None and not self.overlaps and part is None:
+            return None
+        own = self.field or self.key
+        return own if part is None else f"{own}_{self.part}{part}"
 
 
 _dense, _expert = partial(Row, "dense"), partial(Row, "expert")
@@ -212,18 +206,16 @@ DP_CP_AG, EXPERT_DP = f"{DP_CP}_AG", "_EXPERT_DATA_PARALLEL_GROUP"
 INTRA_DP_CP, INTRA_EXPERT_DP = f"_INTRA_PARTIAL{DP_CP}", f"_INTRA_PARTIAL{EXPERT_DP}"
 INTER_INSTANCES = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 TP, EXPERT_TP = "_TENSOR_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP"
+CP, PP = "_CONTEXT_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"
+MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
+TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+HCP, INSTANCE = (
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+)
 _INSTANCES = "num_distributed_optimizer_instances"
-
-
-def _part_with_gtp(config: Configuration) -> str:
-    return INTRA_DP_CP if config.num_distributed_optimizer_instances > 1 else DP_CP + WITH_GTP
-
-
-def _expert_part_with_gtp(config: Configuration) -> str:
-    has_instances = config.num_distributed_optimizer_instances > 1
-    return INTRA_EXPERT_DP if has_instances else EXPERT_DP + WITH_GTP
 
 
 # Columns: dims, NCCL key, field of a collection, global of the group, global of its ranks. The rows
@@ -234,49 +226,49 @@ TABLE = (
     _dense("dp-cp", "dp_cp", "dp_cp_ag", DP_CP_AG,
            parts=_if_all_gather, option="create_all_gather_group", overlaps=True),
     _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
-           gloo=True, parts=_if_instances, derive=one_instance, otherwise=DP_CP),
+           gloo=True, parts=_if_instances, derive=one_instance, otherwise=(DP_CP,)),
     _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
            parts=_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
     _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
     _dense("gtp_remat", "gtp_remat", "gtp_remat", GTP_GROUP,
            "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="gtp_remat_size"),
-    _dense("gtp_remat-dp", "gtp_remat_dp", None, DP + WITH_GTP, gtp=True, otherwise=DP),
+    _dense("gtp_remat-dp", "gtp_remat_dp", None, DP + WITH_GTP, gtp=True, otherwise=(DP,)),
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", "dp_cp_gtp_remat", DP_CP + WITH_GTP,
-           gtp=True, otherwise=DP_CP),
+           gtp=True, otherwise=(DP_CP,)),
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP,
-           parts=_never, otherwise=_part_with_gtp),
-    _dense("cp", "cp", "cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", parts=_levels,
+           parts=_never, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
+    _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    _dense("cp", "hcp", "hcp", HCP, parts=_levels,
            derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
-    _dense("tp-gtp_remat-pp", "mp", "mp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    _dense("pp", "pp", "pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    _dense("pp", "pp", "pp", PP, "_PIPELINE_GLOBAL_RANKS"),
     _dense("pp", "embd", "embd", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS",
            derive=embedding),
     _dense("pp", "pos_embd", "pos_embd", "_POSITION_EMBEDDING_GROUP",
            "_POSITION_EMBEDDING_GLOBAL_RANKS", derive=position_embedding),
     _dense("tp-gtp_remat-dp-cp", "tp_dp_cp", "tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
     _dense("tp-gtp_remat-dp", "tp_dp", None, "_TENSOR_AND_DATA_PARALLEL_GROUP"),
-    _dense("tp-cp", "tp_cp", "tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    _dense("tp-cp", "tp_cp", "tp_cp", TP_CP),
     _expert("gtp_remat", "expt_gtp_remat", "expt_gtp_remat", EXPERT_GTP_GROUP,
             "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="expert_gtp_remat_size"),
-    _expert("ep", "ep", "ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    _expert("ep", "ep", "ep", EP, "_EXPERT_MODEL_PARALLEL_RANKS"),
     _expert("tp", "ep_tp", "expt_tp", EXPERT_TP),
-    _expert("tp-ep", "tp_ep_mp", "tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    _expert("tp-ep", "tp_ep_mp", "tp_ep", TP_EP),
     _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", EXPERT_MP),
     _expert("tp-ep-gtp_remat-pp", "tp_ep_gtp_remat_pp", "tp_ep_pp_with_egtp_remat",
-            f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=EXPERT_MP),
+            f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=(EXPERT_MP,)),
     _expert("dp", "ep_dp", "expt_dp", EXPERT_DP, gloo=True),
     _expert("dp", "intra_ep_dp", "intra_expt_dp", INTRA_EXPERT_DP,
-            gloo=True, parts=_if_instances, derive=one_instance, otherwise=EXPERT_DP),
+            gloo=True, parts=_if_instances, derive=one_instance, otherwise=(EXPERT_DP,)),
     _expert("dp", "inter_ep_dp", "inter_dist_opt", INTER_INSTANCES,
             parts=_if_instances, derive=across_instances, option=_INSTANCES),
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", "expt_dp_gtp_remat", EXPERT_DP + WITH_GTP,
-            gtp=True, otherwise=EXPERT_DP),
+            gtp=True, otherwise=(EXPERT_DP,)),
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP,
-            parts=_never, otherwise=_expert_part_with_gtp),
+            parts=_never, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
-            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
+            INSTANCE, derive=whole_instance),
 )
 # fmt: on
 
@@ -288,8 +280,11 @@ EXPERT_ALL_GATHER = _expert(
 NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
 """The keys that an NCCL configuration may have."""
 
-FIELDS = {row.field: row.name for row in TABLE if row.field is not None}
-"""The global of each field of a collection, except `expt_dp_ag`."""
+FIELD_ROWS = {row.field: row for row in (*TABLE, EXPERT_ALL_GATHER) if row.field is not None}
+"""The row of each field of a collection."""
+
+FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
+"""The global of each field."""
 
 ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
 """The row of each global that holds a group."""
@@ -361,17 +356,11 @@ class WantedGroup:
     name: str
     arguments: GroupArguments
 
-    @property
-    def description(self) -> str:
-        """The description of the group in the logs of torch."""
-        name = self.name.lstrip("_").replace("GROUPS", "GROUP")
-        return name if self.part is None else f"{name}_{self.row.part}{self.part}"
-
 
 def rows(
     config: Configuration,
     layouts: Layouts,
-    options: Callable[[str], Any],
+    options: Mapping[str, Any],
     *,
     view: str | None = EXPERT,
     table: Iterable[Row] = TABLE,
@@ -382,62 +371,92 @@ def rows(
     Args:
         config: The user's choices.
         layouts: The layouts of the dense and the expert layers.
-        options: Returns the backend options of an NCCL key.
+        options: The backend options of NCCL keys.
         view: The view of the expert layers; None: they are laid out as the dense ones.
         table: The rows.
         lone_peers: Whether each rank is a GTP group if there are no peers.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
-        >>> wanted = list(rows(config, config.layouts(8), lambda key: None))
+        >>> wanted = list(rows(config, config.layouts(8), {}))
         >>> wanted[0].name, wanted[0].arguments
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
     has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
-    own: dict[tuple[Side, str], tuple[str, ...]] = {}
+    extra = _options(config, options)
+    for row, dims in _needed(config, layouts, table, lone_peers):
+        layout = layouts.expert if row.grid == "expert" else layouts.dense
+        common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
+        if view is not None and row.grid == "expert":
+            common["view"] = view
+        if not dims or (config.share == "identical" and not row.overlaps):
+            common["share"] = "identical"
+        size = math.prod(map(layout.size_of, dims)) if row.parts else 0
+        for part in row.parts(config, size) if row.parts else ONE:
+            name, given = row.name_in_grid(dims, part), common.copy()
+            if not dims or row.derive is not None:
+                given["derive"] = _Derive(row, config, not dims, part)
+            named = given if name is None else {**given, "name": name}
+            yield WantedGroup(
+                row, part, row.name, cast("GroupArguments", named | extra.get(row.key, {}))
+            )
+            if row.gloo and has_gloo[row.grid]:
+                given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
+                yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
+
+
+def _needed(
+    config: Configuration, layouts: Layouts, table: Iterable[Row], lone_peers: bool
+) -> Iterator[tuple[Row, tuple[str, ...]]]:
+    """Yield the rows of which a model has groups, with the dims of its layout that they span."""
+    own: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in table:
         grid, layout = row.grid, layouts.expert if row.grid == "expert" else layouts.dense
         cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
         asked = "dp" if cuts_dp else row.dims
-        for needed in (asked, GTP) if row.gtp else (asked,):
-            if (grid, needed) not in own:
-                own[grid, needed] = own_dims(layout, needed, grid)
-        dims = own[grid, asked]
-        if row.gtp and not own[grid, GTP] and not (lone_peers and row.dims == GTP):
-            continue
-        if not dims and row.field is None and row.part is None:
-            continue  # no caller needs a group of one rank here
-        given: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
-        if view is not None and grid == "expert":
-            given["view"] = view
-        if not dims or (config.share == "identical" and not row.overlaps):
-            given["share"] = "identical"
-        size = math.prod(map(layout.size_of, dims)) if row.parts else 0
-        for part in row.parts(config, size) if row.parts else ONE:
-            for twin in (False, True) if row.gloo and has_gloo[grid] else (False,):
-                more = _arguments(row, config, dims, part, options, twin=twin)
-                arguments = cast("GroupArguments", given | more)
-                yield WantedGroup(row, part, row.name + GLOO * twin, arguments)
+        for dims in (asked, GTP) if row.gtp else (asked,):
+            if (grid, dims) not in own:
+                own[grid, dims] = own_dims(layout, dims, grid)
+        if row.gtp and not own[grid, GTP]:
+            is_needed = lone_peers and row.dims == GTP
+        else:
+            is_needed = bool(own[grid, asked]) or row.field is not None or row.part is not None
+        if is_needed:  # no caller needs a group of one rank without a field
+            yield row, own[grid, asked]
 
 
-def _arguments(
-    row: Row,
-    config: Configuration,
-    dims: tuple[str, ...],
-    part: Any,
-    options: Callable[[str], Any],
-    *,
-    twin: bool,
+def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments that choose the backend and its options, by NCCL key."""
+    extra: dict[str, dict[str, Any]] = {key: {"pg_options": own} for key, own in options.items()}
+    if (backend := config.pipeline_model_parallel_comm_backend) is not None:
+        extra["pp"] = {"backend": backend} | ({} if backend == "ucc" else extra.get("pp", {}))
+    return extra
+
+
+def values_of(
+    held: Mapping[str, Mapping[Any, Any]], table: Iterable[Row] = TABLE
 ) -> dict[str, Any]:
-    """Return the arguments in which a group differs from other groups over its dims."""
-    backend = config.pipeline_model_parallel_comm_backend if row.key == "pp" else None
-    given = {
-        "name": row.filed_as(dims, part, twin=twin),
-        "derive": None if dims and row.derive is None else _Derive(row, config, not dims, part),
-        "backend": "gloo" if twin else backend,
-        "pg_options": None if twin or backend == "ucc" else options(row.key),
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    """Return what each global of the table holds: a group, a list of levels, or a dict by size.
+
+    Args:
+        held: For each global the groups that were created for it, by part; those that hold the
+            calling rank in rows of several parts.
+        table: The rows.
+    """
+    values: dict[str, Any] = {}
+    for row in table:
+        for suffix in ("", GLOO) if row.gloo else ("",):
+            name, groups = row.name + suffix, held.get(row.name + suffix)
+            if groups is None and row.otherwise:
+                first, last = row.otherwise[0] + suffix, row.otherwise[-1] + suffix
+                other = first if first in held else last
+                if other in values:
+                    values[name] = values[other]
+            elif groups is not None and row.part is None:
+                values[name] = groups[None]
+            elif groups is not None:
+                values[name] = dict(groups) if row.field is None else [*groups.values()] or None
+    return values
 
 
 @attrs.frozen

@@ -125,37 +125,12 @@ def megatrons_collection(world_size, rank, options, **sizes):
             facts.forget(theirs)
 
 
-# Gloo twins, hybrid groups and the all-gather twin of experts are what a state has of them.
-@pytest.mark.parametrize("rank", [0, 5, 14])
-def test_what_no_field_has(rank):
-    sizes = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}
-    arguments = {LONG[name]: size for name, size in sizes.items()}
-    options = {"hybrid_context_parallel": True, "create_gloo_process_groups": True}
-    with fake_world(32, rank):
-        theirs_ = dict(arguments, **options)
-        with facts.gloo_made_fake(theirs):
-            theirs.initialize_model_parallel(**theirs_)
-        try:
-            hybrid = facts.plain(theirs._HYBRID_DP_CP_GROUPS)
-            twins = {
-                "dp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_GLOO),
-                "dp_cp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_WITH_CP_GLOO),
-                "intra_dp_cp_gloo": facts.plain(theirs._DATA_PARALLEL_GROUP_WITH_CP_GLOO),
-                "expt_dp_gloo": facts.plain(theirs._EXPERT_DATA_PARALLEL_GROUP_GLOO),
-                "intra_expt_dp_gloo": facts.plain(theirs._EXPERT_DATA_PARALLEL_GROUP_GLOO),
-            }
-        finally:
-            facts.forget(theirs)
-    with fake_world(32, rank), megatron_grids(**sizes) as grids:
-        found = create_megatron_pgs(grids, create_all_gather_group=True, **options)["training"]
-        assert facts.plain(found.hybrid_dp_cp) == hybrid
-        assert {name: facts.plain(vars(found)[name]) for name in twins} == twins
+# Experts have a second all-gather group of their own.
+def test_all_gather_group_of_experts():
+    with fake_world(32, 5), megatron_grids(cp=4, pp=2, ep=4) as grids:
+        found = create_megatron_pgs(grids, create_all_gather_group=True)["training"]
         assert facts.plain(found.expt_dp_ag) == facts.plain(found.expt_dp)
         assert found.expt_dp_ag is not found.expt_dp
-        chunk = type("Chunk", (), {"config": None, "module": None})()
-        groups = found.setup_process_groups_for_optimizer(found, [chunk], True)
-        assert groups["intra_dp_cp_group_gloo"] is found.intra_dp_cp_gloo
-        assert groups["intra_expt_dp_group_gloo"] is found.intra_expt_dp_gloo
 
 
 # Options that do not fit are refused before anything is created, by name.
@@ -164,7 +139,7 @@ def test_what_no_field_has(rank):
     [
         ({"num_distributed_optimizer_instances": 3}, LayoutError),
         ({"hierarchical_context_parallel_sizes": [3]}, LayoutError),
-        ({"hybrid_context_parallel": True, "num_distributed_optimizer_instances": 0}, LayoutError),
+        ({"num_distributed_optimizer_instances": 0}, LayoutError),
         ({"get_embedding_ranks": 7}, GroupOptionsError),
         ({"timeout": 3}, GroupOptionsError),
         ({"backend": "bogus"}, GroupOptionsError),
@@ -228,24 +203,6 @@ def test_no_dims_of_megatrons():
             megatron_requests(grid)
 
 
-# Beside training, inference takes the ranks behind it; each rank has the collection of its own.
-@pytest.mark.parametrize(("rank", "name"), [(0, "training"), (7, "training"), (8, "inference")])
-def test_inference_beside(rank, name):
-    with (
-        fake_world(12, rank),
-        megatron_grids(tp=2, pp=2, dp=2, inference={"tp": 2}, beside=True) as grids,
-    ):
-        assert {name: list(grid.layout.ranks) for name, grid in grids.items()} == {
-            "training": list(range(8)),
-            "inference": list(range(8, 12)),
-        }
-        assert grids.placement.kind == "tiled"
-        collections = create_megatron_pgs(grids)
-        assert list(collections) == [name]
-        wanted = {"training": (2, 2), "inference": (1, 2)}[name]
-        assert (collections[name].embd.size(), collections[name].dp.size()) == wanted
-
-
 # An optimizer instance is all ranks whose place among the replicas is in one part, however the
 # replicas lie: on one stride, on two, or listed.
 @pytest.mark.parametrize(
@@ -259,7 +216,7 @@ def test_inference_beside(rank, name):
 )
 @pytest.mark.parametrize("instances", [2, 4])
 def test_whole_instances(layout, instances):
-    grid = HyperCommGrid(layout, world_size=19)
+    grid = HyperCommGrid.from_layout(layout, world_size=19)
     options = {"num_distributed_optimizer_instances": instances}
     (asked,) = (
         request
@@ -290,16 +247,12 @@ def test_whole_instances(layout, instances):
         ({"order": "tp-dp", "pp": 2}, ConfigurationError),
         ({"order": "tp-xx"}, UnknownDimError),
         ({"order": 7}, LayoutError),
-        ({"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4}, WorldSizeError),
+        ({"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4}, ConfigurationError),
         ({"inference": {"xx": 2}}, UnknownDimError),
         ({"inference": 4}, LayoutError),
         ({"inference": {"dp": 4}}, WorldSizeError),
-        ({"inference": {}, "beside": True}, WorldSizeError),
-        ({"dp": 16, "inference": {}, "beside": True}, WorldSizeError),
         ({"tp": 2, "dp": 3}, WorldSizeError),
         ({"rank_offset": 16}, WorldSizeError),
-        ({"requires": "all"}, LayoutError),
-        ({"beside": 1}, LayoutError),
         ({"dp": 32}, WorldSizeError),
     ],
 )
