@@ -108,7 +108,7 @@ class Scheduler:
         self.trace.append((self.now_s, str(me.owner), what))
         self._wake(me, seconds)
         if me.owner is not None:
-            me.owner.arrive(me, what)
+            me.owner.arrive()
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
@@ -250,7 +250,6 @@ class Threads:
 
     TIMEOUT_MAX = threading.TIMEOUT_MAX
     local = threading.local
-    get_ident = threading.get_ident
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.Event = functools.partial(Event, scheduler)
