@@ -111,17 +111,7 @@ def test_a_mistake_is_noticed(tmp_path, name):
         text = path.read_text()
         assert text.count(old) == 1, "the source has changed: adapt the mutant"
         path.write_text(text.replace(old, new))
-    plain = [
-        "-q",
-        "-x",
-        "-m",
-        "not slow and not full",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "--tb=no",
-    ]
+    plain = ["-q", "-x", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"}
     try:
         code = subprocess.run(
