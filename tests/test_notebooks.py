@@ -21,6 +21,11 @@ def explained():
         return grid.explain("t<p")
 
 
+def reshaped():
+    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
+        return grid.reshape("t<p=4,dp=2")
+
+
 def program():
     with HyperCommGrid("t<p=2") as grid:
         grid.create_pg("t<p")
@@ -34,6 +39,7 @@ VALUES = [
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
     simulate(program, 2),
     explained(),
+    reshaped(),
     GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": "tp=4"}),
     HyperCommGrid("t<p=2,dp=4", world_size=8),
 ]

@@ -47,6 +47,7 @@ def test_results_and_processes(nprocs):
 @pytest.mark.full
 def test_what_ranks_see_and_send(monkeypatch, capfd):
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
+    monkeypatch.delenv("HOME")
     received = []
 
     def body():
@@ -56,6 +57,7 @@ def test_what_ranks_see_and_send(monkeypatch, capfd):
         if dist.get_rank() == 0:
             sys.stdout.write("x" * 5 * 10**6)
             sys.stderr.write("on stderr\n")
+        assert "HOME" not in os.environ
         return [os.environ[name] for name in names], bytes(100 * 2**20 * dist.get_rank())
 
     found = run_ranks(body, 2, on_message=lambda *message: received.append(message))

@@ -241,6 +241,12 @@ def test_one_rank_creates_otherwise(calls, absent, differs):
     assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
 
 
+# A creation is shown with its first four ranks, and the last.
+def test_creations_as_text():
+    made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
+    assert [*map(str, made)] == ["five of ranks (0, 1, 2, 3, ..., 4)"]
+
+
 # A sample of the ranks of a world of any size, with backends that this machine lacks.
 def test_a_sample():
     def run():

@@ -229,6 +229,11 @@ def test_a_rank_in_both():
             {**mine, "a": room[:2]},
             {"a": room[1:5], "b": torch.zeros(3)},
         ),
+        (
+            "into['a'] overlaps state['a']",
+            {**mine, "a": room[3:5]},
+            {"a": room[1:5], "b": torch.zeros(3)},
+        ),
         ("state has 'b'", mine, {"a": torch.zeros(4)}),
         ("into has 'b': parts (4,)", mine, {"a": torch.zeros(4), "b": torch.zeros(4)}),
     ):
