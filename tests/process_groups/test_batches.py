@@ -1,9 +1,7 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
 import collections
-import os
 import re
-import threading
 from datetime import timedelta
 
 import bound_world
@@ -21,7 +19,6 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -235,32 +232,3 @@ def test_colliding_colors(monkeypatch, bound, colors):
         assert len(used) == len(set(used))
         met.update(groups)
     assert met == {tuple(group): 1 for group in own.values()}
-
-
-# Threads whose groups connect alike create them at once, whether they say so or leave it to the
-# environment; one that wants it otherwise waits for them, and the environment is what it was.
-@pytest.mark.parametrize("in_environment", ["0", "1"])
-def test_lazy_init_of_threads(monkeypatch, in_environment):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
-    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
-
-    def create(lazily, entered):
-        with lazy_init.set_to(lazily):
-            seen.append(lazy_init.is_set)
-            entered.set()
-
-    def begin(lazily):
-        entered = threading.Event()
-        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
-        thread.start()
-        return thread, entered
-
-    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
-        with lazy_init.set_to(first):
-            assert begin(alike)[1].wait(10)
-            waiting, entered = begin(other)
-            assert not entered.wait(0.05)
-        waiting.join(10)
-        assert entered.is_set()
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
-    assert seen == [usual, not usual, not usual, usual]

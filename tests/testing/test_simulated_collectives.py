@@ -296,24 +296,6 @@ def test_messages_without_an_end(steps, simulated, found):
     assert simulate(run, 3, ranks=simulated).disagreements == ()
 
 
-# A rank waits for what it has begun where it says so, and not before.
-@pytest.mark.parametrize("waits_early", [False, True])
-def test_waiting_later(waits_early):
-    def run():
-        grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        groups = grid.create_pgs(["tp", "dp"])
-        works = []
-        for group in groups if dist.get_rank() in (0, 3) else reversed(groups):
-            works.append(dist.all_reduce(own(), group=group, async_op=True))
-            if waits_early:
-                works.pop().wait()
-        for work in works:
-            work.wait()
-
-    called = {one.group.called for one in simulate(run, 4).disagreements}
-    assert called == ({"tp", "dp"} if waits_early else set())
-
-
 # Creations and collectives wait for each other, too.
 def test_a_creation_and_a_barrier():
     def run():
