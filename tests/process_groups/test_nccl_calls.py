@@ -10,11 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import store_of_world
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
-from hypercomm.testing import fake_world, simulate
+from hypercomm.testing import fake_world, registered_groups, simulate
 
 ASLEEP_S = 2.0
 
@@ -67,7 +68,7 @@ def sum_over(group):
 def begin_bound(backend):
     """Make WORLD anew, bound to a device for each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("again", store_of_world())
     dist.destroy_process_group()
     dist.init_process_group(
         backend,
@@ -270,7 +271,7 @@ def test_abort_at_once():
         grid.abort()
         assert [call.what for call in calls][:4] == ["group start", "abort", "abort", "group end"]
         assert {call.what for call in calls[4:]} == {"abort"}
-        assert len(dist.distributed_c10d._world.pg_map) == 1
+        assert len(registered_groups()) == 1
 
 
 # ---- without a GPU ------------------------------------------------------------------------------

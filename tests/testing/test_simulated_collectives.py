@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import coalescing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early
@@ -92,10 +93,10 @@ def begun():
     assert work.is_completed()
     assert work.get_future().value()[0] is tensor
     assert work.wait()
-    with dist.distributed_c10d._coalescing_manager():
+    with coalescing():
         dist.all_reduce(tensor)
         dist.all_reduce(tensor)
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as work:
+    with coalescing(async_ops=True) as work:
         dist.all_gather_into_tensor(into, tensor)
     work.wait()
     return into[7].item()

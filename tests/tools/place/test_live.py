@@ -83,7 +83,8 @@ def test_nvml(fabric, domain):
 
     def fill(device, info):
         log.append(device)
-        info._obj.clusterUuid[15], info._obj.cliqueId, info._obj.state = fabric
+        info = ctypes.cast(info, ctypes.POINTER(FabricInfo)).contents
+        info.clusterUuid[15], info.cliqueId, info.state = fabric
 
     nvml = SimpleNamespace(
         nvmlInit=lambda: log.append("init"),
