@@ -40,7 +40,7 @@ VALUES = [
     simulate(program, 2),
     explained(),
     reshaped(),
-    GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": "tp=4"}),
+    GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": RankLayout.parse("tp=4")}),
     HyperCommGrid("t<p=2,dp=4", world_size=8),
 ]
 

@@ -46,6 +46,7 @@ def test_results_and_processes(nprocs):
 # arrive in order; so do 100 MiB, and output of 5 MB in the caller's stdout and stderr.
 @pytest.mark.full
 def test_what_ranks_see_and_send(monkeypatch, capfd):
+    run_ranks(dist.get_rank, 1)  # now there is a fork server
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
     monkeypatch.delenv("HOME")
     received = []
