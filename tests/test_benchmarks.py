@@ -41,19 +41,6 @@ def test_everything_runs(tmp_path):
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Ways take turns, the first round does not count, and each keeps its own samples.
-def test_interleaved(modules):
-    measure = modules.measure
-    calls = []
-
-    def way(name):
-        return lambda: calls.append(name) or float(len(calls))
-
-    seen = measure.interleaved({"one": way("one"), "two": way("two")}, runs=2)
-    assert calls == ["one", "two"] * 3
-    assert seen == {"one": [3.0, 5.0], "two": [4.0, 6.0]}
-
-
 # Ratios are to the reference, and a goal is a number or a share of somebody's median.
 def test_goals(modules):
     measure = modules.measure
