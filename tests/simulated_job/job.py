@@ -38,8 +38,8 @@ class Fault(NamedTuple):
         rank: The rank.
         at: At which of its steps since `mark`, from 1 on.
         kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
-            store: "loses a request", "loses a reply", "hangs".
-        seconds: How long it pauses or hangs.
+            store: "loses a request", "loses a reply".
+        seconds: How long it pauses.
     """
 
     rank: int
@@ -84,7 +84,6 @@ class Server:
     held: dict[str, bytes] = attrs.field(factory=dict)
     gone_s: float = math.inf
     silent_s: float = math.inf
-    late_s: float = 0.0
 
 
 class Client:
@@ -95,12 +94,10 @@ class Client:
 
     def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
         scheduler, server = self._rank.job.scheduler, self._server
-        scheduler.pause(f"{verb} {key}", server.late_s)
+        scheduler.pause(f"{verb} {key}")
         fault, self._rank.link = self._rank.link, None
         if scheduler.now_s >= server.silent_s:
             scheduler.pause("silence", 1e6)
-        if fault and fault.kind == "hangs":
-            scheduler.pause("the link is cut", fault.seconds)
         if scheduler.now_s >= server.gone_s or (fault and fault.kind != "loses a reply"):
             raise dist.DistNetworkError(_LOST)
         reply = act()
