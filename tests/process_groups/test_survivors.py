@@ -226,7 +226,7 @@ def test_a_new_world(tmp_path, in_a_file):
 
 
 # Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
-# meant is refused.
+# meant is refused. In the new WORLD no group of the old one is kept, though it has equal numbers.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lists", "error", "named"),
@@ -237,17 +237,18 @@ def test_a_new_world(tmp_path, in_a_file):
 )
 @pytest.mark.ranks(4)
 def test_a_new_world_without_one(lists, error, named):
-    grid, rank = HyperCommGrid("dp=4"), dist.get_rank()
-    grid.create_pg("dp")
+    grid, rank = create(HyperCommGrid("tp=2,dp=2"), "tp", ["tp", "dp"]), dist.get_rank()
     begin = time.monotonic()
     if rank < 3:
         with pytest.raises(error, match=rf"(?s)renew_world\(\) of ranks .*{named}"):
             renew_world(lists[rank], timeout=timedelta(seconds=2))
         assert time.monotonic() - begin < 2 + late_s(2)
-    assert sum_over(grid.get_pg("dp")) == 1111
+    assert sum_over(grid.get_pg("tp+dp")) == 1111
     if rank == 3:
         with pytest.raises(RankOutsideError):
             renew_world([0, 1, 2])
     else:
         with renew_world([2, 0, 1], timeout=PATIENCE) as job:
             assert (job.rank, sum_over(dist.group.WORLD)) == ([1, 2, 0][rank], 111)
+            assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # other processes
+            assert figures(grid)["tp"] == (sum_of([0, 1]) if job.rank < 2 else None)

@@ -187,7 +187,8 @@ def test_two_threads_ensure_one_group(seed):
 # ---- who is late ---------------------------------------------------------------------------------
 
 
-# In a chain of waits the rank at its end is named, and nobody in between.
+# In a chain of waits the rank at its end is named as missing, and nobody in between; each rank also
+# says which one it waits for.
 @seeds
 def test_a_chain_of_waits(seed):
     def program():
@@ -204,6 +205,7 @@ def test_a_chain_of_waits(seed):
     last = [rank.calls[-1] for rank in job.ranks[:3]]
     assert [call.kind for call in last] == ["GroupCreationTimeout"] * 3, job
     assert [call.error.missing for call in last] == [(3,)] * 3, job
+    assert [call.error.absent for call in last] == [(1,), (2,), (3,)], job
 
 
 # A late rank is waited for; one that never comes is named by all, also where there are many.
