@@ -1,4 +1,4 @@
-"""What the ranks of several tests ask of their process, and do with a group."""
+"""What the ranks of several tests ask of their process and of torch, and do with a group."""
 
 import threading
 import time
@@ -7,17 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hypercomm.testing import registered_groups as registered
+
 STEADY_S = 1.0
 SETTLED_WITHIN_S = 60.0
 
 
-def registered():
-    """Every group that torch knows."""
-    return set(dist.distributed_c10d._world.pg_map)
-
-
 def tables():
-    """What torch knows of them, in all of its tables."""
+    """What torch knows of all groups, in all of its tables."""
     world = dist.distributed_c10d._world
     return (
         registered(),
@@ -27,6 +24,21 @@ def tables():
         dict(world.pg_to_tag),
         {tag: list(groups) for tag, groups in world.tags_to_pg.items()},
     )
+
+
+def replaceable():
+    """What a simulation replaces in torch, and puts back."""
+    torchs = dist.distributed_c10d
+    return torchs._world, torchs._new_process_group_helper
+
+
+def store_of_world():
+    """The store in which the ranks of WORLD have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+coalescing = dist.distributed_c10d._coalescing_manager
+"""Megatron's way to begin several collectives as one."""
 
 
 def all_reduce_of(value, group, device="cpu"):

@@ -74,8 +74,7 @@ class StandIn:
     @property
     def supports_splitting(self) -> bool:
         # "Such a group can't be split from until its first operation", torch says of lazy_init.
-        is_lazy = getattr(self.own_options, "lazy_init", False)
-        return self.recorder.supports_splitting and not is_lazy
+        return not getattr(self.own_options, "lazy_init", False)
 
     @property
     def options(self) -> Any:
@@ -119,15 +118,12 @@ class Alone(StandIn, torch._C._distributed_c10d.Backend if IS_PLUGIN else Proces
         pass
 
     def getBackendName(self) -> str:  # noqa: N802 - this is what C++ calls
-        return self.recorder.name
+        return "nccl"
 
 
 class Recorder(NamedTuple):
     """What the stand-ins of one recording share."""
 
-    name: str
-    binds_itself: bool
-    supports_splitting: bool
     communicates: bool
     calls: list[Call]
     kept: list[StandIn]
@@ -140,8 +136,6 @@ class Recorder(NamedTuple):
         """Be the creator of a plugin."""
         group, parent = opts.process_group, opts.split_from
         ranks = tuple(opts.global_ranks_in_group or range(opts.group_size))
-        if self.binds_itself and parent is None and group.bound_device_id is None:
-            group.bound_device_id = torch.device("cuda", ranks[opts.group_rank] % DEVICES)
         how = (parent is not None, group.bound_device_id, options, opts.timeout, opts.group_id)
         place = (opts.store, opts.group_rank, opts.group_size)
         return self.kind(self, place, Call("create", ranks, *how), parent)
@@ -191,11 +185,7 @@ class Recorder(NamedTuple):
             parent.meet()
             return None
         store = PrefixStore(f"{name}/", group.get_group_store())
-        rank, size, kind = (
-            ranks.index(group.rank()),
-            len(ranks),
-            Backend.backend_type_map[self.name],
-        )
+        rank, size, kind = ranks.index(group.rank()), len(ranks), Backend.backend_type_map["nccl"]
         child = ProcessGroup(store, rank, size)
         child._set_default_backend(kind)
         for device in given.get("device_types") or group._device_types:
@@ -217,28 +207,17 @@ def part_of(group: ProcessGroup) -> StandIn | None:
 
 
 @contextlib.contextmanager
-def recorded_nccl(
-    name: str = "nccl",
-    *,
-    binds_itself: bool = False,
-    supports_splitting: bool = True,
-    communicates: bool = False,
-) -> Iterator[list[Call]]:
-    """Put a stand-in in place of a backend within a `with` block, which WORLD must not outlive.
+def recorded_nccl(*, communicates: bool = False) -> Iterator[list[Call]]:
+    """Put a stand-in in place of NCCL within a `with` block, which WORLD must not outlive.
 
     Args:
-        name: "nccl"; since torch 2.14, also "nccl2", "nccl-lazy" or "nccl-legacy".
-        binds_itself: Whether a group that is created binds itself to a device, as in torch 2.15.
-        supports_splitting: What the stand-in answers torch.
         communicates: Whether groups connect as gloo's do, and a split waits for all ranks of its
             parent. Otherwise a process is alone, in a world of any size, and nothing waits.
 
     Yields:
         The calls so far.
     """
-    if not IS_PLUGIN and (name != "nccl" or binds_itself):
-        raise ValueError("before torch 2.14 there is only nccl, and it binds nothing")
-    recorder = Recorder(name, binds_itself, supports_splitting, communicates, [], [])
+    recorder = Recorder(communicates, [], [])
     with contextlib.ExitStack() as stack:
         stack.callback(recorder.kept.clear)
 
@@ -257,9 +236,9 @@ def recorded_nccl(
             if not (IS_PLUGIN and hasattr(module, "ProcessGroupNCCL")):
                 patch(module, "ProcessGroupNCCL", recorder.as_class())
         if IS_PLUGIN:
-            Backend._ensure_backend_registered(name)  # with torch's devices and type
+            Backend._ensure_backend_registered("nccl")  # with torch's devices and type
             plugin = Backend._BackendPlugin(recorder.create, extended_api=True)
-            stack.enter_context(mock.patch.dict(Backend._plugins, {name.upper(): plugin}))
+            stack.enter_context(mock.patch.dict(Backend._plugins, {"NCCL": plugin}))
         for method in {"abort", "shutdown", "split_group"} & set(dir(ProcessGroup)):
             patch(ProcessGroup, method, recorder.recording(method, getattr(ProcessGroup, method)))
         yield recorder.calls

@@ -254,16 +254,16 @@ def _run(words, folder):
 
 def _compare(block, wanted, got, line):
     """Compare what is printed: `...` stands for anything, spaces for any other number of them."""
-    shown = [_without_figures(text) if "figures" in block.notes else text for text in (wanted, got)]
+    shown = [without_figures(text) if "figures" in block.notes else text for text in (wanted, got)]
     shown = [textwrap.dedent(text).strip() + "\n" for text in shown]
     if not doctest.OutputChecker().check_output(*shown, _OPTIONS):
         raise block.fails(f"it prints\n{got.strip()}\nand not\n{wanted.strip()}", line)
 
 
-def _without_figures(text):
+def without_figures(text):
     """Leave out what differs from run to run.
 
-    >>> _without_figures("tp   1,024 x 2   8.0 ms  ── ok")
+    >>> without_figures("tp   1,024 x 2   8.0 ms  ── ok")
     'tp # x # # ms  ── ok'
     """
     text = re.sub(r"\s*(?<![\w])\d[\d.,]*(?:e[-+]\d+)?", " #", text)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -19,10 +18,7 @@ def modules(monkeypatch):
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield SimpleNamespace(
-        **{
-            name: importlib.import_module(name)
-            for name in ("calls", "measure", "page", "peers", "staleness", "store")
-        }
+        **{name: importlib.import_module(name) for name in ("measure", "page", "staleness")}
     )
     for name in {path.stem for path in BENCHMARKS.glob("*.py")} & (set(sys.modules) - before):
         del sys.modules[name]
@@ -43,19 +39,6 @@ def test_everything_runs(tmp_path):
     (split,) = [r for r in rows if r["what"].startswith("splits") and r["who"] == "hypercomm"]
     assert (split["median"], split["ratio"], split["reached"]) == (1, 1 / 128, True)
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
-
-
-# Ways take turns, the first round does not count, and each keeps its own samples.
-def test_interleaved(modules):
-    measure = modules.measure
-    calls = []
-
-    def way(name):
-        return lambda: calls.append(name) or float(len(calls))
-
-    seen = measure.interleaved({"one": way("one"), "two": way("two")}, runs=2)
-    assert calls == ["one", "two"] * 3
-    assert seen == {"one": [3.0, 5.0], "two": [4.0, 6.0]}
 
 
 # Ratios are to the reference, and a goal is a number or a share of somebody's median.
@@ -83,46 +66,6 @@ def test_the_page(modules):
     assert modules.page.shown(report) in (BENCHMARKS / "README.md").read_text()
 
 
-# A toy whose calls can be counted by hand: `start` calls `step` three times, which calls `leaf`
-# twice; what lies elsewhere does not count, nor does what follows the end.
-def test_calls(modules, tmp_path, monkeypatch):
-    sources = {
-        "toy_start": "import toy_step\ndef start(end):\n    for _ in range(3):\n"
-        "        toy_step.step()\n    end()\n    toy_step.step()\n",
-        "toy_step": "import toy_leaf\ndef step():\n    toy_leaf.leaf()\n    toy_leaf.leaf()\n",
-        "toy_leaf": "def leaf():\n    pass\n",
-    }
-    for name, source in sources.items():
-        (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    start = importlib.import_module("toy_start").start
-
-    def end():
-        pass
-
-    calls = modules.calls.calls_before({end.__code__}, lambda: start(end), tmp_path)
-    step = [("toy_step.py", 2, 1), ("toy_leaf.py", 1, 2), ("toy_leaf.py", 1, 2)]
-    expected = [("toy_start.py", 2, 0), *step, *step, *step]
-    assert [(call.file, call.line, call.depth) for call in calls] == expected
-    changes = 1 + 3 + 2  # into the first step, into each first leaf, and back for the other steps
-    assert modules.calls.counts(calls) == {"calls": 10, "files": 3, "changes of file": changes}
-    assert str(calls[1]) == "  step  toy_step.py:2"
-    with pytest.raises(RuntimeError, match="never came to its end"):
-        modules.calls.calls_before(set(), lambda: start(end), tmp_path)
-
-
-# What the loop of new_group enumerates is every group of the dims, once, in ascending order.
-def test_enumeration(modules):
-    peers = modules.peers
-    shape, names = (2, 3, 4), ("tp", "cp", "dp")
-    table = np.arange(24).reshape(shape, order="F")
-    tp, cp_dp = peers.enumerated(shape, names, [("tp",), ("cp", "dp")])
-    assert sorted(map(tuple, tp)) == sorted(
-        tuple(table[:, cp, dp]) for cp in range(3) for dp in range(4)
-    )
-    assert sorted(map(tuple, cp_dp)) == [tuple(sorted(table[rank].ravel())) for rank in range(2)]
-
-
 # What became worse than on the page is said only where two measurements agree, by more than the
 # noise of their rounds; who is no hypercomm, or is not on the page, is left out.
 @pytest.mark.parametrize(
@@ -148,9 +91,3 @@ def test_what_became_worse(modules, tmp_path, first, second, verdicts):
     worse = modules.staleness.worse_than(page, measure, said.append)
     assert [line.rpartition(": ")[2] for line in said] == verdicts
     assert len(worse) == (verdicts[-1] == "worse")
-
-
-# The operations of a call on the store are counted on real ranks.
-def test_store(modules):
-    lines = modules.store.lines_of([{True: {"one": 7}}, {True: {"one": 5}}])
-    assert lines == ["one, lazy_init=True: 5 to 7 operations"]

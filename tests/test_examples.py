@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -34,25 +33,6 @@ TOLERANCES = {
     "survivors": 1e-12,
     "three_d_training": 1e-5,
 }
-NO_DEEPSPEED = (
-    importlib.util.find_spec("deepspeed") is None,
-    "deepspeed is not installed: the extra `test` brings it on Linux",
-)
-NO_FSDP2 = (
-    not hasattr(torch.cpu.Stream, "record_event"),
-    "this torch cannot run FSDP2 on a CPU",
-)
-MISSING = {
-    "deepspeed_pipeline": NO_DEEPSPEED,
-    "deepspeed_zero": NO_DEEPSPEED,
-    "elastic_restart": NO_FSDP2,
-    "fsdp_and_tensor_parallel": NO_FSDP2,
-    "megatron_gpt": (
-        importlib.util.find_spec("megatron") is None,
-        "megatron-core is not installed: the extra `test` brings it",
-    ),
-    "three_d_training": NO_FSDP2,
-}
 LOSES_RANKS = {"elastic_restart", "renew_world", "survivors"}
 """Those in which a rank that does not come in time is lost."""
 ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
@@ -66,15 +46,7 @@ def test_all_are_tested():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.skipif(
-                    MISSING.get(name, (False, ""))[0], reason=MISSING.get(name, (False, "-"))[1]
-                ),
-                *([pytest.mark.alone] if name in LOSES_RANKS else []),
-            ],
-        )
+        pytest.param(name, marks=[pytest.mark.alone] if name in LOSES_RANKS else [])
         for name in TOLERANCES
     ],
 )

@@ -19,6 +19,7 @@ from hypercomm.testing import fake_world, simulate
 
 LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")
+SWAPPED = RankLayout([2], ["tp"], ranks=[1, 0])
 
 
 def grid(*arguments, **options):
@@ -163,6 +164,8 @@ GRIDS = [
         "cp",
     ),
     (created(lambda _: renew_world([0, 8])), errors.LayoutError, "ranks", "8"),
+    (created(lambda _: renew_world([0], timeout=3)), errors.GroupOptionsError, "timeout", "3"),
+    (lambda: GridSet.tile(8, a=SWAPPED), errors.LayoutError, "grid 'a'", "in their own order"),
     (lambda: GridSet.tile(8, a="tp=2", b="tp=8"), errors.WorldSizeError, "10", "8"),
     (lambda: fake_world(8, rank=8).__enter__(), errors.LayoutError, "rank", "range(8)", "8"),
     (lambda: simulate(int, 2, args=7), errors.LaunchError, "args", "7"),

@@ -21,6 +21,17 @@ def explained():
         return grid.explain("t<p")
 
 
+def reshaped():
+    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
+        return grid.reshape("t<p=4,dp=2")
+
+
+def connected():
+    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
+        grid.create_pgs(["t<p", "dp"])
+        return grid.connect()
+
+
 def program():
     with HyperCommGrid("t<p=2") as grid:
         grid.create_pg("t<p")
@@ -34,15 +45,18 @@ VALUES = [
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
     simulate(program, 2),
     explained(),
-    GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": "tp=4"}),
+    reshaped(),
+    connected(),
+    GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": RankLayout.parse("tp=4")}),
     HyperCommGrid("t<p=2,dp=4", world_size=8),
 ]
 
 
-# `repr` of all of them is one line.
+# `repr` of all of them is one line, and `str` is a text.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_one_line(value):
     assert "\n" not in repr(value)
+    assert str(value)
 
 
 # A layout becomes JSON, and comes back.

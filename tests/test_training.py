@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hypercomm import HyperCommGrid, run_ranks
+from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, HyperCommError
 from hypercomm.testing import fake_world
 from hypercomm.training import clip_grad_norm_, grad_norm
@@ -54,57 +55,45 @@ def pieces(grid):
     }
 
 
-def norms():
-    """Norms of all kinds, and the gradients after clipping."""
+# Shards of tp, of FSDP2, of experts, replicas and stages: each element counts once, on all ranks.
+@pytest.mark.ranks(8)
+def test_norms_of_a_model():
+    rank, right = dist.get_rank(), {}
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.register_view("expert", [4, 2], ["ep", "pp"], ["pp"])
         grid.create_pgs(["tp", "dp"])
-        found = [float(grad_norm(pieces(grid), kind)) for kind in (2.0, 1.0, 3, math.inf)]
+        for kind in (2.0, 1.0, 3, math.inf):
+            right[kind] = np.linalg.norm(EVERY.astype(np.float64), kind)
+            assert float(grad_norm(pieces(grid), kind)) == pytest.approx(right[kind], rel=1e-5)
         held = {
             dims: list(own) if not isinstance(own, torch.Tensor) else [own]
             for dims, own in pieces(grid).items()
         }
-        before = float(clip_grad_norm_(held, 1.0))
-        after = float(grad_norm(held))
-        again = float(clip_grad_norm_(held, 100.0))
+        assert float(clip_grad_norm_(held, 1.0)) == pytest.approx(right[2.0], rel=1e-5)
+        assert float(grad_norm(held)) == pytest.approx(1.0, rel=1e-4)
+        assert float(clip_grad_norm_(held, 100.0)) == pytest.approx(1.0, rel=1e-4)
         split = held[grid["tp", "pp"]][0].grad.numpy()
-        return found, before, after, again, split
-
-
-# Shards of tp, of FSDP2, of experts, replicas and stages: each element counts once, on all ranks.
-def test_norms_of_a_model():
-    right = [np.linalg.norm(EVERY.astype(np.float64), kind) for kind in (2, 1, 3, np.inf)]
-    for rank, (found, before, after, again, split) in enumerate(run_ranks(norms, 8)):
-        assert found == pytest.approx(right, rel=1e-5)
-        assert before == pytest.approx(right[0], rel=1e-5)
-        assert after == again == pytest.approx(1.0, rel=1e-4)
         own = np.split(full("split", rank // 4), 2)[rank % 2]
-        assert split == pytest.approx(own / right[0], rel=1e-4)
+        assert split == pytest.approx(own / right[2.0], rel=1e-4)
 
 
-def mistakes():
-    """What is refused of a DTensor that says itself how it is cut."""
-    said = []
+# A DTensor says itself how it is cut; dims that say otherwise are refused.
+@pytest.mark.ranks(4)
+def test_mistakes_of_dtensors():
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
         mesh = grid.device_mesh("dp", "tp")
         whole = cut(torch.ones(4), mesh, [Shard(0), Replicate()])
         partial = DTensor.from_local(torch.ones(4), mesh["dp"], [Partial()])
-        for dims, gradient in (("tp", whole), (("tp", "dp"), whole), ("dp", partial)):
+        for dims, gradient, words in (
+            ("tp", whole, r"cut along 'dp', .* under dims \('tp',\)"),
+            (("tp", "dp"), whole, r"whole along 'tp', .* under dims \('tp', 'dp'\)"),
+            ("dp", partial, "not summed over 'dp' yet"),
+        ):
             weight = torch.nn.Parameter(torch.zeros_like(gradient))
             weight.grad = gradient
-            try:
+            with pytest.raises(HyperCommError, match=words):
                 grad_norm({grid[dims]: [weight]})
-            except HyperCommError as error:
-                said.append(str(error))
-    return said
-
-
-def test_mistakes_of_dtensors():
-    for cut, whole, partial in run_ranks(mistakes, 4):
-        assert "cut along 'dp', but its parameter is given under dims ('tp',)" in cut
-        assert "whole along 'tp', but its parameter is given under dims ('tp', 'dp')" in whole
-        assert "not summed over 'dp' yet" in partial
 
 
 @pytest.mark.parametrize(
@@ -136,29 +125,19 @@ def test_alone(kind):
     assert grad_norm({None: []}) == 0
 
 
-def odd_ranks():
-    """What one rank has and another has not: elements, dtypes, gradients, numbers."""
+# Ranks may have nothing where others have something, or in another dtype; a NaN is not lost.
+@pytest.mark.ranks(2)
+def test_odd_ranks():
     with HyperCommGrid("dp=2") as grid:
         dp = grid["dp"]
         first = dp.rank == 0
-        found = [float(grad_norm({dp: [parameter(torch.ones(2).double())] if first else []}))]
+        doubles = {dp: [parameter(torch.ones(2).double())] if first else []}
+        assert float(grad_norm(doubles)) == pytest.approx(math.sqrt(2))
         own = torch.full((1,), 3.0) if first else torch.zeros(0)
-        found += [float(grad_norm({dp: parameter(own)}, kind)) for kind in (2.0, math.inf)]
+        for kind in (2.0, math.inf):
+            assert float(grad_norm({dp: parameter(own)}, kind)) == pytest.approx(3.0)
         number = torch.tensor([math.nan if not first else 2.0])
-        found.append(float(grad_norm({dp: parameter(number)}, math.inf)))
-        flat = grid.device_mesh("dp")
-        whole = cut(torch.ones(4), flat, [Shard(0)])
-        try:
+        assert math.isnan(grad_norm({dp: parameter(number)}, math.inf))
+        whole = cut(torch.ones(4), grid.device_mesh("dp"), [Shard(0)])
+        with pytest.raises(HyperCommError, match=r"cut along 'dp', .* under dims \(\)"):
             grad_norm({None: parameter(whole)})
-        except HyperCommError as error:
-            found.append(str(error))
-        return found
-
-
-# Ranks may have nothing where others have something, or in another dtype; a NaN is not lost.
-def test_odd_ranks():
-    for doubles, norm, largest, number, said in run_ranks(odd_ranks, 2):
-        assert doubles == pytest.approx(math.sqrt(2))
-        assert norm == largest == pytest.approx(3.0)
-        assert math.isnan(number)
-        assert "cut along 'dp', but its parameter is given under dims ()" in said

@@ -116,7 +116,7 @@ def test_a_command_that_prints_something_else(tmp_path):
     ],
 )
 def test_figures_are_left_out(one, other, is_alike):
-    assert (runner._without_figures(one) == runner._without_figures(other)) is is_alike
+    assert (runner.without_figures(one) == runner.without_figures(other)) is is_alike
 
 
 # A command is shown with what it prints.

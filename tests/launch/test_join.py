@@ -7,10 +7,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import all_reduce_of
 from ports import free_port
 
-from hypercomm import HyperCommGrid, join, run_ranks
-from hypercomm.errors import GroupOptionsError, HyperCommError, LaunchError, LayoutError
+from hypercomm import HyperCommGrid, join
+from hypercomm.errors import GroupOptionsError, LaunchError, LayoutError
 from hypercomm.launchers import VARIABLES
 from hypercomm.testing import fake_world, simulate
 
@@ -25,6 +26,11 @@ def not_launched(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield
     assert not dist.is_initialized()
+
+
+@pytest.fixture
+def ports():
+    return [free_port(), free_port()]
 
 
 # In plain python the world is this process alone; a grid works in it, and so do collectives.
@@ -54,38 +60,27 @@ def test_one_rank_of_a_launcher():
 
 # A job that is live is described, and left alone; a rank, size or backend that contradicts it is an
 # error. Then its ranks leave, meet where the arguments say, sum over a grid, leave, and meet again.
-def test_ranks_that_join():
-    ports = [free_port(), free_port()]
-
-    def body():
-        rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        with join(rank=rank, size=size, backend="gloo") as job:
-            found = [(job.launcher, job.rank, job.size, job.local_rank, job.local_size)]
-        errors = []
-        for wrong in ({"rank": 7, "size": 8}, {"rank": rank, "size": 5}, {"backend": "cpu:mpi"}):
-            try:
-                join(**wrong)
-            except HyperCommError as error:
-                errors.append((type(error).__name__, f"size={size}" in str(error)))
-        assert dist.group.WORLD is world
-        dist.destroy_process_group()
-        for port in ports:
-            with join(rank=rank, size=size, address="127.0.0.1", port=port) as job:
-                tensors = torch.tensor([rank]), torch.tensor([rank])
-                with HyperCommGrid("tp=2,dp=2") as grid:
-                    for dim, tensor in zip(("tp", "dp"), tensors, strict=True):
-                        dist.all_reduce(tensor, group=grid.create_pg(dim))
-                found.append((job.launcher, job.local_rank, *map(int, tensors)))
-                dist.barrier()  # nobody leaves while another still connects to it
-            assert not dist.is_initialized()
-        return found, errors
-
+@pytest.mark.ranks(4)
+def test_ranks_that_join(ports):
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    with join(rank=rank, size=size, backend="gloo") as job:
+        assert (job.launcher, job.rank, job.size) == ("the environment", rank, 4)
+        assert (job.local_rank, job.local_size) == (rank, 4)
+    for wrong in ({"rank": 7, "size": 8}, {"rank": rank, "size": 5}, {"backend": "cpu:mpi"}):
+        with pytest.raises(LaunchError, match=f"size={size}"):
+            join(**wrong)
+    assert dist.group.WORLD is world
+    dist.destroy_process_group()
     # tp=2,dp=2: groups 0 1, 2 3 and 0 2, 1 3
-    sums = [(1, 2), (1, 4), (5, 2), (5, 4)]
-    for rank, (found, errors) in enumerate(run_ranks(body, 4)):
-        assert errors == [("LaunchError", True)] * 3
-        again = ("the call", rank, *sums[rank])
-        assert found == [("the environment", rank, 4, rank, 4), again, again]
+    sums = [{"tp": 1, "dp": 2}, {"tp": 1, "dp": 4}, {"tp": 5, "dp": 2}, {"tp": 5, "dp": 4}]
+    for port in ports:
+        with join(rank=rank, size=size, address="127.0.0.1", port=port) as job:
+            assert (job.launcher, job.local_rank) == ("the call", rank)
+            with HyperCommGrid("tp=2,dp=2") as grid:
+                for dim, right in sums[rank].items():
+                    assert all_reduce_of(rank, grid.create_pg(dim)) == right
+            dist.barrier()  # nobody leaves while another still connects to it
+        assert not dist.is_initialized()
 
 
 # So are a fake world and a simulated one, whatever launcher has started the process.

@@ -46,7 +46,9 @@ def test_results_and_processes(nprocs):
 # arrive in order; so do 100 MiB, and output of 5 MB in the caller's stdout and stderr.
 @pytest.mark.full
 def test_what_ranks_see_and_send(monkeypatch, capfd):
+    run_ranks(dist.get_rank, 1)  # now there is a fork server
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
+    monkeypatch.delenv("HOME")
     received = []
 
     def body():
@@ -56,6 +58,7 @@ def test_what_ranks_see_and_send(monkeypatch, capfd):
         if dist.get_rank() == 0:
             sys.stdout.write("x" * 5 * 10**6)
             sys.stderr.write("on stderr\n")
+        assert "HOME" not in os.environ
         return [os.environ[name] for name in names], bytes(100 * 2**20 * dist.get_rank())
 
     found = run_ranks(body, 2, on_message=lambda *message: received.append(message))

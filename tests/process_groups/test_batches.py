@@ -1,9 +1,7 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
 import collections
-import os
 import re
-import threading
 from datetime import timedelta
 
 import bound_world
@@ -14,6 +12,7 @@ from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
+    CreationError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
@@ -21,7 +20,6 @@ from hypercomm.errors import (
     UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -144,6 +142,22 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
 
 
+# Where torch names the groups, a creation that fails once torch has registered one leaves nothing.
+def test_an_enumeration_that_fails(monkeypatch):
+    honest = dist.new_subgroups_by_enumeration
+
+    def failing(*arguments, **options):
+        honest(*arguments, **options)
+        raise RuntimeError("out of sockets")
+
+    with fake_world(8), grid_of(creation="enumerate") as grid:
+        before = registered()
+        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", failing)
+        with pytest.raises(CreationError, match="out of sockets"):
+            grid.create_pg("tp")
+        assert registered() == before
+
+
 # A grid says how it would create a group, and how it has created one.
 def test_explain():
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
@@ -223,32 +237,3 @@ def test_colliding_colors(monkeypatch, bound, colors):
         assert len(used) == len(set(used))
         met.update(groups)
     assert met == {tuple(group): 1 for group in own.values()}
-
-
-# Threads whose groups connect alike create them at once, whether they say so or leave it to the
-# environment; one that wants it otherwise waits for them, and the environment is what it was.
-@pytest.mark.parametrize("in_environment", ["0", "1"])
-def test_lazy_init_of_threads(monkeypatch, in_environment):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", in_environment)
-    usual, lazy_init, seen = in_environment == "1", LazyInit(), []
-
-    def create(lazily, entered):
-        with lazy_init.set_to(lazily):
-            seen.append(lazy_init.is_set)
-            entered.set()
-
-    def begin(lazily):
-        entered = threading.Event()
-        thread = threading.Thread(target=create, args=(lazily, entered), daemon=True)
-        thread.start()
-        return thread, entered
-
-    for first, alike, other in ((usual, None, not usual), (not usual, not usual, None)):
-        with lazy_init.set_to(first):
-            assert begin(alike)[1].wait(10)
-            waiting, entered = begin(other)
-            assert not entered.wait(0.05)
-        waiting.join(10)
-        assert entered.is_set()
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == in_environment
-    assert seen == [usual, not usual, not usual, usual]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of, registered
+from group_facts import all_reduce_of, registered, store_of_world
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
@@ -40,7 +40,7 @@ def begin(backend="nccl", *, bound):
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
     torch.cuda.set_device(0)
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("again", store_of_world())
     dist.destroy_process_group()
     options = {"device_id": torch.device("cuda", 0)} if bound else {}
     dist.init_process_group(
@@ -129,7 +129,7 @@ def test_a_mixed_world():
 def abort():
     """All ranks but the first begin a collective that waits for it, and give up."""
     rank = begin(bound=True)
-    store, before = dist.distributed_c10d._get_default_store(), registered()
+    store, before = store_of_world(), registered()
     grid = HyperCommGrid([4], ["dp"])
     group = grid.create_pg("dp")
     sum_over(group)

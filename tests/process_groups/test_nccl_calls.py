@@ -10,11 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import store_of_world
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError, GroupOptionsError
-from hypercomm.testing import fake_world, run_ranks, simulate
+from hypercomm.testing import fake_world, registered_groups, simulate
 
 ASLEEP_S = 2.0
 
@@ -67,7 +68,7 @@ def sum_over(group):
 def begin_bound(backend):
     """Make WORLD anew, bound to a device for each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("again", store_of_world())
     dist.destroy_process_group()
     dist.init_process_group(
         backend,
@@ -80,46 +81,27 @@ def begin_bound(backend):
     return rank
 
 
-def members_alone(backend, creation):
-    """Ranks 2 and 3 create their group while the others sleep; seconds, sum and calls."""
-    with recorded_nccl(communicates=True) as calls:
-        rank = begin_bound(backend)
-        begin, total = time.monotonic(), None
-        if rank >= 2:
-            grid = HyperCommGrid([2], ["tp"], rank_offset=2, creation=creation)
-            total = sum_over(grid.create_pg("tp"))
-        else:
-            time.sleep(ASLEEP_S)
-        took_s = time.monotonic() - begin
-        every = sum_over(dist.group.WORLD)
-        if rank >= 2:
-            grid.destroy()
-        made = [(call.what, call.ranks, call.splits) for call in calls]
-        bound = dist.group.WORLD.bound_device_id
-        dist.destroy_process_group()
-    return took_s, total, every, made, str(bound)
-
-
 # Two real ranks create their group while the other two sleep.
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.ranks(4)
 def test_nobody_outside_is_waited_for(backend):
-    got = run_ranks(members_alone, 4, args=(backend, "auto"), timeout=60)
-    for rank, (took_s, total, every, made, bound) in enumerate(got):
-        assert (every, bound) == (1111, f"cuda:{rank}")
-        if rank < 2:
-            assert (total, what_of(made)) == (None, set())
+    with recorded_nccl(communicates=True) as calls:
+        rank = begin_bound(backend)
+        grid = HyperCommGrid([2], ["tp"], rank_offset=2)
+        if rank >= 2:
+            begin = time.monotonic()
+            assert sum_over(grid.create_pg("tp")) == 1100
+            assert time.monotonic() - begin < ASLEEP_S / 2
         else:
-            assert took_s < ASLEEP_S / 2
-            assert total == 1100
-            assert what_of(made) == {((2, 3), False)}
-
-
-def what_of(made):
-    """The groups that were made besides WORLD, and whether they were split off it."""
-    return {(ranks, splits) for what, ranks, splits in made if what != "connect"} - {
-        ((0, 1, 2, 3), False)
-    }
+            time.sleep(ASLEEP_S)
+        assert sum_over(dist.group.WORLD) == 1111
+        grid.destroy()
+        made = {call.ranks for call in calls if call.what != "connect"} - {(0, 1, 2, 3)}
+        assert made == ({(2, 3)} if rank >= 2 else set())
+        assert not any(call.splits for call in calls)
+        assert str(dist.group.WORLD.bound_device_id) == f"cuda:{rank}"
+        dist.destroy_process_group()
 
 
 # A creation that fails leaves WORLD bound.
@@ -207,40 +189,35 @@ def test_a_way_for_each_key():
 # ---- splits -------------------------------------------------------------------------------------
 
 
-def mixed():
-    """Groups of a WORLD of gloo and NCCL, all and in part; strategies, sums and gloo's sums."""
-    found = []
-    with recorded_nccl(communicates=True):
-        begin_bound("cpu:gloo,cuda:nccl")
-        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-            for backend in (None, "nccl", "cuda:nccl", "gloo", "cpu:gloo,cuda:nccl"):
-                told = grid.explain("dp", name=f"of {backend}", backend=backend)
-                group = grid.create_pg("dp", name=f"of {backend}", backend=backend)
-                total = None if part_of(group) is None else sum_over(group)
-                number = torch.tensor([10.0 ** dist.get_rank()])
-                if backend not in {"nccl", "cuda:nccl"}:
-                    dist.all_reduce(number, group=group)
-                found.append((told.strategy, total, int(number), dist.get_backend(group)))
-        dist.destroy_process_group()
-    return found
-
-
 # A WORLD of gloo and NCCL is split, too, with the parts that are asked for, and nobody enumerates;
 # real ranks communicate over both parts. Before 2.14 a split has gloo's options wrong: members
 # create such groups alone.
 @needs_parts
+@pytest.mark.ranks(4)
 def test_a_mixed_world():
-    for_both = "split" if VERSION >= "2.14" else "local"
     every = "cpu:gloo,cuda:nccl"
-    for rank, found in enumerate(run_ranks(mixed, 4, timeout=60)):
+    with recorded_nccl(communicates=True):
+        rank = begin_bound(every)
         own, alone = [101, 1010][rank % 2], 10**rank
-        assert found == [
-            (for_both, own, own, every),
-            ("split", own, alone, "nccl"),
-            ("split", own, alone, "cuda:nccl"),
-            ("local", None, own, "gloo"),
-            (for_both, own, own, every),
-        ]
+        for_both = "split" if VERSION >= "2.14" else "local"
+        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
+            for backend, strategy, on_nccl, on_gloo in (
+                (None, for_both, own, own),
+                ("nccl", "split", own, alone),
+                ("cuda:nccl", "split", own, alone),
+                ("gloo", "local", None, own),
+                (every, for_both, own, own),
+            ):
+                name = f"of {backend}"
+                assert grid.explain("dp", name=name, backend=backend).strategy == strategy
+                group = grid.create_pg("dp", name=name, backend=backend)
+                assert dist.get_backend(group) == (backend or every)
+                assert (None if part_of(group) is None else sum_over(group)) == on_nccl
+                number = torch.tensor([10.0**rank])
+                if on_gloo != alone:
+                    dist.all_reduce(number, group=group)
+                assert int(number) == on_gloo
+        dist.destroy_process_group()
 
 
 # After a split that leaves ranks out, torch before 2.14 names later groups by counts that differ
@@ -294,7 +271,7 @@ def test_abort_at_once():
         grid.abort()
         assert [call.what for call in calls][:4] == ["group start", "abort", "abort", "group end"]
         assert {call.what for call in calls[4:]} == {"abort"}
-        assert len(dist.distributed_c10d._world.pg_map) == 1
+        assert len(registered_groups()) == 1
 
 
 # ---- without a GPU ------------------------------------------------------------------------------

@@ -170,24 +170,6 @@ class unchanged:  # noqa: N801 - it reads as a function
         assert self.state() == self.before
 
 
-# Two grids share groups: a key that shares with nobody never takes one that the other has, though
-# its own was the same.
-def test_what_another_grid_has_is_not_taken():
-    arguments = [2, 2, 2], ["tp", "cp", "dp"]
-    with (
-        fake_world(8),
-        HyperCommGrid(*arguments, share="identical") as one,
-        HyperCommGrid(*arguments, share="identical", share_with=one) as other,
-    ):
-        shared = one.create_pg(["tp", "cp"])
-        assert other.create_pg(["tp", "cp"]) is shared
-        other.create_pg("tp", share="never")
-        other.reshape("tp=4,dp=2")
-        assert other.get_pg("tp") is not shared
-        assert list(dist.get_process_group_ranks(other.get_pg("tp"))) == [0, 1, 2, 3]
-        assert one.get_pg(["tp", "cp"]) is shared
-
-
 # Derived groups are derived anew; those that come out the same are kept; a rank in none of them
 # keeps its None.
 def test_derived_groups():
@@ -208,26 +190,6 @@ def test_derived_groups():
                 assert dist.get_process_group_ranks(again) == members
             else:
                 assert again is None
-
-
-# A derive that fails leaves everything as it was; it is called once for each reshape.
-@pytest.mark.parametrize("creation", ["local", "enumerate"])
-def test_a_derive_that_fails(creation):
-    calls = []
-
-    def derive(groups):
-        calls.append(groups)
-        if len(calls) == 2:
-            raise ZeroDivisionError("on purpose")
-        return groups.levels([2, 2])[1]
-
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation=creation) as grid:
-        grid.create_pg("tp")
-        grid.create_pg("dp", name="pairs", derive=derive)
-        with unchanged(grid), pytest.raises(ZeroDivisionError):
-            grid.reshape("tp=1,cp=2,dp=4")
-        assert grid.reshape("dp=4,tp=2").created
-        assert len(calls) == 3
 
 
 # Where every rank takes part in a creation, a group survives only if those of all ranks do.

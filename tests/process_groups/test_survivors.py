@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from group_facts import attempt, sum_over
+from group_facts import sum_over
 from mortal_ranks import run_scene
 
 from hypercomm import HyperCommGrid, renew_world
@@ -19,8 +19,10 @@ from hypercomm.errors import (
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
+    PlanMismatchError,
+    RankOutsideError,
 )
-from hypercomm.testing import fake_world, registered_groups, run_ranks
+from hypercomm.testing import fake_world, registered_groups
 
 GROUPS, PATIENCE = timedelta(seconds=3), timedelta(seconds=5)
 
@@ -70,16 +72,22 @@ def groups_in(ranks, tp, rank):
 
 def lose(rank, losses):
     """Lose ranks, once or again: each time the victims, the ranks that go on, and as what."""
-    told = []
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
+    left = {*range(grid.layout.size)}
     for victims, ranks, target in losses:
         if rank in victims:
             die()
-        failed, _ = attempt(lambda: sum_over(grid.get_pg("tp+dp")))
-        left = grid.survivors(PATIENCE)
-        said = str(grid.reshape(target, ranks=ranks))
-        told.append([failed.split(":")[0], left, said, figures(grid), is_clean(grid)])
-    return told
+        left -= {*victims}
+        with pytest.raises(RuntimeError):
+            sum_over(grid.get_pg("tp+dp"))
+        assert grid.survivors(PATIENCE) == tuple(sorted(left))
+        result = grid.reshape(target, ranks=ranks)
+        assert (result.kept, len(result.created), len(result.destroyed)) == ((), 3, 3)
+        assert result.lost
+        sums = figures(grid)
+        assert sums.pop("tp+dp") == (sum_of(ranks) if rank in ranks else None)
+        assert sums == groups_in(ranks, int(target[3]), rank)
+        assert is_clean(grid)
 
 
 # Ranks die, once or again: the others find out, hear who it was, and communicate over new groups,
@@ -94,44 +102,26 @@ def lose(rank, losses):
 )
 def test_a_loss(tmp_path, size, losses):
     lost = [victim for victims, _, _ in losses for victim in victims]
-    for rank, told in run_scene(tmp_path, lose, size, losses, victims=lost).items():
-        left = {*range(size)}
-        for (victims, ranks, target), got in zip(losses, told, strict=True):
-            failed, found, said, sums, clean = got
-            left -= {*victims}
-            assert failed in ("RuntimeError", "DistBackendError")
-            assert found == sorted(left)
-            assert sums.pop("tp+dp") == (sum_of(ranks) if rank in ranks else None)
-            assert sums == groups_in(ranks, int(target[3]), rank)
-            assert clean
-            assert "\n  kept: none\n  created: tp, dp, tp+dp\n  destroyed: tp, dp, tp+dp" in said
-            assert "lost: " in said
-
-
-def wake(rank):
-    """Rank 2 notices an error of its own; the others wait for it in a collective."""
-    grid = HyperCommGrid("tp=2,dp=2")
-    grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=40))
-    begin = time.monotonic()
-    try:
-        if rank == 2:
-            torch.zeros(2) @ torch.zeros(3)
-        sum_over(grid.get_pg("tp+dp"))
-    except RuntimeError:
-        left = grid.survivors(timedelta(seconds=41))
-    return [left, time.monotonic() - begin, str(grid.reshape("dp=4", ranks=left))]
+    run_scene(tmp_path, lose, size, losses, victims=lost)
 
 
 # survivors() ends the grid's groups, so that ranks that wait in a collective come, too; and it
 # does so although the frames of the exception at hand refer to them.
 @pytest.mark.full
+@pytest.mark.ranks(4, timeout=90)
 def test_waiting_ranks_wake_up():
-    for left, waited, said in run_ranks(lambda: wake(dist.get_rank()), 4, timeout=90):
-        assert (left, "created: tp+dp" in said or "destroyed: tp+dp" in said) == (
-            (0, 1, 2, 3),
-            True,
-        )
-        assert waited < late_s(5)
+    grid = HyperCommGrid("tp=2,dp=2")
+    grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=40))
+    begin = time.monotonic()
+    try:
+        if dist.get_rank() == 2:
+            torch.zeros(2) @ torch.zeros(3)
+        sum_over(grid.get_pg("tp+dp"))
+    except RuntimeError:
+        left = grid.survivors(timedelta(seconds=41))
+    assert left == (0, 1, 2, 3)
+    assert time.monotonic() - begin < late_s(5)
+    assert list(map(str, grid.reshape("dp=4", ranks=left).destroyed)) == ["tp+dp"]
 
 
 # A timeout has to be longer than that of the groups; then the groups are ended, and their keys wait
@@ -159,25 +149,19 @@ def test_timeouts():
 # ---- lists of ranks -----------------------------------------------------------------------------
 
 
-def grow():
-    grid = HyperCommGrid("tp=2,dp=2")
-    grid.create_pgs(["tp", "dp"])
-    told = [figures(grid)]
-    for target, ranks in (("tp=2,dp=4", range(8)), ("tp=2,dp=1", [7, 1]), ("tp=4", [0, 1, 6, 7])):
-        grid.reshape(target, ranks=ranks)
-        told.append(figures(grid))
-    grid.destroy()
-    return told, is_clean(grid)
-
-
 # Ranks that were outside come: they call the same. They may go again, in any order.
+@pytest.mark.ranks(8, timeout=90)
 def test_ranks_that_come():
-    for rank, (told, clean) in enumerate(run_ranks(grow, 8, timeout=90)):
-        *others, last = told
-        lists = [[0, 1, 2, 3], list(range(8)), [7, 1]]
-        assert others == [groups_in(ranks, 2, rank) for ranks in lists]
-        assert last == {"tp": groups_in([0, 1, 6, 7], 4, rank)["tp"]}
-        assert clean
+    rank = dist.get_rank()
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        grid.create_pgs(["tp", "dp"])
+        assert figures(grid) == groups_in([0, 1, 2, 3], 2, rank)
+        for target, ranks in (("tp=2,dp=4", [*range(8)]), ("tp=2,dp=1", [7, 1])):
+            grid.reshape(target, ranks=ranks)
+            assert figures(grid) == groups_in(ranks, 2, rank)
+        grid.reshape("tp=4", ranks=[0, 1, 6, 7])
+        assert figures(grid) == {"tp": groups_in([0, 1, 6, 7], 4, rank)["tp"]}
+    assert is_clean(grid)
 
 
 def name_the_dead(rank):
@@ -187,45 +171,50 @@ def name_the_dead(rank):
     begin = time.monotonic()
     with pytest.raises(GroupCreationTimeout) as caught:
         grid.reshape("tp=1,dp=4", ranks=range(4), timeout=timedelta(seconds=2))
-    told = [caught.value.missing, time.monotonic() - begin, str(grid.layout), len(grid.pgs)]
+    assert caught.value.missing == (2,)
+    assert time.monotonic() - begin < 2 + late_s(2)
+    assert (str(grid.layout), len(grid.pgs)) == ("tp=2,dp=2", 2)
     grid.reshape("tp=1,dp=3", ranks=[0, 1, 3], timeout=PATIENCE)
-    return [*told, figures(grid)]
+    assert figures(grid) == groups_in([0, 1, 3], 1, rank)
 
 
 # A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
 # without it they go on.
 @pytest.mark.full
 def test_a_dead_rank_in_the_list(tmp_path):
-    for rank, got in run_scene(tmp_path, name_the_dead, 4, victims=[2]).items():
-        missing, waited, *kept, sums = got
-        assert (missing, kept) == ([2], ["tp=2,dp=2", 2])
-        assert waited < 2 + late_s(2)
-        assert sums == groups_in([0, 1, 3], 1, rank)
+    run_scene(tmp_path, name_the_dead, 4, victims=[2])
 
 
 # ---- a new WORLD --------------------------------------------------------------------------------
 
 
-def renew(rank, losses, folder):
-    """Lose ranks, once or again; the rest makes a WORLD of its own, and the grid goes on in it."""
-    told, number = [], rank
+LOSSES = [
+    (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
+    (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
+]
+"""Who dies, who is left, the ranks of the grid in the new WORLD, its layout, and what is lost."""
+
+
+def renew(rank, folder):
+    """Lose ranks, twice; the rest makes a WORLD of its own, and the grid goes on in it."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp")
-    for at, (victims, going, target) in enumerate(losses):
-        if number in victims:
+    for victim, left, ranks, target, lost in LOSSES:
+        if rank == victim:
             die()
-        left = grid.survivors(PATIENCE)
-        store = dist.FileStore(f"{folder}/{at}") if folder else None
+        assert grid.survivors(PATIENCE) == tuple(left)
+        store = dist.FileStore(f"{folder}/{target}") if folder else None
         job = renew_world(left, store=store, timeout=2 * PATIENCE)
-        early, _ = attempt(lambda: grid.create_pg("tp", name="early"))
-        result = grid.reshape(target, ranks=[job.numbers[one] for one in going])
-        here = [job.rank, job.size, dist.get_rank(), dist.get_world_size()]
-        whole = sum_over(dist.group.WORLD)
-        told.append([left, here, early, result.lost.words, figures(grid), whole, is_clean(grid)])
-        number = job.rank
+        rank = left.index(rank)
+        with pytest.raises(CreationError):
+            grid.create_pg("tp", name="early")
+        assert grid.reshape(target, ranks=ranks).lost.words == lost
+        assert (job.rank, job.size) == (dist.get_rank(), dist.get_world_size()) == (rank, len(left))
+        assert figures(grid) == groups_in(ranks, int(target[3]), rank)
+        assert sum_over(dist.group.WORLD) == int("1" * len(left))
+        assert is_clean(grid)
     grid.destroy()
     job.leave()
     assert not dist.is_initialized()
-    return told
 
 
 # One of four dies, then the first of the rest: each time those that are left make a WORLD of their
@@ -233,54 +222,33 @@ def renew(rank, losses, folder):
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_new_world(tmp_path, in_a_file):
-    losses = [([2], [0, 1, 3], "tp=1,dp=3"), ([0], [2, 1], "tp=2,dp=1")]
-    folder = str(tmp_path) if in_a_file else ""
-    got = run_scene(tmp_path, renew, 4, losses, folder, victims=[0, 2])
-    for rank, told in got.items():
-        new = {1: 1, 3: 2}[rank]  # its number after the first loss
-        for one, left, number, lost, ranks, tp in (
-            (told[0], [0, 1, 3], new, "2: tp=0,dp=1", [0, 1, 2], 1),
-            (told[1], [1, 2], new - 1, "0: dp=0", [1, 0], 2),
-        ):
-            found, here, early, words, sums, whole, clean = one
-            assert (found, here) == (left, [number, len(left)] * 2)
-            assert early.startswith("CreationError: this grid ")
-            assert words == lost
-            assert whole == int("1" * len(left))
-            assert sums == groups_in(ranks, tp, number)
-            assert clean
-
-
-def renew_without_one(rank, lists):
-    """Rank 3 does not come, or a rank means other ranks, before three make a new WORLD."""
-    grid = HyperCommGrid("dp=4")
-    grid.create_pg("dp")
-    said, waited = "", 0.0
-    if rank < 3:
-        said, waited = attempt(lambda: renew_world(lists[rank], timeout=timedelta(seconds=2)))
-    works = sum_over(grid.get_pg("dp"))
-    if rank == 3:
-        return [attempt(lambda: renew_world([0, 1, 2]))[0], works]
-    with renew_world([2, 0, 1], timeout=PATIENCE) as job:
-        return [said, waited, works, job.rank, sum_over(dist.group.WORLD)]
+    run_scene(tmp_path, renew, 4, str(tmp_path) if in_a_file else "", victims=[0, 2])
 
 
 # Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
-# meant is refused.
+# meant is refused. In the new WORLD no group of the old one is kept, though it has equal numbers.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("lists", "kind", "names"),
+    ("lists", "error", "named"),
     [
-        ([[0, 1, 2, 3]] * 3, "GroupCreationTimeout", "rank 3"),
-        ([[0, 1, 2]] * 2 + [[2, 0, 1]], "PlanMismatchError", "rank 2"),
+        ([[0, 1, 2, 3]] * 3, GroupCreationTimeout, "rank 3"),
+        ([[0, 1, 2]] * 2 + [[2, 0, 1]], PlanMismatchError, "rank 2"),
     ],
 )
-def test_a_new_world_without_one(tmp_path, lists, kind, names):
-    *got, (said, works) = run_scene(tmp_path, renew_without_one, 4, lists).values()
-    for rank, (words, waited, total, number, whole) in enumerate(got):
-        assert words.startswith(f"{kind}: renew_world() of ranks "), words
-        assert names in words
-        assert waited < 2 + late_s(2)
-        assert (total, number, whole) == (works, [1, 2, 0][rank], 111)
-    assert works == 1111
-    assert said.startswith("RankOutsideError: rank 3 ")
+@pytest.mark.ranks(4)
+def test_a_new_world_without_one(lists, error, named):
+    grid, rank = create(HyperCommGrid("tp=2,dp=2"), "tp", ["tp", "dp"]), dist.get_rank()
+    begin = time.monotonic()
+    if rank < 3:
+        with pytest.raises(error, match=rf"(?s)renew_world\(\) of ranks .*{named}"):
+            renew_world(lists[rank], timeout=timedelta(seconds=2))
+        assert time.monotonic() - begin < 2 + late_s(2)
+    assert sum_over(grid.get_pg("tp+dp")) == 1111
+    if rank == 3:
+        with pytest.raises(RankOutsideError):
+            renew_world([0, 1, 2])
+    else:
+        with renew_world([2, 0, 1], timeout=PATIENCE) as job:
+            assert (job.rank, sum_over(dist.group.WORLD)) == ([1, 2, 0][rank], 111)
+            assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # other processes
+            assert figures(grid)["tp"] == (sum_of([0, 1]) if job.rank < 2 else None)

@@ -25,7 +25,7 @@ from hypercomm.process_groups.torch_internals import store as real_store
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.simulated_group import SimulatedGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
-from simulated_job.scheduler import Clock, EndedError, Scheduler, Task, Threads
+from simulated_job.scheduler import Clock, EndedError, Event, Scheduler, Task, Threads
 
 _LOST = "the link to the simulated store is lost"
 
@@ -37,8 +37,8 @@ class Fault(NamedTuple):
         rank: The rank.
         at: At which of its steps since `mark`, from 1 on.
         kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
-            store: "loses a request", "loses a reply", "hangs".
-        seconds: How long it pauses or hangs.
+            store: "loses a request", "loses a reply".
+        seconds: How long it pauses.
     """
 
     rank: int
@@ -83,7 +83,6 @@ class Server:
     held: dict[str, bytes] = attrs.field(factory=dict)
     gone_s: float = math.inf
     silent_s: float = math.inf
-    late_s: float = 0.0
 
 
 class Client:
@@ -94,13 +93,10 @@ class Client:
 
     def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
         scheduler, server = self._rank.job.scheduler, self._server
-        self._rank.asked[verb] += 1
-        scheduler.pause(f"{verb} {key}", server.late_s)
+        scheduler.pause(f"{verb} {key}")
         fault, self._rank.link = self._rank.link, None
         if scheduler.now_s >= server.silent_s:
             scheduler.pause("silence", 1e6)
-        if fault and fault.kind == "hangs":
-            scheduler.pause("the link is cut", fault.seconds)
         if scheduler.now_s >= server.gone_s or (fault and fault.kind != "loses a reply"):
             raise dist.DistNetworkError(_LOST)
         reply = act()
@@ -165,12 +161,6 @@ class Client:
 
 
 # ---- gloo --------------------------------------------------------------------------------------
-
-
-class Lane(dict[int, Any]):
-    """Tensors under way between members."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class JobGroup(SimulatedGroup):
@@ -243,10 +233,11 @@ class JobGroup(SimulatedGroup):
         lane = self._lane(key)
         return self._work(lane, at + 1, lambda: tensors[0].copy_(lane[at]))
 
-    def _lane(self, key: object) -> Lane:
-        return self.rank_process.job.lanes.setdefault((self.group_name, key), Lane())
+    def _lane(self, key: object) -> dict[int, Any]:
+        """Return the tensors under way for a key, which is a collective or two members."""
+        return self.rank_process.job.lanes.setdefault((self.group_name, key), {})
 
-    def _work(self, lane: Lane, count: int, end: Callable[[], object]) -> Any:
+    def _work(self, lane: dict[int, Any], count: int, end: Callable[[], object]) -> Any:
         scheduler = self.rank_process.job.scheduler
         until_s = scheduler.now_s + self.options._timeout.total_seconds()
         scheduler.notify(lane)
@@ -278,7 +269,6 @@ class Rank:
         calls: What it called by `attempt`.
         is_dead: Whether it has died.
         points: How many steps it has made since `mark`.
-        asked: How often it called each operation of the store.
         held: The process groups that it has at its end.
     """
 
@@ -291,7 +281,6 @@ class Rank:
         self.held: list[Group] = []
         self.value: Any = None
         self.error: BaseException | None = None
-        self.asked: Counter[str] = Counter()
         self.link: Fault | None = None
         self.main: Task | None = None
         self.lazy = _Lazy()
@@ -313,7 +302,7 @@ class Rank:
         """Show this rank's job to torch."""
         self.world.show()
 
-    def arrive(self, task: Task, _what: str) -> None:
+    def arrive(self) -> None:
         """Count a step, and let the fault happen that is due."""
         self.points += 1
         scheduler = self.job.scheduler
@@ -332,7 +321,6 @@ class Rank:
                 scheduler.hold(self, fault.seconds)
             else:
                 self.link = fault
-        del task
 
     def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
         """Create a group as torch's helper does, in the store that it is given."""
@@ -406,7 +394,7 @@ class Job:
     server: Server
     ranks: list[Rank] = attrs.field(factory=list)
     network: dict[bytes, JobGroup] = attrs.field(factory=dict)
-    lanes: dict[Any, Lane] = attrs.field(factory=dict)
+    lanes: dict[Any, dict[int, Any]] = attrs.field(factory=dict)
     happened: list[Fault] = attrs.field(factory=list)
 
     @property
@@ -541,11 +529,6 @@ def this_rank() -> Rank:
     return rank
 
 
-def now() -> float:
-    """Return the virtual time."""
-    return this_rank().job.scheduler.now_s
-
-
 def sleep(seconds: float) -> None:
     """Let this rank do nothing for a while."""
     this_rank().job.scheduler.pause("sleep of the program", seconds)
@@ -558,7 +541,9 @@ def mark() -> None:
 
 def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> Made:
     """Call something, and keep its result or error; `Rank.calls` lists it."""
-    rank, began_s = this_rank(), now()
+    rank = this_rank()
+    scheduler = rank.job.scheduler
+    began_s = scheduler.now_s
     value, error, rank.is_calling = None, None, True
     try:
         value = function(*args, **keywords)
@@ -568,7 +553,7 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
     if rank.is_dead:
         raise EndedError
     label = f"{getattr(function, '__name__', function)}{args or ''}{keywords or ''}"
-    made = Made(label, value, error, began_s, now() - began_s)
+    made = Made(label, value, error, began_s, scheduler.now_s - began_s)
     rank.calls.append(made)
     return made
 
@@ -586,26 +571,20 @@ def gate(name: str) -> None:
         job.scheduler.wait(job)
 
 
-class thread:  # noqa: N801 - called as a function
-    """Start another thread of this rank."""
+def thread(action: Callable[[], object]) -> Callable[[], object]:
+    """Start another thread of this rank; return a function that waits for its end."""
+    rank = this_rank()
+    scheduler = rank.job.scheduler
+    ended = Event(scheduler)
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        rank = this_rank()
-        self._scheduler, self._is_done = rank.job.scheduler, False
+    def act() -> None:
+        try:
+            action()
+        finally:
+            ended.set()
 
-        def act() -> None:
-            try:
-                action()
-            finally:
-                self._is_done = True
-                self._scheduler.notify(self)
-
-        self._scheduler.spawn(rank, act, worker=False)
-
-    def join(self) -> None:
-        """Wait until it has ended."""
-        while not self._is_done:
-            self._scheduler.wait(self)
+    scheduler.spawn(rank, act, worker=False)
+    return ended.wait
 
 
 def interrupt_in(seconds: float) -> None:

@@ -8,7 +8,7 @@ import math
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from hypercomm.process_groups.torch_internals import store
 
@@ -39,7 +39,8 @@ class Task:
         self.error: BaseException | None = None
         self.is_ended = False
         self.speed_s = 0.0
-        self.thread = _Thread.idle.pop() if _Thread.idle else _Thread()
+        self.baton = threading.Lock()  # whoever releases it lets this task run
+        self.baton.acquire()
 
 
 class Scheduler:
@@ -89,7 +90,7 @@ class Scheduler:
 
         task = Task(owner, act, is_main=is_main)
         task.speed_s = 10 ** self.random.uniform(-5, -3)  # some ranks are slower than others
-        task.thread.action = functools.partial(self._run, task)
+        threading.Thread(target=self._run, args=(task,), name="simulated", daemon=True).start()
         self._wake(task)
         self._tasks.append(task)
         return task
@@ -108,7 +109,7 @@ class Scheduler:
         self.trace.append((self.now_s, str(me.owner), what))
         self._wake(me, seconds)
         if me.owner is not None:
-            me.owner.arrive(me, what)
+            me.owner.arrive()
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
@@ -166,12 +167,12 @@ class Scheduler:
         task.wake_s = max(self.now_s + delay_s, held_s)
 
     def _switch(self, me: Task) -> None:
-        thread = me.thread
         if self._pass_on(but=me):
-            thread.baton.acquire()
+            me.baton.acquire()
         self._check(me)
 
     def _run(self, task: Task) -> None:
+        task.baton.acquire()
         try:
             if not task.is_ended:
                 contextvars.Context().run(task.action)
@@ -181,7 +182,6 @@ class Scheduler:
             self._tasks.remove(task)
             if task.is_main and not any(other.is_main for other in self._tasks):
                 self.end()
-            _Thread.idle.append(task.thread)
             self._pass_on()
 
     def _pass_on(self, but: Task | None = None) -> bool:
@@ -201,27 +201,8 @@ class Scheduler:
             task.owner.enter()
         if task is but:
             return False
-        task.thread.baton.release()
+        task.baton.release()
         return True
-
-
-class _Thread:
-    """A real thread, which stays for the next task: a new one is slow to start."""
-
-    idle: ClassVar[list[_Thread]] = []
-
-    def __init__(self) -> None:
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.action: Callable[[], object] = int
-        threading.Thread(target=self._work, name="simulated", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self.baton.acquire()
-            action, self.action = self.action, int
-            action()
-            del action
 
 
 # ---- in place of Python's modules ---------------------------------------------------------------
@@ -250,7 +231,6 @@ class Threads:
 
     TIMEOUT_MAX = threading.TIMEOUT_MAX
     local = threading.local
-    get_ident = threading.get_ident
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.Event = functools.partial(Event, scheduler)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from simulated_job import Fault, simulate_job
 from simulated_job.cases import CASES, T, broken, broken_by_fault, points_of, program
+from simulated_job.job import Fault, simulate_job
 from simulated_job.programs import Program, broken_by
 
 FAULTS = [

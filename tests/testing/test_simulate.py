@@ -11,6 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
+from group_facts import replaceable
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import get_rank as bound_early
@@ -87,11 +88,10 @@ def test_what_torch_answers(monkeypatch, outer):
         return int(os.environ["RANK"])
 
     with outer():
-        live, before = dist.is_initialized(), registered_groups()
-        helper = dist.distributed_c10d._new_process_group_helper
+        live, before = dist.is_initialized(), (registered_groups(), replaceable())
         got = simulate(program, 6)
-        assert (dist.is_initialized(), registered_groups()) == (live, before)
-        assert dist.distributed_c10d._new_process_group_helper is helper
+        assert dist.is_initialized() == live
+        assert (registered_groups(), replaceable()) == before
         assert not live or dist.get_rank() == 3
     assert got.returned == {rank: rank for rank in range(6)}
     assert made(got) == {
@@ -241,6 +241,12 @@ def test_one_rank_creates_otherwise(calls, absent, differs):
     assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
 
 
+# A creation is shown with its first four ranks, and the last.
+def test_creations_as_text():
+    made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
+    assert [*map(str, made)] == ["five of ranks (0, 1, 2, 3, ..., 4)"]
+
+
 # A sample of the ranks of a world of any size, with backends that this machine lacks.
 def test_a_sample():
     def run():
@@ -269,11 +275,10 @@ def test_a_sample():
     ],
 )
 def test_what_cannot_be_simulated(function, options, error, words):
-    helper, world = dist.distributed_c10d._new_process_group_helper, dist.distributed_c10d._world
+    before = replaceable()
     with pytest.raises(error, match=re.escape(words)):
         simulate(function, **{"world_size": 4, **options})
-    assert dist.distributed_c10d._new_process_group_helper is helper
-    assert dist.distributed_c10d._world is world
+    assert replaceable() == before
     assert not dist.is_initialized()
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import coalescing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early
@@ -92,10 +93,10 @@ def begun():
     assert work.is_completed()
     assert work.get_future().value()[0] is tensor
     assert work.wait()
-    with dist.distributed_c10d._coalescing_manager():
+    with coalescing():
         dist.all_reduce(tensor)
         dist.all_reduce(tensor)
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as work:
+    with coalescing(async_ops=True) as work:
         dist.all_gather_into_tensor(into, tensor)
     work.wait()
     return into[7].item()
@@ -294,24 +295,6 @@ def test_messages_without_an_end(steps, simulated, found):
     absent = [{rank: why.partition(" at ")[0] for rank, why in one.absent.items()} for one in got]
     assert list(zip([one.waiting for one in got], absent, strict=True)) == found
     assert simulate(run, 3, ranks=simulated).disagreements == ()
-
-
-# A rank waits for what it has begun where it says so, and not before.
-@pytest.mark.parametrize("waits_early", [False, True])
-def test_waiting_later(waits_early):
-    def run():
-        grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        groups = grid.create_pgs(["tp", "dp"])
-        works = []
-        for group in groups if dist.get_rank() in (0, 3) else reversed(groups):
-            works.append(dist.all_reduce(own(), group=group, async_op=True))
-            if waits_early:
-                works.pop().wait()
-        for work in works:
-            work.wait()
-
-    called = {one.group.called for one in simulate(run, 4).disagreements}
-    assert called == ({"tp", "dp"} if waits_early else set())
 
 
 # Creations and collectives wait for each other, too.

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import store_of_world
 
 from hypercomm import RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
@@ -160,7 +161,7 @@ def test_continuing():
     assert caught.value.bucket == 2
     assert not into or len(missing()) > 5
     dist.barrier()  # what follows stands for a job that was started again
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("again", store_of_world())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -227,6 +228,11 @@ def test_a_rank_in_both():
         (
             "into['a'] overlaps state['a']",
             {**mine, "a": room[:2]},
+            {"a": room[1:5], "b": torch.zeros(3)},
+        ),
+        (
+            "into['a'] overlaps state['a']",
+            {**mine, "a": room[3:5]},
             {"a": room[1:5], "b": torch.zeros(3)},
         ),
         ("state has 'b'", mine, {"a": torch.zeros(4)}),

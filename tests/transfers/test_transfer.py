@@ -18,7 +18,6 @@ from hypercomm.errors import (
     PlanMismatchError,
     WorldSizeError,
 )
-from hypercomm.layout.mapping import Sharding
 from hypercomm.testing import fake_world
 from hypercomm.transfers import transfer as module
 
@@ -339,26 +338,6 @@ def test_verify_by_the_environment(monkeypatch):
         monkeypatch.setenv("HYPERCOMM_VERIFY", "yes")
         with pytest.raises(GroupOptionsError, match="HYPERCOMM_VERIFY"):
             transfer(mapping, torch.zeros(1))
-
-
-# The messages of a rank are computed once for a mapping.
-def test_messages_are_kept(monkeypatch):
-    mapping = RankMapping("dp=2,ep=3", "dp=2,ep=3")
-    with fake_world(6):
-        transfer(mapping, torch.zeros(3, 2))
-
-        def computed_again(*_, **__):
-            raise AssertionError("computed again")
-
-        for owner, name in (
-            (RankMapping, "sends"),
-            (RankMapping, "receives"),
-            (Sharding, "cell_of"),
-            (Sharding, "rank_at"),
-        ):
-            monkeypatch.setattr(owner, name, computed_again)
-        again = RankMapping("dp=2,ep=3", "dp=2,ep=3")
-        assert transfer(again, torch.ones(3, 2)).tolist() == [[1, 1]] * 3
 
 
 # A single rank sends nothing and receives a new tensor. Without a job, or a mapping, it raises.

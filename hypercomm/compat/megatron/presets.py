@@ -32,8 +32,8 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments, Share, check_keywords
-from hypercomm.grid.grid_set import GridSet, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
+from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_offset, as_world_size, positive
 from hypercomm.layout.parsing import OPEN

@@ -216,7 +216,7 @@ def test_no_dims_of_megatrons():
 )
 @pytest.mark.parametrize("instances", [2, 4])
 def test_whole_instances(layout, instances):
-    grid = HyperCommGrid.from_layout(layout, world_size=19)
+    grid = HyperCommGrid(layout, world_size=19)
     options = {"num_distributed_optimizer_instances": instances}
     (asked,) = (
         request

@@ -70,6 +70,17 @@ def test_fields_of_other_kinds(tmp_path, value):
         assert list(verdict.evidence.unreadable) == [1], field
 
 
+# A rank that describes a group otherwise means the same group: its name and ranks are the same.
+def test_another_description(tmp_path):
+    dumps = job()
+    for rank in (0, 1):
+        dumps.call(rank, "tp0", state="runs")
+    dumps.write(tmp_path)
+    content = changed(dumps.content(1), "desc", "other")
+    (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps(content))
+    assert [one.kind for one in blame(tmp_path).findings] == ["stuck"]
+
+
 def test_large_files(tmp_path):
     waiting(tmp_path)
     with (tmp_path / "nccl_trace_rank_2").open("wb") as file:

@@ -213,11 +213,13 @@ def test_matrix(source, target, roles):
         pair = int(row["source"]), int(row["target"])
         sent[pair] = sent.get(pair, 0) + math.prod((row["stop"] - row["start"]).tolist())
         whole = max(whole, math.prod(row["stop"].tolist()))
-    picture, found = draw(mapping), {}
+    picture, found, shades = draw(mapping), {}, {}
     for text, fill, tip in cells_of(picture.svg()):
         ends, amount = re.fullmatch(r"(.*): ([\d,]+) parts?", tip).groups()
         assert text == (amount if fill != "none" else ".")
         found[ends] = int(amount.replace(",", ""))
+        shades[found[ends]] = fill
+    assert shades[max(shades)] == "#5C9CD0"  # the darkest
     moved = {ends: amount for ends, amount in sent.items() if ends[0] != ends[1]}
     if max(mapping.source.size, mapping.target.size) <= 16:
         shown = {ends: amount for ends, amount in found.items() if amount}

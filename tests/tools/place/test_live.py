@@ -9,36 +9,27 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from hypercomm import live_topology, run_ranks
+from hypercomm import live_topology
 from hypercomm.errors import NotInitializedError
 from hypercomm.launchers import VARIABLES
 from hypercomm.tools.place import Level, Topology
 from hypercomm.tools.place.live import nvml_domain, slurm_units
 
 
-def topologies(hosts, *jobs):
-    """Return a rank's topology for each set of addresses, with a host name in place of its own."""
-    rank = dist.get_rank()
-    socket.gethostname = lambda: hosts[rank]
-    found = []
-    for addresses in jobs:
-        os.environ.pop("SLURM_TOPOLOGY_ADDR", None)
-        os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
-        if addresses[rank] is not None:
-            os.environ["SLURM_TOPOLOGY_ADDR"] = addresses[rank]
-        found.append(live_topology())
-    return found
-
-
 # All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
 # level that one rank does not know is left out on all.
 @pytest.mark.full
+@pytest.mark.ranks(3)
 def test_hosts_and_switches():
-    hosts, addresses = ["b", "a", "b"], ["top.s1.b", "top.s2.a", "top.s1.b"]
-    leaves, spine = Level("leaf", [0, 1, 0], ["s1", "s2"]), Level("spine", [0, 0, 0], ["top"])
-    levels = [Level("host", [0, 1, 0], ["b", "a"]), leaves, spine]
-    found = run_ranks(topologies, 3, args=(hosts, addresses, [*addresses[:2], None]))
-    assert found == [[Topology(levels), Topology(levels[:1])]] * 3
+    rank, host = dist.get_rank(), Level("host", [0, 1, 0], ["b", "a"])
+    socket.gethostname = lambda: ["b", "a", "b"][rank]
+    os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
+    os.environ["SLURM_TOPOLOGY_ADDR"] = ["top.s1.b", "top.s2.a", "top.s1.b"][rank]
+    leaf, spine = Level("leaf", [0, 1, 0], ["s1", "s2"]), Level("spine", [0, 0, 0], ["top"])
+    assert live_topology() == Topology([host, leaf, spine])
+    if rank == 2:
+        del os.environ["SLURM_TOPOLOGY_ADDR"]
+    assert live_topology() == Topology([host])
 
 
 def test_alone():
@@ -83,7 +74,8 @@ def test_nvml(fabric, domain):
 
     def fill(device, info):
         log.append(device)
-        info._obj.clusterUuid[15], info._obj.cliqueId, info._obj.state = fabric
+        info = ctypes.cast(info, ctypes.POINTER(FabricInfo)).contents
+        info.clusterUuid[15], info.cliqueId, info.state = fabric
 
     nvml = SimpleNamespace(
         nvmlInit=lambda: log.append("init"),
