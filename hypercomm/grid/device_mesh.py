@@ -6,6 +6,7 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,12 +54,15 @@ def as_mesh(
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
-    mesh = DeviceMesh.from_group(
-        groups,
-        device_type or c10d.device_type(groups[0]),
-        mesh=torch.from_numpy(ranks),
-        mesh_dim_names=tuple(spans),
-    )
+    world = view._owner.given_world
+    default = None if world is None else world.pg  # a mesh asks it for the rank
+    with nullcontext() if default is None else c10d.shown_as_default(default):
+        mesh = DeviceMesh.from_group(
+            groups,
+            device_type or c10d.device_type(groups[0]),
+            mesh=torch.from_numpy(ranks),
+            mesh_dim_names=tuple(spans),
+        )
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
         c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +52,7 @@ from hypercomm.process_groups.agreement.status import this_host
 from hypercomm.process_groups.create import destroy, discard
 from hypercomm.process_groups.options import check_backend
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import World, note
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -185,13 +185,31 @@ class JoinedWorld(World):
         if group is not None:
             c10d.abort([group])
 
-    def _begin(self, ticket: Ticket, pg: ProcessGroup) -> None:
+    def _begin(self, number: int, pg: ProcessGroup) -> None:
         """Begin an incarnation: nothing of the former one counts any more."""
-        self._pg, self.incarnation = pg, ticket.round
-        self._namespace = f"{_ROOT}/{self.name}/{ticket.round}"
+        self._pg, self.incarnation = pg, number
+        self._namespace = f"{_ROOT}/{self.name}/{number}"
         for known in (self.seen, self.agreed, self.reported, self.choices, self.stale):
             known.clear()
         self.is_reporting = False
+        note(self, pg)
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Make the world torch's default process group within a `with` block, in all threads.
+
+        For code of torch that asks for the default one, such as `distribute_tensor`, FSDP2 and
+        checkpoints. Collectives, and operations on DTensors that exist, do without.
+
+        Example:
+            >>> parts = {"engine": 1}
+            >>> world = join_world(dist.HashStore(), name="w", parts=parts, part="engine", rank=0)
+            >>> with world, world.as_default():
+            ...     print(dist.get_rank(), dist.get_world_size())
+            0 1
+        """
+        with c10d.shown_as_default(self.pg):
+            yield
 
     def __enter__(self) -> Self:
         return self
@@ -409,11 +427,11 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         lobby.seen["join"] = ask(lobby, title, partial(run, claim, lobby.store), left_s)
         is_new = False
         made: list[ProcessGroup | None] = []
-        tickets: list[Ticket] = []
+        numbers: list[int] = []
 
-        def work(call: Call[None], made: Any = made, tickets: Any = tickets) -> None:
-            tickets.append(call.ticket)
-            made.append(_create(world, call.ticket.round))
+        def work(call: Call[None], made: Any = made, numbers: Any = numbers) -> None:
+            numbers.append(int(call.name.rpartition("/")[2]))
+            made.append(_create(world, numbers[0]))
 
         try:
             undo = partial(discard, made, world)
@@ -425,7 +443,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         pg = made[0]
         if pg is None:
             raise CreationError(f"{title} made no process group")
-        world._begin(tickets[0], pg)
+        world._begin(numbers[0], pg)
         if world.rank == 0:
             with contextlib.suppress(RuntimeError):  # they only take room
                 in_time(partial(_delete_former, world), 2.0)

@@ -208,6 +208,11 @@ def _new_world(default: ProcessGroup) -> World:
         return _worlds.setdefault(default, world)
 
 
+def note(world: World, group: ProcessGroup) -> None:
+    """Let `current` return a world while torch takes a group for its default one."""
+    _worlds[group] = world
+
+
 def current_or_none() -> World | None:
     """Return the default world; None before torch.distributed is initialised."""
     default = dist.group.WORLD

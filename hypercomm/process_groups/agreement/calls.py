@@ -220,8 +220,7 @@ class Call(Generic[T]):
         return perform(operation, self.scope.world.store)
 
     @property
-    def ticket(self) -> Ticket:
-        """The round of this call, once the rank has proposed."""
+    def _round(self) -> Ticket:
         if self._ticket is None:
             raise RuntimeError(f"{self.title} has not proposed anything")
         return self._ticket
@@ -257,7 +256,7 @@ class Call(Generic[T]):
         if self._ticket is not None:
             self.scope.leave(self._ticket.round)
         if self._outcome is not None and self._outcome.kind == "agreed":
-            self.scope.world.agreed[self.scope.path] = self.ticket.round
+            self.scope.world.agreed[self.scope.path] = self._round.round
             return Result(self._result, pending)  # type: ignore[arg-type]
         if self._outcome is not None:
             _linger(self.scope.world)
@@ -384,13 +383,13 @@ class Call(Generic[T]):
 
     def _arrived_late(self) -> Outcome:
         """Return the outcome for this rank alone: its time was over before it arrived."""
-        ticket, late = self.ticket, _late(self.scope.world.rank)
+        ticket, late = self._round, _late(self.scope.world.rank)
         if ticket.record.first == self._proposal:
             return self._follow(protocol.decide(ticket, late))
         return late  # the others go on: this rank may join them at its next call
 
     def _finish(self) -> Outcome:
-        ticket = self.ticket
+        ticket = self._round
         self._is_finished = True
         rank, size = self.scope.world.rank, len(self.scope.ranks)
         outcome = self._follow(protocol.finish(ticket, rank, size))
@@ -431,7 +430,7 @@ class Call(Generic[T]):
 
     def _could_not_connect(self, error: ConnectionFailedError) -> Outcome:
         """Return the outcome where a backend could not connect: names members that are silent."""
-        ticket, until = self.ticket, time.monotonic() + _SILENT_S
+        ticket, until = self._round, time.monotonic() + _SILENT_S
         outcome, silent = self._follow(protocol.read_outcome(ticket)), list(error.ranks)
         if outcome is None:
             self._perform(protocol.Append(ticket.arrivals, f"{self.scope.world.rank}-,"))
@@ -448,7 +447,7 @@ class Call(Generic[T]):
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _timed_out(self) -> protocol.Steps[Outcome]:
-        ticket, own = self.ticket, self.scope.world.rank
+        ticket, own = self._round, self.scope.world.rank
         states = yield from protocol.read_arrivals(ticket)
         absent = [rank for rank in self.scope.ranks if rank not in states]
         if absent:
@@ -470,7 +469,7 @@ class Call(Generic[T]):
 
     def _silent_of(self, ranks: Sequence[int]) -> protocol.Steps[list[int]]:
         """Return the ranks that do not report that they wait in this round."""
-        silent, here = [], (self.ticket.key, self.ticket.round)
+        silent, here = [], (self._round.key, self._round.round)
         for rank in ranks:
             status = yield from read_status(self.scope.world.namespace, rank)
             if status is None or (status.key, status.round) != here:
@@ -520,7 +519,7 @@ class Call(Generic[T]):
 
     def _look(self) -> None:
         """Report that this rank waits, and look whether it waits in vain."""
-        ticket, world = self.ticket, self.scope.world
+        ticket, world = self._round, self.scope.world
         if reason := world.has_ended():
             raise _EndedError(Outcome("restarted", reason))
         if found := self.scope.look():
@@ -565,7 +564,7 @@ class Call(Generic[T]):
             self._follow(protocol.decide(Ticket(status.key, record), outcome))
 
     def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
-        scope, ticket = self.scope, self.ticket
+        scope, ticket = self.scope, self._round
         return Status(
             scope.world.rank,
             this_host(),

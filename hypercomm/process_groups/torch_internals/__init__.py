@@ -46,6 +46,7 @@ from hypercomm.process_groups.torch_internals.groups import (
     on_device,
     registered,
     registered_as,
+    shown_as_default,
     split_group,
     why_not_members,
 )

@@ -201,6 +201,17 @@ def on_device(device: torch.device | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def shown_as_default(group: ProcessGroup) -> Iterator[None]:
+    """Show a group to torch as its default process group within a `with` block, to all threads."""
+    before = dist.group.WORLD
+    _torch._update_default_pg(group)
+    try:
+        yield
+    finally:
+        _torch._update_default_pg(before)
+
+
 # ---- what torch has registered -----------------------------------------------------------------
 
 
