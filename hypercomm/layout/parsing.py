@@ -132,14 +132,17 @@ def split_dims(text: str) -> tuple[str, ...]:
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
         raise LayoutError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
-    return _split(text, "[+-]", "dp+cp")
+    dims = tuple(map(str.strip, re.split("[+-]", text)))
+    if "" in dims:
+        raise LayoutError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
+    return dims
 
 
 def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
     """Return the names in a text, without the white space around them."""
     if not isinstance(text, str):
         raise LayoutError(f"expected a text like {example!r}, got {shown(text)}")
-    names = tuple(map(str.strip, re.split(separator, text)))
+    names = tuple(map(str.strip, text.split(separator)))
     if "" in names:
         raise LayoutError(f"{shown(text)} lacks a dim name; write it like {example!r}")
     return names
