@@ -37,6 +37,7 @@ def ports():
 def test_a_world_of_one():
     with join() as job:
         assert (job.launcher, job.rank, job.size) == ("nobody", 0, 1)
+        assert "_made" not in repr(job)
         assert (job.local_rank, job.local_size, job.address, job.port) == (0, 1, None, None)
         assert (job.backend, job.device) == ("gloo", torch.device("cpu"))
         with HyperCommGrid("tp=1,dp=1") as grid:
