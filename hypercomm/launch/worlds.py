@@ -41,7 +41,6 @@ from hypercomm.process_groups.agreement.calls import Call, Scope, ask, together
 from hypercomm.process_groups.agreement.driver import run
 from hypercomm.process_groups.agreement.protocol import (
     Outcome,
-    Proposal,
     Read,
     Record,
     Steps,
@@ -85,7 +84,7 @@ class JoinedWorld(World):
     device: torch.device | None = None
     incarnation: int = -1
     _claim: str = ""
-    _serves: bool | None = None
+    _may_serve: bool | None = None
     _pg: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -105,17 +104,6 @@ class JoinedWorld(World):
                 f"this process has left the world {self.name!r}: join_world() joins it again"
             )
         return self._pg
-
-    @property
-    def served(self) -> str:
-        """Which store it is, and who serves it."""
-        where = f", which {self.address} serves," if self.address else " that it was given"
-        return f"the store of world {self.name!r}{where}"
-
-    @property
-    def if_lost(self) -> str:
-        """What to do if the store is lost."""
-        return "join_world() or rejoin() on all ranks joins it again, once it is served"
 
     def has_ended(self) -> str:
         """Return which rank has joined the world again since; "" if none has."""
@@ -153,7 +141,8 @@ class JoinedWorld(World):
         except RuntimeError:
             if not self.address:
                 raise
-            self._store = _reach(self.address, self._serves, limit_s)[0]
+            _served.pop(self.address, None)
+            self._store, self.serves = _reach(self.address, self._may_serve, limit_s)
         _enter(self, limit_s, is_new=False)
 
     def leave(self) -> None:
@@ -170,10 +159,11 @@ class JoinedWorld(World):
         key = f"{self.namespace}/left"
         with contextlib.suppress(RuntimeError):  # the store is gone
             in_time(lambda: self._say_left(key), 2 * _LAST_S)
+        _served.pop(self.address, None)
 
     def _say_left(self, key: str) -> None:
         left, until = self.store.add(key, 1), time.monotonic() + _LAST_S
-        while self._serves and left < self.size and time.monotonic() < until:
+        while self.serves and left < self.size and time.monotonic() < until:
             time.sleep(0.02)
             left = self.store.add(key, 0)
 
@@ -216,7 +206,7 @@ class JoinedWorld(World):
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._serves = False  # nobody waits for the others
+            self.serves = False  # nobody waits for the others
         self.leave()
 
 
@@ -283,8 +273,9 @@ def join_world(
     if not isinstance(name, str) or not name or "/" in name or not is_utf8(name):
         raise LayoutError(f"name must be a text without '/', got {shown(name)}")
     check_backend(backend)
-    began, serves = time.monotonic(), serve
+    began, serves, at = time.monotonic(), False, ""
     if isinstance(address, str):
+        at = address
         store, serves = _reach(address, serve, limit_s)
     elif isinstance(address, dist.Store):  # type: ignore[attr-defined]
         store = address
@@ -300,10 +291,13 @@ def join_world(
         timeout=timeout,
         store=store,
         part=part,
-        address=address if isinstance(address, str) else "",
+        address=at,
         device=None if device is None else torch.device(device),
-        claim=json.dumps([this_host(), os.getpid(), time.time_ns()]),
+        served=f"the store of world {name!r}{at and f' at {at}'}",
+        if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
         serves=serves,
+        claim=json.dumps([this_host(), os.getpid(), time.time_ns()]),
+        may_serve=serve,
     )
     _enter(world, limit_s - (time.monotonic() - began), is_new=True)
     return world
@@ -335,6 +329,9 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
 
 # ---- the address --------------------------------------------------------------------------------
 
+_served: dict[str, Any] = {}
+"""The stores that this process serves, by address: they outlive a join that fails."""
+
 
 def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]:
     """Return the store at an address, and whether this process serves it.
@@ -346,12 +343,15 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise LayoutError(f"address must be like 'tcp://host:29600', got {shown(address)}")
+    if address in _served:
+        return _served[address], True
     reason = ""
     if serve is not False:
         reason = _why_not_served(host)
         if not reason:
             try:
-                return _open(host, int(port), limit_s, is_server=True), True
+                _served[address] = _open(host, int(port), limit_s, is_server=True)
+                return _served[address], True
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
         if serve:
@@ -407,6 +407,9 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         has_store=True,
         name=world.name,
         parts=world.parts,
+        served=world.served,
+        if_lost=world.if_lost,
+        serves=world.serves,
         store=world.store,
         namespace=f"{_ROOT}/{world.name}",
     )
@@ -423,7 +426,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     scope = Scope(lobby, "join", range(world.size), look=lambda: run(_look(lobby), lobby.store))
     while True:
         left_s = max(0.1, deadline - time.monotonic())
-        claim = _claim(world, lobby, is_new=is_new)
+        claim = _claim(world, lobby, facts, is_new=is_new)
         lobby.seen["join"] = ask(lobby, title, partial(run, claim, lobby.store), left_s)
         is_new = False
         made: list[ProcessGroup | None] = []
@@ -487,7 +490,7 @@ def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
     return text, (yield Read(f"{root}/again")) or ""
 
 
-def _claim(world: JoinedWorld, lobby: World, *, is_new: bool) -> Steps[int]:
+def _claim(world: JoinedWorld, lobby: World, facts: str, *, is_new: bool) -> Steps[int]:
     """Claim the rank, or check that this process still holds it; return the last round that ended.
 
     A round that a former process of this rank has joined fails, and all others join the next one.
@@ -500,7 +503,7 @@ def _claim(world: JoinedWorld, lobby: World, *, is_new: bool) -> Steps[int]:
     held = yield Read(place)
     text = yield Read(root)
     record = None if text is None else Record.parse(root, text)
-    if not is_new:
+    if not is_new and held is not None:  # else the store is a new one
         if held != world._claim:
             raise WorldRestartedError(
                 f"another process has joined world {world.name!r} as {me}: "
@@ -518,7 +521,8 @@ def _claim(world: JoinedWorld, lobby: World, *, is_new: bool) -> Steps[int]:
         return record.round
     ticket = Ticket(root, record)
     states = yield from protocol.read_arrivals(ticket)
-    if world.rank not in states and record.first.rank != world.rank:
+    is_here = world.rank in states or record.first.rank == world.rank
+    if not is_here or record.first.entries != (facts,):
         return record.round - 1
     yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
     return record.round
@@ -542,19 +546,19 @@ def _look(lobby: World) -> Steps[Outcome | None]:
         other = None if name == lobby.name else (yield from _open_round(name))
         if other is None or not (other.here & own.missing and own.here & other.missing):
             continue
-        return Outcome(
-            "differs",
-            f"{other.first.name} joins world {name!r}, and {own.first.name} joins world "
-            f"{lobby.name!r}: they wait for each other; give all the same name",
-            token=" ".join(sorted([name, lobby.name])),
+        theirs, ours = other.ticket.record.first, own.ticket.record.first
+        text = (
+            f"{theirs.name} joins world {name!r}, and {ours.name} joins world {lobby.name!r}: they "
+            f"wait for each other; give all the same name"
         )
+        return (yield from protocol.decide(other.ticket, Outcome("differs", text)))
     return None
 
 
 class _Open(NamedTuple):
-    """A world that ranks join now: the first of them, those that have arrived, and the others."""
+    """A round in which ranks join a world: those that have arrived, and the others."""
 
-    first: Proposal
+    ticket: Ticket
     here: set[str]
     missing: set[str]
 
@@ -566,11 +570,12 @@ def _open_round(name: str) -> Steps[_Open | None]:
     record = None if text is None else Record.parse(root, text)
     if record is None or record.outcome is not None or not record.first.entries:
         return None
-    arrived = yield from protocol.read_arrivals(Ticket(root, record))
+    ticket = Ticket(root, record)
+    arrived = yield from protocol.read_arrivals(ticket)
     sizes = record.first.entries[0].partition("\nparts: ")[2].partition("\n")[0]
     ranks: list[str] = []
     for part in sizes.split(", "):
         label, _, size = part.rpartition("=")
         ranks += [f"{label} rank {rank}" for rank in range(int(size))]
     here = {rank for number, rank in enumerate(ranks) if number in arrived}
-    return _Open(record.first, here, {*ranks} - here)
+    return _Open(ticket, here, {*ranks} - here)

@@ -42,7 +42,7 @@ def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup |
             with contextlib.suppress(Exception):  # the error at hand matters more
                 c10d.destroy(leftover)
         c10d.forget_non_members()
-        if not dist.is_initialized():
+        if (spec.world is None or spec.world.is_default) and not dist.is_initialized():
             raise NotInitializedError(
                 f"torch.distributed is not initialised, so the groups over {spec.key} cannot be "
                 f"created; call hypercomm.join(), or torch.distributed.init_process_group()"

@@ -49,6 +49,9 @@ class World:
         is_reporting: Whether the store holds a report that this rank waits or has failed.
         choices: The strategies that were chosen, by what the choice depends on.
         stale: Keys of addresses that no member needs any more; the next call deletes them.
+        served: Which store it is, and who serves it, as errors say it.
+        if_lost: What to do if the store is lost.
+        serves: Whether this process may serve the store: it waits a little after a failure.
         owners: What has created process groups in a world that was joined, and ends them with it.
     """
 
@@ -67,6 +70,9 @@ class World:
     is_reporting: bool = False
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
     stale: list[str] = attrs.field(factory=list)
+    served: str = "the job's store, which rank 0 serves as a rule,"
+    if_lost: str = "restart the job"
+    serves: bool = attrs.field(default=attrs.Factory(lambda self: self.rank == 0, takes_self=True))
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
     _store: Any = None
     _namespace: str | None = None
@@ -121,16 +127,6 @@ class World:
     def has_ended(self) -> str:
         """Return why calls under way cannot end in this world any more; "" while they can."""
         return ""
-
-    @property
-    def served(self) -> str:
-        """Which store it is, and who serves it."""
-        return "the job's store, which rank 0 serves as a rule,"
-
-    @property
-    def if_lost(self) -> str:
-        """What to do if the store is lost."""
-        return "restart the job"
 
     def take_stale(self) -> list[str]:
         """Return the keys in `stale`, and remove them there."""

@@ -594,8 +594,8 @@ class Call(Generic[T]):
 
 
 def _linger(world: World) -> None:
-    """Let the others read how a call failed: rank 0 serves the store as a rule, and may end."""
-    if world.rank == 0 and world.size > 1:
+    """Let the others read how a call failed: the process that serves the store may end."""
+    if world.serves and world.size > 1:
         time.sleep(_LONGEST_S)
 
 

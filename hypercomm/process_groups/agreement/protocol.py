@@ -104,6 +104,10 @@ class Proposal:
         """Rank and host in words."""
         return f"{self.title or f'rank {self.rank}'} (host {self.host})"
 
+    def is_by_rank_of(self, other: Proposal) -> bool:
+        """Return whether the same rank has made another proposal; numbers differ with the parts."""
+        return (self.rank, self.title) == (other.rank, other.title)
+
 
 @attrs.frozen
 class Outcome:
@@ -284,7 +288,7 @@ def propose(
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
             return Ticket(key, missed)
         is_lost = bool(proposal.refusal) and not found.first.refusal  # began, but got no reply
-        if found.outcome is None and (found.first.rank != proposal.rank or is_lost):
+        if found.outcome is None and (not found.first.is_by_rank_of(proposal) or is_lost):
             return Ticket(key, found)
         if found.outcome is None:  # this rank began it, and left it by an error of the store
             reason = found.first.refusal or "the rank began again"

@@ -1,0 +1,512 @@
+"""join_world on real processes: who is in a world, what differs, who is missing, who restarts."""
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import mortal_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from ports import free_port
+
+import hypercomm
+from hypercomm import GridSet, HyperCommGrid, RankMapping, World, join_world, transfer_state
+from hypercomm.errors import (
+    CreationError,
+    GroupOptionsError,
+    HyperCommError,
+    LaunchError,
+    LayoutError,
+    NotInitializedError,
+    RankOutsideError,
+    WorldRestartedError,
+    WorldSizeError,
+)
+
+SOON_S = 1.5
+"""How fast ranks hear what differs, a second, and what a busy machine needs to run them."""
+
+PARTS = {"trainer": 2, "engine": 1}
+
+
+# ---- processes that are in no job ---------------------------------------------------------------
+
+
+class Crew:
+    """Processes without a WORLD, each of which runs a function to its end.
+
+    A function gets a function `join`, and what it returns, or raises, is read with `told`.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.port, self.processes = folder, free_port(), {}
+        self.address = f"tcp://127.0.0.1:{self.port}"
+
+    def start(self, act, part, rank, label=None, **arguments):
+        """Run `act(join)` in a process that is a rank of a part."""
+        label = label or f"{part}{rank}"
+        given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
+        given |= {"timeout": timedelta(seconds=20)} | arguments
+        at = (act, given.pop("address", self.address), given, str(self.folder / label))
+        self.processes[label] = mortal_ranks.start(_be, *at)
+        return self
+
+    def told(self, label, seconds=40):
+        """Return what a process has returned, or what its error says."""
+        path = self.folder / label
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{label} has not told anything"
+            time.sleep(0.01)
+        return json.loads(path.read_text())
+
+    def wait_for(self, name):
+        """Wait until a process has called `mark` with a name."""
+        self.told(f"mark {name}")
+
+    def kill(self, label):
+        self.processes[label].kill()
+        self.processes[label].join()
+
+    def end(self):
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+
+def _be(act, address, given, path):
+    def tell(value, path=path):
+        Path(f"{path}.draft").write_text(json.dumps(value))
+        Path(f"{path}.draft").rename(path)
+
+    def join():
+        return join_world(address, **given)
+
+    join.mark = lambda name: tell(True, str(Path(path).parent / f"mark {name}"))
+    join.wait_for = lambda name: _wait_for_file(Path(path).parent / f"mark {name}")
+    began = time.monotonic()
+    try:
+        tell({"value": act(join), "seconds": time.monotonic() - began})
+    except HyperCommError as error:
+        missing = getattr(error, "missing", ())
+        seconds = time.monotonic() - began
+        kind, text = type(error).__name__, str(error)
+        tell({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
+    signal.pause()  # the store may be here, and groups break with the process
+
+
+def _wait_for_file(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def crew(tmp_path):
+    crew = Crew(tmp_path)
+    yield crew
+    crew.end()
+
+
+def shake_hands(world):
+    """Sum the ranks of the world over all of them."""
+    total = torch.tensor([world.rank])
+    dist.all_reduce(total, group=world.pg)
+    return int(total)
+
+
+# ---- who is in a world --------------------------------------------------------------------------
+
+
+def use_groups(join):
+    world = join()
+    with GridSet({"trainer": "tp=2,dp=2", "engine": "tp=2"}, world=world) as grids:
+        grid = grids[world.part]
+        created = grids.create_pgs({"trainer": ["tp", "dp"], "engine": ["tp"]})
+        assert [pg is not None for pg in created[world.part]] == [True] * len(grid.dim_names)
+        facts = {"tp": grid["tp"].ranks, "at": grid.coords(), "sum": shake_hands(world)}
+        own = torch.tensor([float(world.rank)])
+        dist.broadcast(own, src=grid["tp"].ranks[1], group=grid["tp"].group)
+        facts["from the second"] = own.item()
+        received = torch.zeros(1)
+        ring = [
+            dist.P2POp(dist.isend, own + world.rank, (world.rank + 1) % 6, world.pg),
+            dist.P2POp(dist.irecv, received, (world.rank - 1) % 6, world.pg),
+        ]
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+        facts["ring"] = received.item()
+        facts["is default"] = World.default() is world if dist.is_initialized() else None
+    return facts
+
+
+def in_a_job(act, port, rank, size):
+    def body(join):
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)
+        return act(join)
+
+    return body
+
+
+# The trainers have a WORLD of their own, in which they have other numbers; the engines have none.
+def test_grids_by_parts(crew):
+    parts, port = {"trainer": 4, "engine": 2}, free_port()
+    for rank in range(4):
+        crew.start(in_a_job(use_groups, port, rank, 4), "trainer", rank, parts=parts)
+    for rank in range(2):
+        crew.start(use_groups, "engine", rank, parts=parts)
+    for rank in range(6):
+        label = f"trainer{rank}" if rank < 4 else f"engine{rank - 4}"
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        before = (rank - 1) % 6
+        told = crew.told(label)
+        assert told == {
+            "value": {
+                "tp": pair,
+                "at": {"tp": rank % 2, "dp": rank // 2} if rank < 4 else {"tp": rank % 2},
+                "sum": 15,
+                "from the second": pair[1],
+                "ring": before // 2 * 2 + 1 + before,
+                "is default": False if rank < 4 else None,
+            },
+            "seconds": told["seconds"],
+        }
+
+
+def move_weights(join, rounds=2):
+    world = join()
+    layouts = GridSet({"trainer": "tp=2", "engine": "tp=1"}, world=world).layouts
+    mapping = RankMapping(layouts["trainer"], layouts["engine"], along=None, shards={"tp": 0})
+    found = []
+    for number in range(rounds):
+        own, into = None, None
+        if world.part == "trainer":
+            own = {"w": torch.arange(4.0) + 4 * world.rank + 100 * number}
+        else:
+            into = {"w": torch.zeros(8)}
+        transfer_state(mapping, own, into=into, world=world)
+        found.append(None if into is None else into["w"].tolist())
+    return found
+
+
+def test_weights_between_parts(crew):
+    for part, size in PARTS.items():
+        for rank in range(size):
+            crew.start(move_weights, part, rank)
+    wanted = [[100.0 * number + each for each in range(8)] for number in range(2)]
+    assert crew.told("engine0")["value"] == wanted
+
+
+# A process is in two worlds of one store, with other numbers; their groups do not meet.
+def test_two_worlds(crew):
+    def both(join):
+        world = join()
+        parts = {"engine": 1, "judge": 1, "trainer": 2}
+        rank = 0 if world.part == "engine" else 1 - world.rank
+        other = join_world(world.store, name="v", parts=parts, part=world.part, rank=rank)
+        grids = [HyperCommGrid("all", cover="any", world=one) for one in (world, other)]
+        sums = [torch.tensor([one.rank]) for one in (world, other)]
+        for grid, total in zip(grids, sums, strict=True):
+            dist.all_reduce(total, group=grid.create_pg("all"))
+        return [world.rank, other.rank, *map(int, sums)]
+
+    def judge(join):
+        other = join()
+        total = torch.tensor([other.rank])
+        dist.all_reduce(total, group=HyperCommGrid("all", world=other).create_pg("all"))
+        return int(total)
+
+    for part, size in PARTS.items():
+        for rank in range(size):
+            crew.start(both, part, rank)
+    parts = {"engine": 1, "judge": 1, "trainer": 2}
+    crew.start(judge, "judge", 0, name="v", parts=parts)
+    told = [crew.told(label)["value"] for label in ("trainer0", "trainer1", "engine0")]
+    assert told == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6]]
+    assert crew.told("judge0")["value"] == 6
+
+
+# ---- what differs, and who is missing -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("differs", "names"),
+    [
+        ({"parts": {"trainer": 2, "engine": 2}}, "parts: "),
+        ({"parts": {"trainer": 1, "engine": 1}}, "parts: "),
+        ({"parts": {"engine": 1, "trainer": 2}}, "parts: "),
+        ({"backend": "cpu:gloo"}, "backend: "),
+        ({"name": "v"}, "world 'v'"),
+    ],
+)
+def test_what_differs(crew, differs, names):
+    for rank in range(2):
+        crew.start(lambda join: join().rank, "trainer", rank)
+    crew.start(lambda join: join().rank, "engine", 0, **differs)
+    labels = ["trainer0", "trainer1", "engine0"]
+    errors = [crew.told(label) for label in labels]
+    assert {error["kind"] for error in errors} == {"PlanMismatchError"}, errors
+    assert all(names in error["text"] for error in errors), errors
+    assert all("engine rank 0" in error["text"] for error in errors), errors
+    assert all("trainer rank" in error["text"] for error in errors), errors
+    assert all(socket.gethostname() in error["text"] for error in errors)
+
+
+def test_another_version(crew):
+    def newer(join):
+        hypercomm.__version__ = "99"
+        return join().rank
+
+    crew.start(lambda join: join().rank, "trainer", 0).start(newer, "engine", 0)
+    for label in ("trainer0", "engine0"):
+        error = crew.told(label)
+        assert (error["kind"], "hypercomm: " in error["text"]) == ("PlanMismatchError", True)
+
+
+def test_a_rank_is_missing(crew):
+    limit = timedelta(seconds=1)
+    for rank in range(2):
+        crew.start(lambda join: join().rank, "trainer", rank, timeout=limit)
+    for rank in range(2):
+        error = crew.told(f"trainer{rank}")
+        assert (error["kind"], error["missing"]) == ("GroupCreationTimeout", [2])
+        assert "engine rank 0 of 1 did not join" in error["text"]
+        assert error["seconds"] < 1 + 2
+
+
+# ---- who comes again ----------------------------------------------------------------------------
+
+
+# Two processes are started as one rank: the second one holds it, and all others go on with it.
+def test_one_rank_twice(crew):
+    crew.start(lambda join: join().rank, "engine", 0, "first")
+    crew.start(lambda join: shake_hands(join()), "trainer", 0)
+    time.sleep(0.5)
+    crew.start(lambda join: shake_hands(join()), "engine", 0, "second")
+    crew.start(lambda join: shake_hands(join()), "trainer", 1)
+    error = crew.told("first")
+    assert error["kind"] == "WorldRestartedError"
+    assert "as engine rank 0 of 1" in error["text"]
+    assert [crew.told(label)["value"] for label in ("second", "trainer0", "trainer1")] == [3, 3, 3]
+
+
+# An engine is killed. The trainers hear of the next one in the call that they wait in, and go on
+# with it; groups of the grid are there again.
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_an_engine_restarts(crew, is_waiting):
+    def train(join):
+        world = join()
+        grid = HyperCommGrid("all=3", world=world)
+        sums = [shake_hands(world)]
+        grid.create_pg("all")
+        join.mark(f"trainer {world.rank}")
+        if not is_waiting:
+            join.wait_for("the next engine")
+        began = time.monotonic()
+        with pytest.raises(WorldRestartedError, match=r"engine rank 0 of 1 \(host"):
+            grid.create_pg("all", name="next")
+        took_s = time.monotonic() - began
+        world.rejoin()
+        assert dict(grid.pgs) == {}
+        total = torch.tensor([world.rank + 1])
+        dist.all_reduce(total, group=grid["all"].group)
+        return [*sums, shake_hands(world), int(total), is_waiting or took_s < SOON_S]
+
+    def serve(join):
+        world = join()
+        grid = HyperCommGrid("all=3", world=world)
+        if world.incarnation == 0:
+            shake_hands(world)
+            grid.create_pg("all")
+            join.mark("engine")
+            signal.pause()
+        total = torch.tensor([world.rank + 1])
+        dist.all_reduce(total, group=grid["all"].group)
+        shake_hands(world)
+        return int(total)
+
+    def serve_again(join):
+        threading.Timer(0.3, join.mark, ["the next engine"]).start()
+        return serve(join)
+
+    for rank in range(2):
+        crew.start(train, "trainer", rank)
+    crew.start(serve, "engine", 0, serve=False)
+    for name in ("trainer 0", "trainer 1", "engine"):
+        crew.wait_for(name)
+    crew.kill("engine0")
+    crew.start(serve_again, "engine", 0, "again", serve=False)
+    assert crew.told("again")["value"] == 6
+    for rank in range(2):
+        assert crew.told(f"trainer{rank}")["value"] == [3, 3, 6, True]
+
+
+# A process that was stopped wakes up when another one has taken its place.
+def test_a_former_process_wakes_up(crew):
+    def wake_up(join):
+        world = join()
+        grid = HyperCommGrid("all=2", world=world)
+        join.mark("sleeps")
+        join.wait_for("awake")
+        for call in (lambda: grid.create_pg("all"), world.rejoin):
+            with pytest.raises(WorldRestartedError) as caught:
+                call()
+        return str(caught.value)
+
+    def train(join):
+        world = join()
+        join.wait_for("restarted")
+        world.rejoin()
+        join.mark("awake")
+        return shake_hands(world)
+
+    parts = {"trainer": 1, "engine": 1}
+    crew.start(train, "trainer", 0, parts=parts).start(
+        wake_up, "engine", 0, parts=parts, serve=False
+    )
+    crew.wait_for("sleeps")
+    again = lambda join: [join.mark("restarted"), shake_hands(join())][1]  # noqa: E731
+    crew.start(again, "engine", 0, "again", parts=parts, serve=False)
+    assert crew.told("again")["value"] == crew.told("trainer0")["value"] == 1
+    assert "end this one" in crew.told("engine0")["value"]
+
+
+# Nothing grows with the incarnations: keys of the store, threads, and open files.
+@pytest.mark.full
+def test_many_incarnations(crew):
+    def again_and_again(join):
+        world, sizes = join(), []
+        for number in range(100):
+            grid = HyperCommGrid("all=2", world=world)
+            grid.create_pg("all")
+            shake_hands(world)
+            grid.destroy()
+            world.rejoin()
+            if number in (9, 99):
+                shake_hands(world)
+                files = len([*Path("/proc/self/fd").iterdir()])
+                sizes.append([world.store.num_keys(), threading.active_count(), files])
+                shake_hands(world)
+        return sizes
+
+    parts = {"trainer": 1, "engine": 1}
+    crew.start(again_and_again, "trainer", 0, parts=parts)
+    crew.start(again_and_again, "engine", 0, parts=parts)
+    for label in ("trainer0", "engine0"):
+        early, late = crew.told(label, seconds=100)["value"]
+        assert all(two <= one + 2 for one, two in zip(early, late, strict=True)), (early, late)
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_service(port, says):
+    """Something else that listens on a port, and says something or nothing."""
+    held = []
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(server.accept()[0])
+                    held[-1].sendall(says)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield
+    for one in held:
+        one.close()
+
+
+@pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_nobody_serves(says):
+    port, began = free_port(), time.monotonic()
+    service = contextlib.nullcontext() if says is None else a_service(port, says)
+    with service, pytest.raises(LaunchError, match="is not served" if says is None else "answers"):
+        join_world(
+            f"tcp://127.0.0.1:{port}",
+            name="w",
+            parts=PARTS,
+            part="engine",
+            rank=0,
+            serve=False,
+            timeout=timedelta(seconds=1),
+        )
+    assert time.monotonic() - began < 1 + 2
+
+
+# The process that serves the store is killed while others wait: each fails, and once all have
+# joined again, at the same address, they go on.
+def test_the_store_dies(crew):
+    def train(join):
+        world = join()
+        shake_hands(world)
+        join.mark(f"trainer {world.rank}")
+        with pytest.raises(CreationError, match="the store of world 'w'"):
+            HyperCommGrid("all=3", world=world).create_pg("all", timeout=timedelta(seconds=5))
+        join.wait_for("served again")
+        world.rejoin()
+        return shake_hands(world)
+
+    def serve(join):
+        shake_hands(join())
+        join.mark("engine")
+        signal.pause()
+
+    crew.start(serve, "engine", 0, serve=True)
+    for rank in range(2):
+        crew.start(train, "trainer", rank, serve=False)
+    for name in ("trainer 0", "trainer 1", "engine"):
+        crew.wait_for(name)
+    time.sleep(0.5)
+    crew.kill("engine0")
+    time.sleep(0.5)
+    again = lambda join: [join.mark("served again"), shake_hands(join())][1]  # noqa: E731
+    crew.start(again, "engine", 0, "again", serve=True)
+    assert [crew.told(label)["value"] for label in ("again", "trainer0", "trainer1")] == [3, 3, 3]
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+GOOD = {"name": "w", "parts": {"engine": 1}, "part": "engine", "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "names"),
+    [
+        ({"name": ""}, LayoutError, "name"),
+        ({"name": "a/b"}, LayoutError, "a/b"),
+        ({"parts": {}}, LayoutError, "parts"),
+        ({"parts": {"engine": 0}}, LayoutError, "engine"),
+        ({"part": "engin"}, LayoutError, "did you mean 'engine'"),
+        ({"rank": 1}, RankOutsideError, "ranks 0 to 0, got rank 1"),
+        ({"rank": "0"}, LayoutError, "rank"),
+        ({"timeout": timedelta(0)}, GroupOptionsError, "timeout"),
+        ({"backend": "gluu"}, GroupOptionsError, "gluu"),
+        ({"address": 5}, LayoutError, "address"),
+        ({"address": "localhost"}, LayoutError, "tcp://host:29600"),
+        ({"address": "tcp://127.0.0.1:0"}, LayoutError, "tcp://host:29600"),
+        ({"address": "tcp://192.0.2.1:29600", "serve": True}, LaunchError, "not an address"),
+    ],
+)
+def test_arguments(change, error, names):
+    given = {"address": dist.HashStore(), **GOOD, **change}
+    with pytest.raises(error, match=names):
+        join_world(given.pop("address"), **given)
+
+
+def test_grids_of_a_world_of_one():
+    with join_world(dist.HashStore(), **GOOD) as world:
+        assert (world.title(0), world.size, world.is_default) == ("engine rank 0 of 1", 1, False)
+        assert HyperCommGrid("tp=1", world=world).create_pg("tp").size() == 1
+        with pytest.raises(WorldSizeError, match="'engine': tp=2 needs 2 ranks; the world has 1"):
+            GridSet({"engine": "tp=2"}, world=world)
+    with pytest.raises(NotInitializedError, match="has left the world 'w'"):
+        _ = world.pg
+    world.leave()
