@@ -41,25 +41,6 @@ def test_everything_runs(tmp_path):
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Ratios are to the reference, and a goal is a number or a share of somebody's median.
-def test_goals(modules):
-    measure = modules.measure
-    samples = {"ours": [1.0, 5.0, 3.0], "peer": [4.0, 4.0, 40.0]}
-    goals = {"ours": measure.Goal(0.7, "peer")}
-    ours, peer = measure.Table("creation", "ms", samples, "peer", goals).rows()
-    assert (ours["median"], ours["min"], ours["max"], ours["ratio"]) == (3.0, 1.0, 5.0, 0.75)
-    assert (ours["goal"], ours["reached"]) == ("at most 0.7 of peer", False)
-    assert (peer["ratio"], peer["goal"]) == (1.0, None)
-    reached = measure.Table("creation", "ms", samples, "peer", {"ours": measure.Goal(3)}).rows()[0]
-    assert (reached["goal"], reached["reached"]) == ("at most 3 ms", True)
-    text = measure.as_text([ours, peer]).splitlines()
-    assert text[1].split() == [
-        *["creation", "ours", "3.00", "ms", "1.00..5.00", "0.750"],
-        *["at", "most", "0.7", "of", "peer:", "NOT", "reached"],
-    ]
-    assert text[2].split() == ["peer", "4.00", "ms", "4.00..40.0", "1"]
-
-
 # The page's table is that of results.json.
 def test_the_page(modules):
     report = json.loads((BENCHMARKS / "results.json").read_text())

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -292,14 +291,3 @@ def test_shrinks():
         is_wrong()
     assert caught.value.rank == 1
     assert "shape=(2,)" in "".join(caught.value.__notes__)
-
-
-# A bug planted in a layer of one's own is found on real ranks, and shrunk, in seconds.
-@pytest.mark.slow
-@pytest.mark.alone
-def test_a_planted_bug_is_found_in_seconds(tmp_path):
-    example = Path(__file__).parents[2] / "examples" / "sharded_layer.py"
-    command = [sys.executable, example]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2,\n    batch=1,\n" in done.stdout
-    assert float(done.stdout.rpartition(": ")[2]) < 5
