@@ -409,19 +409,20 @@ def test_many_incarnations(crew):
 @contextlib.contextmanager
 def a_service(port, says):
     """Something else that listens on a port, and says something or nothing."""
-    held = []
-    with socket.create_server(("127.0.0.1", port)) as server:
+    is_over = threading.Event()
 
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(server.accept()[0])
-                    held[-1].sendall(says)
+    def serve():
+        with contextlib.ExitStack() as held, socket.create_server(("127.0.0.1", port)) as server:
+            server.settimeout(0.05)
+            while not is_over.is_set():
+                with contextlib.suppress(OSError):
+                    held.enter_context(server.accept()[0]).sendall(says)
 
-        threading.Thread(target=serve, daemon=True).start()
-        yield
-    for one in held:
-        one.close()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
@@ -504,7 +505,8 @@ def test_arguments(change, error, names):
 def test_grids_of_a_world_of_one():
     with join_world(dist.HashStore(), **GOOD) as world:
         assert (world.title(0), world.size, world.is_default) == ("engine rank 0 of 1", 1, False)
-        assert HyperCommGrid("tp=1", world=world).create_pg("tp").size() == 1
+        with HyperCommGrid("tp=1", world=world) as grid:
+            assert grid.create_pg("tp").size() == 1
         with pytest.raises(WorldSizeError, match="'engine': tp=2 needs 2 ranks; the world has 1"):
             GridSet({"engine": "tp=2"}, world=world)
     with pytest.raises(NotInitializedError, match="has left the world 'w'"):
