@@ -152,12 +152,12 @@ class GroupOwner:
         self.ended: dict[GroupKey, None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
-        self.given_world = world
+        self.given_world = None if world is None or world.is_default else world
         self.origin = self.world
         self._process = os.getpid()
         self._warned: set[str] = set()
-        if world is not None:
-            world.owners.add(self)
+        if self.given_world is not None:
+            self.given_world.owners.add(self)
 
     @property
     def world(self) -> World | None:

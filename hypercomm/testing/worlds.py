@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from hypercomm.errors import CreationError, LayoutError, WorldSizeError
 from hypercomm.layout.checks import as_int, as_world_size
+from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.torch_internals.backends import backend_config, default_timeout
+from hypercomm.process_groups.world import World, current
 
 _c10d: Any = dist.distributed_c10d
 _TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"]
@@ -169,8 +171,12 @@ def other_worlds(
 
 @contextlib.contextmanager
 def fake_world(
-    world_size: int, rank: int = 0, *, timeout: timedelta | None = None
-) -> Iterator[None]:
+    world_size: int,
+    rank: int = 0,
+    *,
+    parts: Mapping[str, int] | None = None,
+    timeout: timedelta | None = None,
+) -> Iterator[World]:
     """Make torch.distributed act as one rank of a large job within a `with` block.
 
     All groups of a grid are fake in it, whatever backend they ask for. Collectives on the fake
@@ -180,10 +186,15 @@ def fake_world(
     Args:
         world_size: The number of ranks of the job, at most 2**24.
         rank: The rank of this process.
+        parts: The number of ranks of each part, by its name, as `join_world` takes them.
         timeout: The timeout of the job; default: torch's.
 
+    Yields:
+        The world.
+
     Raises:
-        LayoutError: `world_size` or `rank` is not an int, or is out of range.
+        LayoutError: `world_size` or `rank` is not an int, or is out of range, or the parts have
+            other ranks.
         GroupOptionsError: `timeout` is not a duration.
         WorldSizeError: torch.distributed is already initialised.
         CreationError: The installed torch has no fake backend.
@@ -196,11 +207,18 @@ def fake_world(
         (7, 4096)
         >>> dist.is_initialized()
         False
+        >>> from hypercomm import GridSet
+        >>> with fake_world(12, rank=9, parts={"trainer": 8, "engine": 4}) as world:
+        ...     with GridSet({"trainer": "tp=4,dp=2", "engine": "tp=4"}, world=world) as grids:
+        ...         print(world.title(9), grids["engine"].coords())
+        engine rank 1 of 4 {'tp': 1}
     """
     as_world_size(world_size)
     check_timeout(timeout)
     if not 0 <= as_int(rank, "rank") < world_size:
         raise LayoutError(f"rank must be in range({world_size}), got {rank}")
+    if parts is not None and sum(parts.values()) != world_size:
+        raise LayoutError(f"parts {shown(parts)} have not the {world_size} ranks of the world")
     if dist.is_initialized():
         raise WorldSizeError(
             f"torch.distributed is already initialised, with {dist.get_world_size()} ranks; "
@@ -215,8 +233,10 @@ def fake_world(
             f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
         ) from error
     dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)
+    world = current()
+    world.parts = dict(parts or {})
     try:
-        yield
+        yield world
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

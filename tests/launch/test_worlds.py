@@ -204,6 +204,7 @@ def test_weights_between_parts(crew):
 
 
 # A process is in two worlds of one store, with other numbers; their groups do not meet.
+@pytest.mark.full
 def test_two_worlds(crew):
     def both(join):
         world = join()
@@ -258,6 +259,7 @@ def test_what_differs(crew, differs, names):
     assert all(socket.gethostname() in error["text"] for error in errors)
 
 
+@pytest.mark.full
 def test_another_version(crew):
     def newer(join):
         hypercomm.__version__ = "99"
@@ -280,6 +282,32 @@ def test_a_rank_is_missing(crew):
         assert error["seconds"] < 1 + 2
 
 
+# Parts that create groups in crossed order hear of it at once, and not after their timeout.
+def test_crossed_order(crew):
+    def create(join):
+        world = join()
+        shake_hands(world)
+        names = ["one", "two"] if world.part == "trainer" else ["two", "one"]
+        began = time.monotonic()
+        with (
+            HyperCommGrid("all=3", world=world) as grid,
+            pytest.raises(PlanMismatchError) as caught,
+        ):
+            for name in names:
+                grid.create_pg("all", name=name)
+        time.sleep(1)  # the others read it in the store, which this process may serve
+        return [str(caught.value), time.monotonic() - began - 1 < SOON_S]
+
+    for part, size in PARTS.items():
+        for rank in range(size):
+            crew.start(create, part, rank)
+    for label in ("trainer0", "trainer1", "engine0"):
+        text, is_soon = crew.told(label)["value"]
+        assert "engine rank 0 of 1 (host" in text, text
+        assert "create_pg('all', name='two')" in text, text
+        assert is_soon
+
+
 # ---- who comes again ----------------------------------------------------------------------------
 
 
@@ -298,7 +326,7 @@ def test_one_rank_twice(crew):
 
 # An engine is killed. The trainers hear of the next one in the call that they wait in, and go on
 # with it; groups of the grid are there again.
-@pytest.mark.parametrize("is_waiting", [True, False])
+@pytest.mark.parametrize("is_waiting", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_an_engine_restarts(crew, is_waiting):
     def train(join):
         world = join()
@@ -347,7 +375,44 @@ def test_an_engine_restarts(crew, is_waiting):
         assert crew.told(f"trainer{rank}")["value"] == [3, 3, 6, True]
 
 
+# Those that are left of a world may continue without the part that is lost.
+@pytest.mark.full
+def test_survivors(crew):
+    def train(join):
+        world = join()
+        with HyperCommGrid("all=3", world=world) as grid:
+            grid.create_pg("all", timeout=timedelta(seconds=1))
+            shake_hands(world)
+            join.mark(f"trainer {world.rank}")
+            join.wait_for("the loss")
+            left = grid.survivors(timedelta(seconds=2))
+            grid.reshape("all=2", ranks=left)
+            total = torch.tensor([world.rank + 1])
+            dist.all_reduce(total, group=grid.get_pg("all"))
+            rows = [row.ranks for row in grid.connect()]
+            return [left, rows, int(total)]
+
+    def be_lost(join):
+        world = join()
+        with HyperCommGrid("all=3", world=world) as grid:
+            grid.create_pg("all", timeout=timedelta(seconds=1))
+            shake_hands(world)
+            join.mark("engine")
+            signal.pause()
+
+    for rank in range(2):
+        crew.start(train, "trainer", rank)
+    crew.start(be_lost, "engine", 0, serve=False)
+    for name in ("trainer 0", "trainer 1", "engine"):
+        crew.wait_for(name)
+    crew.kill("engine0")
+    (crew.folder / "mark the loss").write_text("true")
+    for rank in range(2):
+        assert crew.told(f"trainer{rank}")["value"] == [[0, 1], [[0, 1]], 3]
+
+
 # A process that was stopped wakes up when another one has taken its place.
+@pytest.mark.full
 def test_a_former_process_wakes_up(crew):
     def wake_up(join):
         world = join()
@@ -425,6 +490,7 @@ def a_service(port, says):
     thread.join()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 def test_nobody_serves(says):
     port, began = free_port(), time.monotonic()
@@ -444,6 +510,7 @@ def test_nobody_serves(says):
 
 # The process that serves the store is killed while others wait: each fails, and once all have
 # joined again, at the same address, they go on.
+@pytest.mark.full
 def test_the_store_dies(crew):
     def train(join):
         world = join()
