@@ -32,8 +32,9 @@ TOLERANCES = {
     "sharded_layer": None,  # it compares on its ranks
     "survivors": 1e-12,
     "three_d_training": 1e-5,
+    "trainer_and_engine": None,  # the engine compares
 }
-LOSES_RANKS = {"elastic_restart", "renew_world", "survivors"}
+LOSES_RANKS = {"elastic_restart", "renew_world", "survivors", "trainer_and_engine"}
 """Those in which a rank that does not come in time is lost."""
 ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
 
@@ -84,6 +85,9 @@ def test_example(name, tmp_path):
             in done.stdout
         )
         assert float(figures.pop("seconds to find and shrink it")) < 60
+    if name == "trainer_and_engine":
+        assert "the first engine ended with [-9, -9]\n" in done.stdout
+        assert "the engine has received 10 rounds of weights in two lives\n" in done.stdout
     if name == "megatron_gpt":
         check_megatron_gpt(done.stdout)
         assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
