@@ -37,9 +37,10 @@ from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import Call, Scope, ask, together
+from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, together
 from hypercomm.process_groups.agreement.driver import run
 from hypercomm.process_groups.agreement.protocol import (
+    Exchange,
     Outcome,
     Read,
     Record,
@@ -426,13 +427,15 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     scope = Scope(lobby, "join", range(world.size), look=lambda: run(_look(lobby), lobby.store))
     while True:
         left_s = max(0.1, deadline - time.monotonic())
-        claim = _claim(world, lobby, facts, is_new=is_new)
+        claim = _claim(world, facts, is_new=is_new)
         lobby.seen["join"] = ask(lobby, title, partial(run, claim, lobby.store), left_s)
         is_new = False
         made: list[ProcessGroup | None] = []
         numbers: list[int] = []
 
         def work(call: Call[None], made: Any = made, numbers: Any = numbers) -> None:
+            if run(_read_claim(world), world.store) not in {None, world._claim}:
+                raise EndedError(Outcome("restarted", "another process has joined as this rank"))
             numbers.append(int(call.name.rpartition("/")[2]))
             made.append(_create(world, numbers[0]))
 
@@ -490,7 +493,7 @@ def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
     return text, (yield Read(f"{root}/again")) or ""
 
 
-def _claim(world: JoinedWorld, lobby: World, facts: str, *, is_new: bool) -> Steps[int]:
+def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int]:
     """Claim the rank, or check that this process still holds it; return the last round that ended.
 
     A round that a former process of this rank has joined fails, and all others join the next one.
@@ -498,9 +501,13 @@ def _claim(world: JoinedWorld, lobby: World, facts: str, *, is_new: bool) -> Ste
     Raises:
         WorldRestartedError: Another process has joined as this rank.
     """
-    root, me = f"{lobby.namespace}/join", world.title(world.rank)
-    place = f"{root}/claim/{world.part} {me}"
-    held = yield Read(place)
+    root, me = world._root, world.title(world.rank)
+    held = yield from _read_claim(world)
+    while is_new and held != world._claim:  # one after the other: each later one finds the former
+        found = yield Exchange(_claim_key(world), held or "", world._claim)
+        if found == world._claim:
+            break
+        held = found
     text = yield Read(root)
     record = None if text is None else Record.parse(root, text)
     if not is_new and held is not None:  # else the store is a new one
@@ -510,7 +517,6 @@ def _claim(world: JoinedWorld, lobby: World, facts: str, *, is_new: bool) -> Ste
                 f"{_in_words(held)}; end this one"
             )
         return -1 if record is None else record.round - (record.outcome is None)
-    yield Write(place, world._claim)
     if record is None:
         yield protocol.Append(_DIRECTORY, json.dumps(world.name) + "\n")
         return -1
@@ -526,6 +532,14 @@ def _claim(world: JoinedWorld, lobby: World, facts: str, *, is_new: bool) -> Ste
         return record.round - 1
     yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
     return record.round
+
+
+def _claim_key(world: JoinedWorld) -> str:
+    return f"{world._root}/claim/{world.title(world.rank)}"
+
+
+def _read_claim(world: JoinedWorld) -> Steps[str | None]:
+    return (yield Read(_claim_key(world)))  # type: ignore[no-any-return]
 
 
 def _in_words(claim: str | None) -> str:

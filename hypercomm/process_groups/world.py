@@ -49,10 +49,10 @@ class World:
         is_reporting: Whether the store holds a report that this rank waits or has failed.
         choices: The strategies that were chosen, by what the choice depends on.
         stale: Keys of addresses that no member needs any more; the next call deletes them.
-        served: Which store it is, and who serves it, as errors say it.
-        if_lost: What to do if the store is lost.
+        served: The store and the process that serves it, in words for errors.
+        if_lost: The advice of the error if the store is lost.
         serves: Whether this process may serve the store: it waits a little after a failure.
-        owners: What has created process groups in a world that was joined, and ends them with it.
+        owners: The owners of process groups in a world that was joined.
     """
 
     rank: int
@@ -180,11 +180,11 @@ class World:
             return self._counts[key] - 1
 
     def comes_of(self, before: World, numbers: tuple[int, ...]) -> None:
-        """Note which world this one came of, and the number there of each of its ranks."""
+        """Note from which world this one was made, and the number there of each of its ranks."""
         self.before, self.numbers = before, numbers
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
-        """Return the number of each rank in a world that this one came of; None: it did not."""
+        """Return the number of each rank in an earlier world; None if this one is not from it."""
         numbers, at = tuple(range(self.size)), self
         while at is not other:
             if at.before is None:

@@ -70,6 +70,14 @@ class Crew:
         """Wait until a process has called `mark` with a name."""
         self.told(f"mark {name}")
 
+    def wait_for_arrival(self, title):
+        """Wait until a rank waits for the others: it has claimed its number, and arrived."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        while not any(title in key for key in store.list_keys()):
+            time.sleep(0.01)
+        while not any(key.endswith("/ranks") for key in store.list_keys()):
+            time.sleep(0.01)
+
     def kill(self, label):
         self.processes[label].kill()
         self.processes[label].join()
@@ -313,7 +321,7 @@ def test_crossed_order(crew):
 def test_one_rank_twice(crew):
     crew.start(lambda join: join().rank, "engine", 0, "first")
     crew.start(lambda join: shake_hands(join()), "trainer", 0)
-    time.sleep(0.5)
+    crew.wait_for_arrival("engine rank 0")
     crew.start(lambda join: shake_hands(join()), "engine", 0, "second")
     crew.start(lambda join: shake_hands(join()), "trainer", 1)
     error = crew.told("first")

@@ -161,8 +161,8 @@ class Result(Generic[T]):
 # ---- one call ----------------------------------------------------------------------------------
 
 
-class _EndedError(Exception):
-    """The round has ended while this rank worked."""
+class EndedError(Exception):
+    """The call ends on this rank, which leaves its round as it is."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.text)
@@ -400,7 +400,7 @@ class Call(Generic[T]):
 
     def _end_with(self, error: BaseException) -> Outcome | None:
         """Adopt the outcome, or decide that the round fails on all ranks because of an error."""
-        if isinstance(error, _EndedError):
+        if isinstance(error, EndedError):
             return error.outcome
         if self._ticket is None:
             self._error = error
@@ -521,12 +521,12 @@ class Call(Generic[T]):
         """Report that this rank waits, and look whether it waits in vain."""
         ticket, world = self._round, self.scope.world
         if reason := world.has_ended():
-            raise _EndedError(Outcome("restarted", reason))
+            raise EndedError(Outcome("restarted", reason))
         if found := self.scope.look():
-            raise _EndedError(self._follow(protocol.decide(ticket, found)))
+            raise EndedError(self._follow(protocol.decide(ticket, found)))
         outcome = self._follow(protocol.read_outcome(ticket))
         if outcome is not None:
-            raise _EndedError(outcome)
+            raise EndedError(outcome)
         states = self._follow(protocol.read_arrivals(ticket))
         missing = tuple(rank for rank in self.scope.ranks if rank not in states)
         own = self._status(missing)
@@ -540,12 +540,12 @@ class Call(Generic[T]):
             outcome = explain_deadlock(circle)
             for status in circle[1:]:
                 self._end_elsewhere(status, outcome)
-            raise _EndedError(self._follow(protocol.decide(ticket, outcome)))
+            raise EndedError(self._follow(protocol.decide(ticket, outcome)))
         for rank in missing[:8] if own.grid else ():
             peer = self._follow(read_status(world.namespace, rank))
             found = None if peer is None else peer.outcome
             if found and own.grid in found.grids and found.token not in world.reported:
-                raise _EndedError(self._follow(protocol.decide(ticket, found)))
+                raise EndedError(self._follow(protocol.decide(ticket, found)))
 
     def _report_waiting(self) -> None:
         """Report that this rank waits, while its worker is in a backend."""
