@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,7 @@ _LAST_S = 5.0
 """How long the process that serves the store waits at its end until the others have left."""
 
 _MOST_NAMES = 8
+_PART = re.compile(r"[\w.-]+")
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -76,7 +78,7 @@ class JoinedWorld(World):
     Attributes:
         part: The part of this process.
         address: Where the store is served; "" for one that was given.
-        device: The device of this process's communicators, if one was given.
+        device: The device that was given, which is the current one; None without one.
         incarnation: How often the world has begun before, failures included.
     """
 
@@ -106,7 +108,7 @@ class JoinedWorld(World):
             )
         return self._pg
 
-    def has_ended(self) -> str:
+    def why_ended(self) -> str:
         """Return which rank has joined the world again since; "" if none has."""
         text = run(_read_pair(self._root), self.store)
         record = None if text[0] is None else Record.parse(self._root, text[0])
@@ -245,7 +247,7 @@ def join_world(
         timeout: How long to wait for the other ranks, and the default timeout of later calls and
             of process groups.
         backend: The backend of process groups.
-        device: The device of this process, for backends that need one to connect.
+        device: The device of this process, which becomes the current one: NCCL connects on it.
         serve: Whether this process may serve the address; True: it must.
 
     Returns:
@@ -274,6 +276,9 @@ def join_world(
     if not isinstance(name, str) or not name or "/" in name or not is_utf8(name):
         raise LayoutError(f"name must be a text without '/', got {shown(name)}")
     check_backend(backend)
+    chosen = None if device is None else torch.device(device)
+    if chosen is not None and chosen.type != "cpu":
+        torch.get_device_module(chosen.type).set_device(chosen)
     began, serves, at = time.monotonic(), False, ""
     if isinstance(address, str):
         at = address
@@ -293,7 +298,7 @@ def join_world(
         store=store,
         part=part,
         address=at,
-        device=None if device is None else torch.device(device),
+        device=chosen,
         served=f"the store of world {name!r}{at and f' at {at}'}",
         if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
         serves=serves,
@@ -316,7 +321,12 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
     """Return the size of each part, and the calling rank in the world."""
     if not isinstance(parts, Mapping) or not parts:
         raise LayoutError(f"parts must be sizes by name, as {{'engine': 4}}, got {shown(parts)}")
-    sizes = {str(one): as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
+    for one in parts:
+        if not isinstance(one, str) or not _PART.fullmatch(one):
+            raise LayoutError(
+                f"a part is named by letters, digits, '_', '-' or '.', got {shown(one)}"
+            )
+    sizes = {one: as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
     if part not in sizes:
         raise LayoutError(
             f"unknown part {shown(part)}; parts has {[*sizes]}{did_you_mean(str(part), sizes)}"

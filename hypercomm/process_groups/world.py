@@ -124,7 +124,7 @@ class World:
             first += size
         return f"rank {rank}"
 
-    def has_ended(self) -> str:
+    def why_ended(self) -> str:
         """Return why calls under way cannot end in this world any more; "" while they can."""
         return ""
 

@@ -558,6 +558,7 @@ GOOD = {"name": "w", "parts": {"engine": 1}, "part": "engine", "rank": 0}
         ({"name": "a/b"}, LayoutError, "a/b"),
         ({"parts": {}}, LayoutError, "parts"),
         ({"parts": {"engine": 0}}, LayoutError, "engine"),
+        ({"parts": {"engine": 1, "a, b": 1}}, LayoutError, "'a, b'"),
         ({"part": "engin"}, LayoutError, "did you mean 'engine'"),
         ({"rank": 1}, RankOutsideError, "ranks 0 to 0, got rank 1"),
         ({"rank": "0"}, LayoutError, "rank"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from group_facts import store_of_world
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
-from hypercomm import HyperCommGrid, RankLayout
+from hypercomm import HyperCommGrid, RankLayout, join_world
 from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.testing import fake_world, registered_groups, simulate
 
@@ -53,6 +53,25 @@ def test_an_offset_grid_on_a_bound_world(creation):
             assert {call.what for call in calls} == {"create"} | connects
             assert [is_lazy(call) for call in made] == [HAS_SWITCH] * 2
             assert {call.timeout for call in made} == {timedelta(minutes=10)}
+        assert dist.group.WORLD.bound_device_id == CUDA_5
+
+
+# A world that is joined has communicators of its own: none is split off a bound WORLD.
+def test_a_joined_world_on_a_bound_world():
+    who = {"parts": {"engine": 1}, "part": "engine", "rank": 0, "backend": "nccl"}
+    with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
+        calls.clear()
+        with (
+            join_world(dist.HashStore(), name="weights", **who) as world,
+            HyperCommGrid("tp=1", world=world) as grid,
+        ):
+            grid.create_pg("tp")
+            made = [call for call in calls if call.what == "create"]
+            assert what(made) == [("create", (0,), False)] * 2
+            assert {call.name for call in made} == {
+                world.pg.group_name,
+                grid.get_pg("tp").group_name,
+            }
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 

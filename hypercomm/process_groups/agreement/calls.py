@@ -520,7 +520,7 @@ class Call(Generic[T]):
     def _look(self) -> None:
         """Report that this rank waits, and look whether it waits in vain."""
         ticket, world = self._round, self.scope.world
-        if reason := world.has_ended():
+        if reason := world.why_ended():
             raise EndedError(Outcome("restarted", reason))
         if found := self.scope.look():
             raise EndedError(self._follow(protocol.decide(ticket, found)))
