@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import attrs
 import torch
@@ -88,6 +89,7 @@ class JoinedWorld(World):
     incarnation: int = -1
     _claim: str = ""
     _may_serve: bool | None = None
+    _last: int = -1
     _pg: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -283,7 +285,7 @@ def join_world(
     if isinstance(address, str):
         at = address
         store, serves = _reach(address, serve, limit_s)
-    elif isinstance(address, dist.Store):  # type: ignore[attr-defined]
+    elif hasattr(address, "compare_set"):
         store = address
     else:
         raise LayoutError(f"address must be 'tcp://host:port' or a store, got {shown(address)}")
@@ -302,10 +304,14 @@ def join_world(
         served=f"the store of world {name!r}{at and f' at {at}'}",
         if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
         serves=serves,
-        claim=json.dumps([this_host(), os.getpid(), time.time_ns()]),
+        claim=json.dumps([this_host(), os.getpid(), uuid4().hex]),
         may_serve=serve,
     )
-    _enter(world, limit_s - (time.monotonic() - began), is_new=True)
+    try:
+        _enter(world, limit_s - (time.monotonic() - began), is_new=True)
+    except BaseException:  # also an interrupt after all have joined
+        world._end_groups()
+        raise
     return world
 
 
@@ -424,7 +430,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         store=world.store,
         namespace=f"{_ROOT}/{world.name}",
     )
-    lobby.seen["join"] = world.incarnation
+    lobby.seen["join"] = world._last
     facts = protocol.as_entry(
         f"world {world.name!r}",
         {
@@ -438,7 +444,9 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     while True:
         left_s = max(0.1, deadline - time.monotonic())
         claim = _claim(world, facts, is_new=is_new)
-        lobby.seen["join"] = ask(lobby, title, partial(run, claim, lobby.store), left_s)
+        seen = ask(lobby, title, partial(run, claim, lobby.store), left_s)
+        if seen is not None:
+            lobby.seen["join"] = seen
         is_new = False
         made: list[ProcessGroup | None] = []
         numbers: list[int] = []
@@ -456,6 +464,8 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
             if time.monotonic() < deadline:
                 continue  # a rank has begun again while this one waited
             raise
+        finally:
+            world._last = lobby.seen["join"]
         pg = made[0]
         if pg is None:
             raise CreationError(f"{title} made no process group")
@@ -503,10 +513,13 @@ def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
     return text, (yield Read(f"{root}/again")) or ""
 
 
-def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int]:
-    """Claim the rank, or check that this process still holds it; return the last round that ended.
+def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]:
+    """Claim the rank, or check that this process still holds it.
 
     A round that a former process of this rank has joined fails, and all others join the next one.
+
+    Returns:
+        The last round whose failure does not concern this rank; None: as before.
 
     Raises:
         WorldRestartedError: Another process has joined as this rank.
@@ -526,7 +539,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int]:
                 f"another process has joined world {world.name!r} as {me}: "
                 f"{_in_words(held)}; end this one"
             )
-        return -1 if record is None else record.round - (record.outcome is None)
+        return None
     if record is None:
         yield protocol.Append(_DIRECTORY, json.dumps(world.name) + "\n")
         return -1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, join_world
+from hypercomm.launch.worlds import JoinedWorld
 from hypercomm.process_groups.world import current
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
@@ -88,6 +90,39 @@ def a_state() -> Call:
     return Call(make, lambda: None)
 
 
+PARTS = {"trainer": 1, "engine": 2}
+
+
+def join(**changes: Any) -> JoinedWorld:
+    """Join a world of three ranks, as the part that the rank has by its number."""
+    rank = dist.get_rank()
+    part, number = ("engine", rank - 1) if rank else ("trainer", 0)
+    given = {"name": "w", "parts": PARTS, "timeout": timedelta(seconds=T)} | changes
+    return join_world(current().store, part=part, rank=number, **given)
+
+
+def a_join() -> Call:
+    """Three ranks of two parts."""
+    worlds: list[JoinedWorld] = []
+    return Call(lambda: worlds.append(join()), lambda: len(worlds), worlds)
+
+
+def joined(make: Callable[[JoinedWorld], object]) -> Callable[[], Call]:
+    """A call in a world that was joined."""
+
+    def set_up() -> Call:
+        world = join()
+        return Call(lambda: make(world), lambda: world._pg and world.incarnation, world)
+
+    return set_up
+
+
+def consent_in(world: JoinedWorld) -> None:
+    """What ranks of a joined world agree on before a transfer."""
+    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
+    consent(world, mapping, "all")
+
+
 class Case(NamedTuple):
     """A call to try.
 
@@ -132,6 +167,9 @@ CASES = {
     "transfer": Case(3, a_transfer, retries=False),
     "transfer_state": Case(3, a_state, retries=False),
     "consent": Case(3, a_consent),
+    "join_world": Case(3, a_join),
+    "rejoin": Case(3, joined(JoinedWorld.rejoin)),
+    "consent in a joined world": Case(3, joined(consent_in)),
 }
 
 

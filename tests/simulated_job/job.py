@@ -155,6 +155,10 @@ class Client:
         """Delete a key."""
         return self._do("delete_key", key, lambda: self._held.pop(key, None)) is not None
 
+    def list_keys(self) -> list[str]:
+        """Return all keys."""
+        return list(self._do("list_keys", "", lambda: [*self._held]))
+
     def has_extended_api(self) -> bool:
         """Return True."""
         return True
@@ -324,8 +328,10 @@ class Rank:
 
     def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
         """Create a group as torch's helper does, in the store that it is given."""
-        self._place = args[4]
-        return self.world.new_group(*args, **options)
+        size, position, ranks, backend, self._place = args
+        if not ranks:  # torch does not know those of a joined world
+            ranks = [self.number if at == position else -1 - at for at in range(size)]
+        return self.world.new_group(size, position, ranks, backend, self._place, **options)
 
     def _group(self, name: str, ranks: Sequence[int], timeout: timedelta, text: str) -> JobGroup:
         group = JobGroup(name, ranks.index(self.number), len(ranks), timeout, text)
@@ -500,7 +506,10 @@ def simulate_job(
     return job
 
 
-_ROOMS = ("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.transfers.")
+_ROOMS = (
+    *("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.transfers."),
+    "hypercomm.launch.worlds",
+)
 
 
 def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> None:
