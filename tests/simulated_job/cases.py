@@ -96,9 +96,9 @@ PARTS = {"trainer": 1, "engine": 2}
 def join(**changes: Any) -> JoinedWorld:
     """Join a world of three ranks, as the part that the rank has by its number."""
     rank = dist.get_rank()
-    part, number = ("engine", rank - 1) if rank else ("trainer", 0)
-    given = {"name": "w", "parts": PARTS, "timeout": timedelta(seconds=T)} | changes
-    return join_world(current().store, part=part, rank=number, **given)
+    given = {"part": "engine", "rank": rank - 1} if rank else {"part": "trainer", "rank": 0}
+    given |= {"name": "w", "parts": PARTS, "timeout": timedelta(seconds=T)}
+    return join_world(current().store, **(given | changes))
 
 
 def a_join() -> Call:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACE = Path("hypercomm/process_groups/agreement")
+PLACES = ("hypercomm/process_groups/agreement/*.py", "hypercomm/launch/worlds.py")
 
 MUTANTS = {
     "a round is ended without a look at how it has ended": (
@@ -29,7 +29,7 @@ MUTANTS = {
         "    yield Add(ticket.count)\n    if (yield Add(ticket.count)) < size:\n",
     ),
     "ranks that have arrived do not say so": (
-        '        run_one(protocol.Append(ticket.arrivals, f"{job.rank},"))\n',
+        '        self._perform(protocol.Append(ticket.arrivals, f"{world.rank},"))\n',
         "",
     ),
     "ranks that have finished do not say so": (
@@ -57,12 +57,12 @@ MUTANTS = {
         "        pass\n",
     ),
     "a late rank ends a round of others": (
-        "        if ticket.record.first == self._proposal:\n            return run(",
-        "        if True:\n            return run(",
+        "        if ticket.record.first == self._proposal:\n",
+        "        if True:\n",
     ),
     "ranks that wait do not say so": (
-        "            run_one(protocol.Write(status_key(job.namespace, job.rank), own.text()))\n",
-        "            pass\n",
+        "status_key(world.namespace, world.rank), own.text()",
+        "status_key(world.namespace, -1), own.text()",
     ),
     "a circle is not ended elsewhere": (
         "                self._end_elsewhere(status, outcome)\n",
@@ -80,6 +80,26 @@ MUTANTS = {
         "            if self._is_interrupted:\n                raise _InterruptedError\n",
         "",
     ),
+    "a rank that joins again leaves the round that it was in": (
+        '    yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))\n',
+        "",
+    ),
+    "a rank that another process has joins again": (
+        "        if held != world._claim:\n",
+        "        if False:\n",
+    ),
+    "nobody looks whether a rank has joined again": (
+        "        if record is None or record.round <= self.incarnation:\n",
+        "        if True:\n",
+    ),
+    "keys of former incarnations stay": (
+        "            world.store.delete_key(key)\n",
+        "            pass\n",
+    ),
+    "worlds of other names are not looked at": (
+        "        if other is None or not (",
+        "        if True or not (",
+    ),
 }
 
 
@@ -90,7 +110,8 @@ def test_a_mistake_is_noticed(tmp_path, name):
     shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
     if name is not None:
         old, new = MUTANTS[name]
-        (path,) = [one for one in (tmp_path / PLACE).glob("*.py") if old in one.read_text()]
+        files = [path for place in PLACES for path in tmp_path.glob(place)]
+        (path,) = [one for one in files if old in one.read_text()]
         text = path.read_text()
         assert text.count(old) == 1, "the source has changed: adapt the mutant"
         path.write_text(text.replace(old, new))
