@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
 
 import attrs
 import numpy as np
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, UnknownDimError
@@ -555,8 +556,9 @@ class GridView:
     def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
         """Return the key, and the view that was asked for, which may share the dims."""
         state = self._state
-        state.owner.check_alive()
-        if state.owner.world is None and state.owner.origin is not None:
+        owner = state.owner
+        owner.check_alive()
+        if dist.group.WORLD is None and owner.given_world is None and owner.origin is not None:
             c10d.world_group()  # raises: the job that the grid was made in has ended
         if name is not None:
             check_name(name)
