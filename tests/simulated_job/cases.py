@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
-from hypercomm.process_groups.world import current
+from hypercomm.launch.worlds import JoinedWorld, join_world
+from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
@@ -68,13 +70,13 @@ def a_transfer() -> Call:
     return Call(make, lambda: None)
 
 
-def a_consent() -> Call:
+def a_consent(world: World | None = None) -> Call:
     """What ranks agree on before a transfer."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
-    return Call(lambda: consent(current(), mapping, "all"), lambda: None)
+    return Call(lambda: consent(world or current(), mapping, "all"), lambda: None, world)
 
 
-def a_state() -> Call:
+def a_state(world: World | None = None) -> Call:
     """From two ranks to one."""
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
@@ -82,10 +84,38 @@ def a_state() -> Call:
         rank, into = dist.get_rank(), {"w": torch.zeros(4)}
         sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
         ends: Any = {"into": into} if rank == 2 else {"state": sent}
-        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True)
+        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True, world=world)
         assert rank != 2 or into["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
-    return Call(make, lambda: None)
+    return Call(make, lambda: None, world)
+
+
+PARTS = {"trainer": 2, "engine": 1}
+
+
+def joined(number: int | None = None, **options: Any) -> JoinedWorld:
+    """Join a world of two parts, by default as the rank that has the same number in the job."""
+    part, rank = [("trainer", 0), ("trainer", 1), ("engine", 0)][
+        dist.get_rank() if number is None else number
+    ]
+    facts: dict[str, Any] = {"name": "weights", "parts": PARTS, **options}
+    timeout = timedelta(seconds=T)
+    return join_world(this_rank().store, part=part, rank=rank, timeout=timeout, **facts)
+
+
+def worlds() -> object:
+    """Return the groups of worlds that this rank has joined."""
+    return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
+
+
+def a_rejoin() -> Call:
+    """The engine starts again, and the trainers go on with it."""
+    world = joined()
+    gate("all have joined")
+    if dist.get_rank() < 2:
+        return Call(world.rejoin, worlds, world)
+    world.leave()
+    return Call(joined, worlds)
 
 
 class Case(NamedTuple):
@@ -132,6 +162,13 @@ CASES = {
     "transfer": Case(3, a_transfer, retries=False),
     "transfer_state": Case(3, a_state, retries=False),
     "consent": Case(3, a_consent),
+    "join_world": Case(3, lambda: Call(joined, worlds)),
+    "rejoin": Case(3, a_rejoin),
+    "create_pg in a joined world": grid_case(
+        3, lambda: HyperCommGrid([3], ["tp"], world=joined()), lambda grid: grid.create_pg("tp")
+    ),
+    "transfer_state in a joined world": Case(3, lambda: a_state(joined()), retries=False),
+    "consent in a joined world": Case(3, lambda: a_consent(joined())),
 }
 
 

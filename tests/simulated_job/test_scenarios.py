@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import HyperCommError
+from hypercomm.process_groups.world import current
 from hypercomm.transfers.consent import consent
 from simulated_job.cases import GRACE_S, T, square
 from simulated_job.job import (
@@ -381,7 +382,7 @@ def test_a_restart_on_the_old_store(at):
 def test_a_lone_rank():
     def program():
         rank = dist.get_rank()
-        attempt(consent, RankMapping(*[RankLayout([1], ["dp"], rank)] * 2), "all")
+        attempt(consent, current(), RankMapping(*[RankLayout([1], ["dp"], rank)] * 2), "all")
 
     job = simulate_job(program, 2)
     assert job.kinds(0) == ["", ""], job
