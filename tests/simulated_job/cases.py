@@ -15,7 +15,7 @@ from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
-from simulated_job.job import Job, attempt, gate, mark, simulate_job, sleep, this_rank
+from simulated_job.job import Job, Made, attempt, gate, mark, simulate_job, sleep, this_rank
 
 T = 10.0
 GRACE_S = 2.0
@@ -105,6 +105,7 @@ def joined(number: int | None = None, **options: Any) -> JoinedWorld:
 
 def worlds() -> object:
     """Return the groups of worlds that this rank has joined."""
+    sleep(0.1)  # a thread that the call has left undoes what it did
     return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
 
 
@@ -126,11 +127,14 @@ class Case(NamedTuple):
         set_up: Returns the call.
         retries: Whether it can be repeated whatever has happened: data under way is lost, and
             torch cannot undo a collective.
+        hears: Whether a rank hears of a failure just before it came. One that joins a world again
+            does not: it waits for the others to try again.
     """
 
     size: int
     set_up: Callable[[], Call]
     retries: bool = True
+    hears: bool = True
 
 
 def grid_case(
@@ -163,7 +167,7 @@ CASES = {
     "transfer_state": Case(3, a_state, retries=False),
     "consent": Case(3, a_consent),
     "join_world": Case(3, lambda: Call(joined, worlds)),
-    "rejoin": Case(3, a_rejoin),
+    "rejoin": Case(3, a_rejoin, hears=False),
     "create_pg in a joined world": grid_case(
         3, lambda: HyperCommGrid([3], ["tp"], world=joined()), lambda grid: grid.create_pg("tp")
     ),
@@ -174,7 +178,7 @@ CASES = {
 
 def program(case: str) -> Any:
     """Make a call; then all that live repeat it until it succeeds."""
-    _, set_up, retries = CASES[case]
+    _, set_up, retries, _ = CASES[case]
     call = set_up()
     gate("is set up")
     mark()
@@ -193,13 +197,16 @@ def program(case: str) -> Any:
 # ---- what holds of each run ---------------------------------------------------------------------
 
 
-def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
+def broken(
+    job: Job, timeout_s: float = T, extra_s: float = 0.0, *, hears: bool = True
+) -> list[str]:
     """Return which promises a run has broken, of those that hold of all runs.
 
     Args:
         job: The run.
         timeout_s: The timeout of each call.
         extra_s: How much longer the ranks that had a fault may take.
+        hears: As for `Case`.
     """
     odd = {fault.rank for fault in job.happened}
     words = [job.is_stuck] if job.is_stuck else []
@@ -211,9 +218,21 @@ def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
             named = getattr(call.error, "missing", None)
             if call.took_s > limit_s:
                 words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
-            if named is not None and (not named or not {*named} <= odd):
+            just = odd if hears else odd | _given_up(job, call)
+            if named is not None and (not named or not {*named} <= just):
                 words.append(f"{rank} accuses {named}")
     return words + _unlike_groups(job)
+
+
+def _given_up(job: Job, call: Made) -> set[int]:
+    """Return the ranks whose call has failed long before the end of another rank's."""
+    late_s = call.began_s + call.took_s - 1.0
+    return {
+        rank.number
+        for rank in job.living()
+        for one in rank.calls
+        if one.error is not None and call.began_s < one.began_s + one.took_s < late_s
+    }
 
 
 def _unlike_groups(job: Job) -> list[str]:
@@ -231,7 +250,8 @@ def _unlike_groups(job: Job) -> list[str]:
 def broken_by_fault(job: Job, case: str) -> list[str]:
     """Return which promises a run of `program` with one fault has broken."""
     limit_s = T if CASES[case].retries else 2 * T  # to agree, and to send
-    words = broken(job, limit_s, sum(fault.seconds for fault in job.happened))
+    extra_s = sum(fault.seconds for fault in job.happened)
+    words = broken(job, limit_s, extra_s, hears=CASES[case].hears)
     ends = [rank.value for rank in job.living() if rank.value is not None]
     for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
         ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}
