@@ -6,12 +6,14 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import HyperCommError
 from simulated_job.cases import GRACE_S, PARTS, T, a_consent, joined
-from simulated_job.job import Server, attempt, gate, simulate_job, sleep, this_rank
+from simulated_job.job import Fault, Server, attempt, gate, mark, simulate_job, sleep, this_rank
 from simulated_job.test_scenarios import QUICK_S, check_time, seeds
 
 FACTS = {
     "parts": {"parts": {**PARTS, "engine": 2}},
+    "order": {"parts": dict(reversed(PARTS.items()))},
     "backend": {"backend": "cpu:gloo"},
+    "name": {"name": "others"},
 }
 """What one process says otherwise."""
 
@@ -47,6 +49,28 @@ def test_a_rank_that_does_not_come(missing, title):
     check_time(job, T + GRACE_S)
     assert {call.error.missing for call in job.calls(0)} == {(missing,)}, job
     assert all(title in str(call.error) for call in job.calls(0)), job
+
+
+# A process that ends at any moment while it joins may start again within the timeout; if the first
+# one lives, it must end.
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first_s", [0.0, 0.5])
+def test_a_rank_begins_again(first_s, step):
+    def program():
+        number = dist.get_rank()
+        sleep([first_s, 3.0, 0.1, 1.0][number])
+        mark()
+        attempt(joined, min(number, 2))
+
+    for at in range(1, 100, step):
+        job = simulate_job(program, 4, seed=at, faults=[Fault(2, at, "dies")], timeout_s=T)
+        check_time(job, T)
+        others = {rank.calls[0].kind for rank in job.ranks if rank.number != 2}
+        assert others == {""}, (at, job)
+        if not job.happened:
+            assert job.ranks[2].calls[0].kind == "WorldRestartedError", job
+            return
+    raise AssertionError("the first process has never heard of the second one")
 
 
 CALLS = {
