@@ -139,10 +139,10 @@ class JoinedWorld(World):
             PlanMismatchError, CreationError, LaunchError: As for `join_world`.
             WorldRestartedError: Another process has joined as this rank.
         """
-        limit_s = _seconds(timeout or self.timeout or TIMEOUT)
+        limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
         self._end_groups()
         try:
-            in_time(partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
+            ask(self, title, partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
         except RuntimeError:
             if not self.address:
                 raise

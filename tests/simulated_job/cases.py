@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, join_world
-from hypercomm.launch.worlds import JoinedWorld
-from hypercomm.process_groups.world import current
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm.launch.worlds import JoinedWorld, join_world
+from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.consent import consent
 from hypercomm.transfers.state import transfer_state
 from hypercomm.transfers.transfer import transfer
-from simulated_job.job import Job, attempt, gate, mark, simulate_job, sleep, this_rank
+from simulated_job.job import Job, Made, attempt, gate, mark, simulate_job, sleep, this_rank
 
 T = 10.0
 GRACE_S = 2.0
@@ -70,13 +70,13 @@ def a_transfer() -> Call:
     return Call(make, lambda: None)
 
 
-def a_consent() -> Call:
+def a_consent(world: World | None = None) -> Call:
     """What ranks agree on before a transfer."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
-    return Call(lambda: consent(current(), mapping, "all"), lambda: None)
+    return Call(lambda: consent(world or current(), mapping, "all"), lambda: None, world)
 
 
-def a_state() -> Call:
+def a_state(world: World | None = None) -> Call:
     """From two ranks to one."""
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
@@ -84,43 +84,39 @@ def a_state() -> Call:
         rank, into = dist.get_rank(), {"w": torch.zeros(4)}
         sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
         ends: Any = {"into": into} if rank == 2 else {"state": sent}
-        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True)
+        transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True, world=world)
         assert rank != 2 or into["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
-    return Call(make, lambda: None)
+    return Call(make, lambda: None, world)
 
 
-PARTS = {"trainer": 1, "engine": 2}
+PARTS = {"trainer": 2, "engine": 1}
 
 
-def join(**changes: Any) -> JoinedWorld:
-    """Join a world of three ranks, as the part that the rank has by its number."""
-    rank = dist.get_rank()
-    given = {"part": "engine", "rank": rank - 1} if rank else {"part": "trainer", "rank": 0}
-    given |= {"name": "w", "parts": PARTS, "timeout": timedelta(seconds=T)}
-    return join_world(current().store, **(given | changes))
+def joined(number: int | None = None, **options: Any) -> JoinedWorld:
+    """Join a world of two parts, by default as the rank that has the same number in the job."""
+    part, rank = [("trainer", 0), ("trainer", 1), ("engine", 0)][
+        dist.get_rank() if number is None else number
+    ]
+    facts: dict[str, Any] = {"name": "weights", "parts": PARTS, **options}
+    timeout = timedelta(seconds=T)
+    return join_world(this_rank().store, part=part, rank=rank, timeout=timeout, **facts)
 
 
-def a_join() -> Call:
-    """Three ranks of two parts."""
-    worlds: list[JoinedWorld] = []
-    return Call(lambda: worlds.append(join()), lambda: len(worlds), worlds)
+def worlds() -> object:
+    """Return the groups of worlds that this rank has joined."""
+    sleep(0.1)  # a thread that the call has left undoes what it did
+    return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
 
 
-def joined(make: Callable[[JoinedWorld], object]) -> Callable[[], Call]:
-    """A call in a world that was joined."""
-
-    def set_up() -> Call:
-        world = join()
-        return Call(lambda: make(world), lambda: world._pg and world.incarnation, world)
-
-    return set_up
-
-
-def consent_in(world: JoinedWorld) -> None:
-    """What ranks of a joined world agree on before a transfer."""
-    mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
-    consent(world, mapping, "all")
+def a_rejoin() -> Call:
+    """The engine starts again, and the trainers go on with it."""
+    world = joined()
+    gate("all have joined")
+    if dist.get_rank() < 2:
+        return Call(world.rejoin, worlds, world)
+    world.leave()
+    return Call(joined, worlds)
 
 
 class Case(NamedTuple):
@@ -131,11 +127,14 @@ class Case(NamedTuple):
         set_up: Returns the call.
         retries: Whether it can be repeated whatever has happened: data under way is lost, and
             torch cannot undo a collective.
+        hears: Whether a rank hears of a failure just before it came. One that joins a world again
+            does not: it waits for the others to try again.
     """
 
     size: int
     set_up: Callable[[], Call]
     retries: bool = True
+    hears: bool = True
 
 
 def grid_case(
@@ -167,15 +166,19 @@ CASES = {
     "transfer": Case(3, a_transfer, retries=False),
     "transfer_state": Case(3, a_state, retries=False),
     "consent": Case(3, a_consent),
-    "join_world": Case(3, a_join),
-    "rejoin": Case(3, joined(JoinedWorld.rejoin)),
-    "consent in a joined world": Case(3, joined(consent_in)),
+    "join_world": Case(3, lambda: Call(joined, worlds)),
+    "rejoin": Case(3, a_rejoin, hears=False),
+    "create_pg in a joined world": grid_case(
+        3, lambda: HyperCommGrid([3], ["tp"], world=joined()), lambda grid: grid.create_pg("tp")
+    ),
+    "transfer_state in a joined world": Case(3, lambda: a_state(joined()), retries=False),
+    "consent in a joined world": Case(3, lambda: a_consent(joined())),
 }
 
 
 def program(case: str) -> Any:
     """Make a call; then all that live repeat it until it succeeds."""
-    _, set_up, retries = CASES[case]
+    _, set_up, retries, _ = CASES[case]
     call = set_up()
     gate("is set up")
     mark()
@@ -194,13 +197,16 @@ def program(case: str) -> Any:
 # ---- what holds of each run ---------------------------------------------------------------------
 
 
-def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
+def broken(
+    job: Job, timeout_s: float = T, extra_s: float = 0.0, *, hears: bool = True
+) -> list[str]:
     """Return which promises a run has broken, of those that hold of all runs.
 
     Args:
         job: The run.
         timeout_s: The timeout of each call.
         extra_s: How much longer the ranks that had a fault may take.
+        hears: As for `Case`.
     """
     odd = {fault.rank for fault in job.happened}
     words = [job.is_stuck] if job.is_stuck else []
@@ -212,9 +218,21 @@ def broken(job: Job, timeout_s: float = T, extra_s: float = 0.0) -> list[str]:
             named = getattr(call.error, "missing", None)
             if call.took_s > limit_s:
                 words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
-            if named is not None and (not named or not {*named} <= odd):
+            just = odd if hears else odd | _given_up(job, call)
+            if named is not None and (not named or not {*named} <= just):
                 words.append(f"{rank} accuses {named}")
     return words + _unlike_groups(job)
+
+
+def _given_up(job: Job, call: Made) -> set[int]:
+    """Return the ranks whose call has failed long before the end of another rank's."""
+    late_s = call.began_s + call.took_s - 1.0
+    return {
+        rank.number
+        for rank in job.living()
+        for one in rank.calls
+        if one.error is not None and call.began_s < one.began_s + one.took_s < late_s
+    }
 
 
 def _unlike_groups(job: Job) -> list[str]:
@@ -232,7 +250,8 @@ def _unlike_groups(job: Job) -> list[str]:
 def broken_by_fault(job: Job, case: str) -> list[str]:
     """Return which promises a run of `program` with one fault has broken."""
     limit_s = T if CASES[case].retries else 2 * T  # to agree, and to send
-    words = broken(job, limit_s, sum(fault.seconds for fault in job.happened))
+    extra_s = sum(fault.seconds for fault in job.happened)
+    words = broken(job, limit_s, extra_s, hears=CASES[case].hears)
     ends = [rank.value for rank in job.living() if rank.value is not None]
     for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
         ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}

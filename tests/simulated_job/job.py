@@ -85,10 +85,11 @@ class Server:
     silent_s: float = math.inf
 
 
-class Client:
+class Client(dist.Store):  # type: ignore[name-defined, misc]
     """The store as one rank sees it; each operation is a step of the schedule."""
 
     def __init__(self, server: Server, rank: Rank) -> None:
+        super().__init__()
         self._server, self._rank, self._held = server, rank, server.held
 
     def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
@@ -157,7 +158,8 @@ class Client:
 
     def list_keys(self) -> list[str]:
         """Return all keys."""
-        return list(self._do("list_keys", "", lambda: [*self._held]))
+        found: list[str] = self._do("list_keys", "", lambda: [*self._held])
+        return found
 
     def has_extended_api(self) -> bool:
         """Return True."""
@@ -274,6 +276,7 @@ class Rank:
         is_dead: Whether it has died.
         points: How many steps it has made since `mark`.
         held: The process groups that it has at its end.
+        store: The store as it sees it.
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -290,12 +293,14 @@ class Rank:
         self.lazy = _Lazy()
         self.gates: Counter[str] = Counter()
         self._place: Any = None
+        self._position = 0
+        self.store = Client(job.server, self)
         self.world = OtherWorld(
-            lambda: self._group("0", [*range(job.size)], job.timeout, "default_pg"),
+            lambda: self._group("0", self.number, job.size, job.timeout, "default_pg"),
             {rank: rank for rank in range(job.size)},
             "gloo",
             self._create,
-            store=Client(job.server, self),
+            store=self.store,
             end=lambda group: group.end(),
         )
 
@@ -326,22 +331,27 @@ class Rank:
             else:
                 self.link = fault
 
-    def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
-        """Create a group as torch's helper does, in the store that it is given."""
-        size, position, ranks, backend, self._place = args
-        if not ranks:  # torch does not know those of a joined world
-            ranks = [self.number if at == position else -1 - at for at in range(size)]
-        return self.world.new_group(size, position, ranks, backend, self._place, **options)
+    def new_group(
+        self, size: int, position: int, ranks: Sequence[int], *args: Any, **options: Any
+    ) -> tuple[Any, None]:
+        """Create a group as torch's helper does, in the store that it is given.
 
-    def _group(self, name: str, ranks: Sequence[int], timeout: timedelta, text: str) -> JobGroup:
-        group = JobGroup(name, ranks.index(self.number), len(ranks), timeout, text)
+        Of a group of a joined world, torch is not told the ranks.
+        """
+        self._position, self._place = position, args[1]
+        return self.world.new_group(size, position, ranks or range(size), *args, **options)
+
+    def _group(
+        self, name: str, position: int, size: int, timeout: timedelta, text: str
+    ) -> JobGroup:
+        group = JobGroup(name, position, size, timeout, text)
         group.rank_process = self
         return group
 
     def _create(
         self, name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, text: str
     ) -> JobGroup:
-        group = self._group(name, ranks, timeout, text)
+        group = self._group(name, self._position, len(ranks), timeout, text)
         if "gloo" in c10d.single_backends(backend):
             try:
                 group.connect(self._place, timeout)

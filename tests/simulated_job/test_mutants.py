@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("hypercomm/process_groups/agreement/*.py", "hypercomm/launch/worlds.py")
+PLACES = ["hypercomm/process_groups/agreement/*.py", "hypercomm/launch/worlds.py"]
 
 MUTANTS = {
     "a round is ended without a look at how it has ended": (
@@ -80,25 +80,29 @@ MUTANTS = {
         "            if self._is_interrupted:\n                raise _InterruptedError\n",
         "",
     ),
+    "a rank that joins again does not end the round of its former process": (
+        '    yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))\n',
+        "",
+    ),
     "a rank that joins again leaves the round that it was in": (
         '    yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))\n',
         "",
     ),
-    "a rank that another process has joins again": (
-        "        if held != world._claim:\n",
-        "        if False:\n",
+    "worlds of other names are not looked at": (
+        "        if other is None or not (",
+        "        if True or not (",
     ),
-    "nobody looks whether a rank has joined again": (
+    "calls in a joined world do not hear that a rank has joined again": (
         "        if record is None or record.round <= self.incarnation:\n",
         "        if True:\n",
+    ),
+    "a process that has been replaced joins again": (
+        "        if held != world._claim:\n",
+        "        if False:\n",
     ),
     "keys of former incarnations stay": (
         "            world.store.delete_key(key)\n",
         "            pass\n",
-    ),
-    "worlds of other names are not looked at": (
-        "        if other is None or not (",
-        "        if True or not (",
     ),
 }
 
@@ -110,8 +114,8 @@ def test_a_mistake_is_noticed(tmp_path, name):
     shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
     if name is not None:
         old, new = MUTANTS[name]
-        files = [path for place in PLACES for path in tmp_path.glob(place)]
-        (path,) = [one for one in files if old in one.read_text()]
+        paths = [path for place in PLACES for path in tmp_path.glob(place)]
+        (path,) = [path for path in paths if old in path.read_text()]
         text = path.read_text()
         assert text.count(old) == 1, "the source has changed: adapt the mutant"
         path.write_text(text.replace(old, new))

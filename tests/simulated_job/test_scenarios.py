@@ -10,7 +10,7 @@ from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import HyperCommError
 from hypercomm.process_groups.world import current
 from hypercomm.transfers.consent import consent
-from simulated_job.cases import GRACE_S, T, consent_in, join, square
+from simulated_job.cases import GRACE_S, T, square
 from simulated_job.job import (
     Fault,
     Server,
@@ -20,7 +20,6 @@ from simulated_job.job import (
     mark,
     simulate_job,
     sleep,
-    this_rank,
     thread,
 )
 
@@ -437,63 +436,3 @@ def test_two_sets_do_not_both_continue(seed):
     kinds = job.kinds(0)
     assert not ("" in kinds[:2] and "" in kinds[2:]), job
     assert kinds[0] == kinds[1] or "" not in kinds[:2], job
-
-
-# ---- worlds across jobs --------------------------------------------------------------------------
-
-
-# One rank joins with another backend, or under another name: all hear so at once.
-@seeds
-@pytest.mark.parametrize("change", [{"backend": "cpu:gloo"}, {"name": "v"}])
-def test_worlds_that_differ(seed, change):
-    def program():
-        attempt(join, **(change if dist.get_rank() == 2 else {}))
-
-    job = simulate_job(program, 3, seed=seed)
-    check_time(job, QUICK_S)
-    assert job.kinds(0) == ["PlanMismatchError"] * 3, job
-
-
-# Rank 3 stands for a second process that joins as engine rank 1, when the first one waits for the
-# trainer: the first one fails, and all others go on with the second.
-@seeds
-def test_a_rank_of_a_world_that_is_there_twice(seed):
-    def program():
-        rank = dist.get_rank()
-        sleep({0: 1.0, 3: 0.5}.get(rank, 0.0))
-        attempt(join, **({"part": "engine", "rank": 1} if rank == 3 else {}))
-
-    job = simulate_job(program, 4, seed=seed)
-    check_time(job, QUICK_S + 1.0)
-    assert job.kinds(0) == ["", "", "WorldRestartedError", ""], job
-
-
-# Rank 3 stands for the next process of engine rank 1. The others hear of it in the call that they
-# wait in, and go on with it; the former process cannot, and nothing of its time is in the store.
-@seeds
-def test_a_part_of_a_world_restarts(seed):
-    def program():
-        rank = dist.get_rank()
-        made = None if rank == 3 else attempt(join).value
-        gate("joined")
-        if rank == 3:
-            made = attempt(join, part="engine", rank=1).value
-        elif rank != 2:
-            attempt(consent_in, made)
-            attempt(made.rejoin)
-        gate("joined again")
-        left = [key for key in this_rank().job.server.held if "worlds/w/0/" in key]
-        gate("has looked")
-        attempt(consent_in, made)
-        if rank == 2:
-            attempt(made.rejoin)
-        return left
-
-    job = simulate_job(program, 4, seed=seed)
-    check_time(job, QUICK_S + 1.0)
-    kinds = [[call.kind for call in rank.calls] for rank in job.ranks]
-    restarted = "WorldRestartedError"
-    assert kinds[0] == kinds[1] == ["", restarted, "", ""], job
-    assert kinds[2] == ["", restarted, restarted], job
-    assert kinds[3] == ["", ""], job
-    assert job.values() == [[]] * 4

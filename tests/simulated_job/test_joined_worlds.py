@@ -1,0 +1,156 @@
+"""Processes that join a world, join it again, or do not come; process 3 starts as rank 2 again."""
+
+import pytest
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from hypercomm.errors import HyperCommError
+from simulated_job.cases import GRACE_S, PARTS, T, a_consent, joined
+from simulated_job.job import Fault, Server, attempt, gate, mark, simulate_job, sleep, this_rank
+from simulated_job.test_scenarios import QUICK_S, check_time, seeds
+
+FACTS = {
+    "parts": {"parts": {**PARTS, "engine": 2}},
+    "order": {"parts": dict(reversed(PARTS.items()))},
+    "backend": {"backend": "cpu:gloo"},
+    "name": {"name": "others"},
+}
+"""What one process says otherwise."""
+
+
+# Of a difference all hear at once, in whatever order they come. Then all can join; who comes as a
+# rank that was not there before may hear it once more.
+@seeds
+@pytest.mark.parametrize("fact", FACTS)
+def test_facts_differ(fact, seed):
+    def program():
+        rank = dist.get_rank()
+        sleep(0.05 * ((rank + seed) % 3))
+        attempt(joined, **(FACTS[fact] if rank == 2 else {}))
+        gate("all have heard")
+        if attempt(joined).error is not None:
+            attempt(joined)
+
+    job = simulate_job(program, 3, seed=seed)
+    check_time(job, QUICK_S)
+    assert {*job.kinds(0)} == {"PlanMismatchError"}, job
+    assert [[call.kind for call in rank.calls[1:]] for rank in job.ranks[:2]] == [[""]] * 2, job
+    assert {*job.kinds(-1)} == {""}, job
+
+
+# Who has not come is named by all others.
+@pytest.mark.parametrize(("missing", "title"), [(0, "trainer rank 0 of 2"), (2, "engine rank 0")])
+def test_a_rank_that_does_not_come(missing, title):
+    def program():
+        if dist.get_rank() != missing:
+            attempt(joined)
+
+    job = simulate_job(program, 3)
+    check_time(job, T + GRACE_S)
+    assert {call.error.missing for call in job.calls(0)} == {(missing,)}, job
+    assert all(title in str(call.error) for call in job.calls(0)), job
+
+
+# A process that ends at any moment while it joins may start again within the timeout; if the first
+# one lives, it must end.
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first_s", [0.0, 0.5])
+def test_a_rank_begins_again(first_s, step):
+    def program():
+        number = dist.get_rank()
+        sleep([first_s, 3.0, 0.1, 1.0][number])
+        mark()
+        attempt(joined, min(number, 2))
+
+    for at in range(1, 100, step):
+        job = simulate_job(program, 4, seed=at, faults=[Fault(2, at, "dies")], timeout_s=T)
+        check_time(job, T)
+        others = {rank.calls[0].kind for rank in job.ranks if rank.number != 2}
+        assert others == {""}, (at, job)
+        if not job.happened:
+            assert job.ranks[2].calls[0].kind == "WorldRestartedError", job
+            return
+    raise AssertionError("the first process has never heard of the second one")
+
+
+CALLS = {
+    "create_pg": lambda grid, _: grid.create_pg("tp", name="more"),
+    "verify": lambda grid, _: grid.verify(),
+    "consent": lambda _, world: a_consent(world).make(),
+}
+
+
+# Calls under way hear at once that a rank has joined again. Once all others have called rejoin(),
+# everything works, and nothing of the former world is left; the process of that one must end.
+@seeds
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_joins_again(name, seed):
+    def program():
+        number, call = dist.get_rank(), CALLS[name]
+        if number < 3:
+            world = joined()
+            grid = HyperCommGrid([3], ["tp"], world=world)
+            grid.create_pg("tp")
+        gate("all have joined")
+        if number == 3:
+            world = attempt(joined, 2).value
+            grid = HyperCommGrid([3], ["tp"], world=world)
+        elif number < 2:
+            attempt(call, grid, world)
+            attempt(world.rejoin)
+        if number != 2:
+            attempt(grid.create_pg, "tp")
+            attempt(call, grid, world)
+        keys = [*this_rank().job.server.held]
+        gate("all can call")
+        if number == 2:
+            attempt(call, grid, world)
+            attempt(world.rejoin)
+        return [key for key in keys if key.startswith(f"{FORMER}/")], grid
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, QUICK_S)
+    kinds = [[call.kind for call in rank.calls] for rank in job.ranks]
+    assert kinds[:2] == [["WorldRestartedError", "", "", ""]] * 2, job
+    assert kinds[2:] == [["WorldRestartedError"] * 2, [""] * 3], job
+    assert all("engine rank 0 of 1" in str(call.error) for call in job.calls(0) if call.error), job
+    assert job.values()[0][0] == [], job
+    count = 3 if name == "create_pg" else 2
+    assert [len(rank.held) for rank in job.ranks] == [count, count, 0, count], job
+
+
+FORMER = "hypercomm/worlds/weights/0"
+
+
+# Keys do not grow with incarnations.
+def test_keys_of_incarnations():
+    def program(count):
+        world = joined()
+        for number in range(count):
+            with HyperCommGrid([3], ["tp"], world=world) as grid:
+                grid.create_pg("tp")
+            gate(f"{number}")
+            if dist.get_rank() == number % 3:
+                world.leave()
+                world = joined()
+            else:
+                world.rejoin()
+        return world.incarnation
+
+    jobs = [simulate_job(program, 3, args=(count,)) for count in (3, 9)]
+    assert [job.values() for job in jobs] == [[3] * 3, [9] * 3], jobs
+    assert len({len(job.server.held) for job in jobs}) == 1, [job.server.held for job in jobs]
+
+
+# On a store that is gone or silent, all end in time with an error of ours.
+@pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
+@pytest.mark.parametrize("how", ["gone_s", "silent_s"])
+def test_a_store_that_is_lost(how, from_s):
+    def program():
+        world = attempt(joined).value
+        sleep(1.5)
+        attempt(joined if world is None else world.rejoin)
+
+    job = simulate_job(program, 3, server=Server(**{how: from_s}))
+    check_time(job, T + GRACE_S)
+    assert all(isinstance(call.error, HyperCommError) for call in job.calls(1)), job
