@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView as GridView
     from hypercomm.grid.grid_set import GridSet as GridSet
     from hypercomm.launch import Joined as Joined
+    from hypercomm.launch import JoinedWorld as JoinedWorld
     from hypercomm.launch import Renewed as Renewed
     from hypercomm.launch import join as join
     from hypercomm.launch import join_world as join_world
@@ -90,6 +91,7 @@ _HOMES = {
 _RARE = {
     "GroupKey": "hypercomm.process_groups.spec",
     "Joined": "hypercomm.launch",
+    "JoinedWorld": "hypercomm.launch",
     "Renewed": "hypercomm.launch",
     "megatron_requests": "hypercomm.compat.megatron.presets",
     "torchtitan_grids": "hypercomm.compat.torchtitan",

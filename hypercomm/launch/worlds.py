@@ -140,6 +140,7 @@ class JoinedWorld(World):
             WorldRestartedError: Another process has joined as this rank.
         """
         limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
+        began = time.monotonic()
         self._end_groups()
         try:
             ask(self, title, partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
@@ -148,12 +149,13 @@ class JoinedWorld(World):
                 raise
             _served.pop(self.address, None)
             self._store, self.serves = _reach(self.address, self._may_serve, limit_s)
-        _enter(self, limit_s, is_new=False)
+        _enter(self, limit_s - (time.monotonic() - began), is_new=False)
 
     def leave(self) -> None:
         """End all process groups of the world and its grids; may be called twice.
 
-        The process that serves the store waits up to 5 s until the other ranks have left too.
+        The process that serves the store waits up to 5 s until the other ranks have left too. At
+        the end of a `with` block that raises, it does not wait.
         """
         if self._pg is None:
             return
@@ -163,7 +165,7 @@ class JoinedWorld(World):
         destroy([group])
         key = f"{self.namespace}/left"
         with contextlib.suppress(RuntimeError):  # the store is gone
-            in_time(lambda: self._say_left(key), 2 * _LAST_S)
+            in_time(lambda: self._say_left(key), _LAST_S + 0.5)
         _served.pop(self.address, None)
 
     def _say_left(self, key: str) -> None:
@@ -445,6 +447,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         left_s = max(0.1, deadline - time.monotonic())
         claim = _claim(world, facts, is_new=is_new)
         seen = ask(lobby, title, partial(run, claim, lobby.store), left_s)
+        left_s = max(0.1, deadline - time.monotonic())
         if seen is not None:
             lobby.seen["join"] = seen
         is_new = False
@@ -558,7 +561,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
 
 
 def _claim_key(world: JoinedWorld) -> str:
-    return f"{world._root}/claim/{world.title(world.rank)}"
+    return f"{world._root}/claim/{world.title(world.rank).rpartition(' of ')[0]}"
 
 
 def _read_claim(world: JoinedWorld) -> Steps[str | None]:

@@ -36,12 +36,17 @@ def test_some_faults(case):
         check(case, seed, rank, at, *FAULTS[seed % len(FAULTS)])
 
 
+# A rank that is interrupted once all have joined has no world, and the others have one.
+PAIRS = [
+    (case, fault)
+    for case, fault in itertools.product(CASES, FAULTS)
+    if case not in {"join_world", "rejoin"} or fault[0] != "is interrupted"
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "fault"), PAIRS, ids=str)
 def test_every_fault(case, fault):
-    if case in ("join_world", "rejoin") and fault[0] == "is interrupted":
-        return  # a rank that is interrupted once all have joined gets no world from join_world
     points = points_of(case)
     for rank, at in itertools.product(range(CASES[case].size), range(1, points + 4)):
         check(case, 31 * at + rank, rank, at, *fault)
