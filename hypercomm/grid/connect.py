@@ -32,6 +32,7 @@ from hypercomm.process_groups.owner import Group
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.torch_internals.store import Task
+from hypercomm.process_groups.world import World
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -77,7 +78,7 @@ def connect(
     rank, begin = scope.world.rank, time.monotonic()
     with refusing(scope):
         groups = _in_order(grid)
-        items = _items_of(groups, along, rank)
+        items = _items_of(groups, along, scope.world)
 
     def entries() -> list[str]:
         edges = f"{CALL} with edges along {', '.join(along) or 'no dim'}"
@@ -87,7 +88,7 @@ def connect(
     met = agree(scope, CALL, entries, limit_s)
     if rank not in scope.ranks:
         return rows
-    if not _is_live():
+    if not _is_live(scope.world):
         met.get()
         return [item.row for item in items]
     left_s = max(1.0, limit_s - (time.monotonic() - begin))
@@ -186,7 +187,7 @@ def _in_order(grid: GridView) -> _Titled:
         return {str(spec.key): (spec, owner.created[spec.key]) for spec in specs}
 
 
-def _items_of(groups: _Titled, along: Iterable[str], rank: int) -> list[_Item]:
+def _items_of(groups: _Titled, along: Iterable[str], world: World) -> list[_Item]:
     """Return what the calling rank connects, in order.
 
     Keys that share a group make one item, at the position of the first of them.
@@ -195,10 +196,10 @@ def _items_of(groups: _Titled, along: Iterable[str], rank: int) -> list[_Item]:
     for title, (spec, group) in groups.items():
         if group.pg is not None:
             keys.setdefault(group.pg, {})[title] = spec
-    edged = [(dim,) for dim in along]
+    edged, rank = [(dim,) for dim in along], world.rank
     items: list[_Item] = []
     for pg, users in keys.items():
-        title, specs, devices = ", ".join(users), [*users.values()], _devices_of(pg)
+        title, specs, devices = ", ".join(users), [*users.values()], _devices_of(pg, world)
         ranks, last = specs[0].groups.of(rank), [*devices][-1]  # the accelerator comes last
         is_pipeline = any(one.derive is None and one.key.dims in edged for one in specs)
         for backend, device in devices.items():
@@ -223,7 +224,7 @@ def _edges(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return edges[::2] + edges[1::2]
 
 
-def _devices_of(group: ProcessGroup) -> dict[str, str]:
+def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
     """Return a type of device of this host for each backend of a group."""
     pairs = [entry.split(":") for entry in dist.get_backend_config(group).split(",")]
     if len({backend for _, backend in pairs}) == 1:
@@ -231,11 +232,12 @@ def _devices_of(group: ProcessGroup) -> dict[str, str]:
     found: dict[str, str] = {}
     for device, backend in pairs:
         module: Any = getattr(torch, device, None)
-        if device == "cpu" or not _is_live() or (module is not None and module.is_available()):
+        is_here = device == "cpu" or (module is not None and module.is_available())
+        if is_here or not _is_live(world):
             found.setdefault(backend, device)
     return found
 
 
-def _is_live() -> bool:
+def _is_live(world: World) -> bool:
     """Return whether there are ranks to communicate with: not in fake and simulated worlds."""
-    return c10d.has_ranks() and not c10d.is_other_world()
+    return world.has_store and not c10d.is_other_world()

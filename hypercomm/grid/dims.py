@@ -203,7 +203,8 @@ class GridDims:
     def _live_group(self) -> ProcessGroup:
         """Return the group, if its ranks exist."""
         group = self.group
-        if self.size > 1 and not c10d.has_ranks():
+        world = self._view._owner.world
+        if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
                 f"{self!r} has {self.size} ranks, and those of a fake world do not exist: nothing "
                 f"can be summed or awaited; use hypercomm.testing.simulate or run_ranks"

@@ -712,8 +712,8 @@ class GridView:
         views, owner = self._state.views, self._owner
         layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
         groups = lambda: {key: one.pg for key, one in owner.created.items()}  # noqa: E731
-        watch: Watch = importlib.import_module(_WATCH).Watch(seconds, folder, layouts, groups)
-        return watch
+        start: type[Watch] = importlib.import_module(_WATCH).Watch
+        return start(seconds, folder, layouts, groups, (owner.world or current()).rank)
 
     def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.

@@ -60,7 +60,8 @@ def _left_by(attempt: Attempt, before: set[ProcessGroup]) -> set[ProcessGroup]:
     """Return what a failed creation has registered; other threads may have registered theirs."""
     strategy = attempt.spec.choice.strategy
     if strategy in {"local", "split"}:
-        named = c10d.registered_as(attempt.own.name) if attempt.own and c10d.is_live() else set()
+        is_live = attempt.spec.world is not None  # else torch's own functions are replaced
+        named = c10d.registered_as(attempt.own.name) if attempt.own and is_live else set()
         return named - before
     new = c10d.registered() - before - c10d.kept()  # torch has named it
     if not c10d.is_live() or attempt.own is None:

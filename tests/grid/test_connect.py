@@ -255,8 +255,8 @@ def test_devices(config, wanted, is_real, monkeypatch):
     monkeypatch.setattr(torch, "xpu", Devices(2))
     monkeypatch.setattr(torch, "cuda", Devices(0))
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    monkeypatch.setattr(connect, "_is_live", lambda: is_real)
-    found = connect._devices_of(None)
+    monkeypatch.setattr(connect, "_is_live", lambda _: is_real)
+    found = connect._devices_of(None, None)
     if is_real:
         assert found == wanted
     else:

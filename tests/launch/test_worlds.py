@@ -97,6 +97,7 @@ def _be(act, address, given, path):
         return join_world(address, **given)
 
     join.mark = lambda name: tell(True, str(Path(path).parent / f"mark {name}"))
+    join.folder = str(Path(path).parent / "watch")
     join.wait_for = lambda name: _wait_for_file(Path(path).parent / f"mark {name}")
     began = time.monotonic()
     try:
@@ -132,12 +133,20 @@ def shake_hands(world):
 
 
 def use_groups(join):
-    world = join()
+    world, folder = join(), join.folder
     with GridSet({"trainer": "tp=2,dp=2", "engine": "tp=2"}, world=world) as grids:
         grid = grids[world.part]
         created = grids.create_pgs({"trainer": ["tp", "dp"], "engine": ["tp"]})
         assert [pg is not None for pg in created[world.part]] == [True] * len(grid.dim_names)
         facts = {"tp": grid["tp"].ranks, "at": grid.coords(), "sum": shake_hands(world)}
+        assert grid["tp"].sum(world.rank) == sum(grid["tp"].ranks)
+        grid["tp"].barrier()
+        connected = [row for row in grid.connect() if len(row.ranks) > 1]
+        assert connected
+        assert all(row.seconds > 0 for row in connected)
+        grid.verify()
+        with grid.watch(60, folder) as watch:
+            assert watch.rank == world.rank
         own = torch.tensor([float(world.rank)])
         dist.broadcast(own, src=grid["tp"].ranks[1], group=grid["tp"].group)
         facts["from the second"] = own.item()

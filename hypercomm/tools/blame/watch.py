@@ -38,7 +38,6 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
-from hypercomm.process_groups.world import current
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 __all__ = ["Watch"]
@@ -95,11 +94,12 @@ class Watch:
         folder: str | os.PathLike[str],
         layouts: Mapping[str, RankLayout],
         pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
+        rank: int,
     ) -> None:
         if not 0 < seconds <= 1e6:
             raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
-        self.rank = current().rank
+        self.rank = rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         if Watch._current is not None:
             known = Watch._current.file
