@@ -18,7 +18,7 @@ import torch.distributed as dist
 from measure import Goal, Table, interleaved
 from peers import PEERS, REFERENCE, Wanted, enumerated
 
-from hypercomm import HyperCommGrid, RankLayout
+from hypercomm import HyperCommGrid, RankLayout, World
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world, simulate
 
@@ -133,10 +133,14 @@ def memory(world_size: int) -> Iterator[Table]:
         return size / 2**20
 
     def torch_alone() -> object:
+        world = World.default()
         options = {"timeout": None, "pg_options": None, "group_desc": "alone", "lazily": None}
-        options["wait"] = None
+        place = {"rank": world.rank, "store": world.store, "stale": [], "is_in_default": True}
         return [
-            c10d.new_group(str(dims), layout.groups(*dims).of(rank), backend="fake", **options)
+            c10d.new_group(
+                *(str(dims), layout.groups(*dims).of(rank)),
+                **{"backend": "fake", "wait": None, **options, **place},
+            )
             for dims in FIVE
         ]
 
