@@ -300,6 +300,7 @@ def test_a_rank_is_missing(crew):
 
 
 # Parts that create groups in crossed order hear of it at once, and not after their timeout.
+@pytest.mark.alone
 def test_crossed_order(crew):
     def create(join):
         world = join()
@@ -342,6 +343,7 @@ def test_one_rank_twice(crew):
 # An engine is killed. The trainers hear of the next one in the call that they wait in, and go on
 # with it; groups of the grid are there again.
 @pytest.mark.parametrize("is_waiting", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.alone
 def test_an_engine_restarts(crew, is_waiting):
     def train(join):
         world = join()
