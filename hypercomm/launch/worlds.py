@@ -102,11 +102,11 @@ class JoinedWorld(World):
         """The process group of all ranks.
 
         Raises:
-            NotInitializedError: This process has left the world.
+            NotInitializedError: This process has left the world, or a `rejoin` has failed.
         """
         if self._pg is None:
             raise NotInitializedError(
-                f"this process has left the world {self.name!r}: join_world() joins it again"
+                f"this process is not in world {self.name!r} now; rejoin() or join_world() joins it"
             )
         return self._pg
 
@@ -138,9 +138,11 @@ class JoinedWorld(World):
             GroupCreationTimeout: Ranks have not joined in time; names them.
             PlanMismatchError, CreationError, LaunchError: As for `join_world`.
             WorldRestartedError: Another process has joined as this rank.
+            CreationError: This is within `as_default`.
         """
         limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
         began = time.monotonic()
+        self._check_not_default()
         self._end_groups()
         try:
             ask(self, title, partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
@@ -157,8 +159,10 @@ class JoinedWorld(World):
         The process that serves the store waits up to 5 s until the other ranks have left too. At
         the end of a `with` block that raises, it does not wait.
         """
-        if self._pg is None:
+        if self._pg is None:  # it has left, or a rejoin() has failed
+            _served.pop(self.address, None)
             return
+        self._check_not_default()
         for owner in list(self.owners):
             owner.end(destroy)
         group, self._pg = self._pg, None
@@ -167,6 +171,14 @@ class JoinedWorld(World):
         with contextlib.suppress(RuntimeError):  # the store is gone
             in_time(lambda: self._say_left(key), _LAST_S + 0.5)
         _served.pop(self.address, None)
+
+    def _check_not_default(self) -> None:
+        """Raise within `as_default`, where torch would end every group of the process."""
+        if self._pg is not None and dist.group.WORLD is self._pg:
+            raise CreationError(
+                f"world {self.name!r} is torch's default process group now: leave the block of "
+                f"as_default() first"
+            )
 
     def _say_left(self, key: str) -> None:
         left, until = self.store.add(key, 1), time.monotonic() + _LAST_S

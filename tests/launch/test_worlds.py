@@ -592,8 +592,11 @@ def test_grids_of_a_world_of_one():
         assert (world.title(0), world.size, world.is_default) == ("engine rank 0 of 1", 1, False)
         with HyperCommGrid("tp=1", world=world) as grid:
             assert grid.create_pg("tp").size() == 1
+        for end in (world.leave, world.rejoin):
+            with world.as_default(), pytest.raises(CreationError, match="as_default"):
+                end()
         with pytest.raises(WorldSizeError, match="'engine': tp=2 needs 2 ranks; the world has 1"):
             GridSet({"engine": "tp=2"}, world=world)
-    with pytest.raises(NotInitializedError, match="has left the world 'w'"):
+    with pytest.raises(NotInitializedError, match="not in world 'w'"):
         _ = world.pg
     world.leave()
