@@ -112,11 +112,11 @@ class JoinedWorld(World):
 
     def why_ended(self) -> str:
         """Return which rank has joined the world again since; "" if none has."""
-        text = run(_read_pair(self._root), self.store)
-        record = None if text[0] is None else Record.parse(self._root, text[0])
+        text, again = run(_read_pair(self._root), self.store)
+        record = None if text is None else Record.parse(self._root, text)
         if record is None or record.round <= self.incarnation:
             return ""
-        who = text[1] or record.first.name
+        who = again or record.first.name
         return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
 
     @property
@@ -136,9 +136,9 @@ class JoinedWorld(World):
 
         Raises:
             GroupCreationTimeout: Ranks have not joined in time; names them.
-            PlanMismatchError, CreationError, LaunchError: As for `join_world`.
+            PlanMismatchError, LaunchError: As for `join_world`.
             WorldRestartedError: Another process has joined as this rank.
-            CreationError: This is within `as_default`.
+            CreationError: As for `join_world`, or this is within `as_default`.
         """
         limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
         began = time.monotonic()
@@ -463,14 +463,14 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         if seen is not None:
             lobby.seen["join"] = seen
         is_new = False
-        made: list[ProcessGroup | None] = []
-        numbers: list[int] = []
+        made: list[ProcessGroup] = []
 
-        def work(call: Call[None], made: Any = made, numbers: Any = numbers) -> None:
+        def work(call: Call[int], made: list[ProcessGroup] = made) -> int:
             if run(_read_claim(world), world.store) not in {None, world._claim}:
                 raise EndedError(Outcome("restarted", "another process has joined as this rank"))
-            numbers.append(int(call.name.rpartition("/")[2]))
-            made.append(_create(world, numbers[0]))
+            number = int(call.name.rpartition("/")[2])
+            made.append(_create(world, number))
+            return number
 
         try:
             undo = partial(discard, made, world)
@@ -481,10 +481,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
             raise
         finally:
             world._last = lobby.seen["join"]
-        pg = made[0]
-        if pg is None:
-            raise CreationError(f"{title} made no process group")
-        world._begin(numbers[0], pg)
+        world._begin(result.value, made[0])
         if world.rank == 0:
             with contextlib.suppress(RuntimeError):  # they only take room
                 in_time(partial(_delete_former, world), 2.0)

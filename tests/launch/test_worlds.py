@@ -66,9 +66,10 @@ class Crew:
             time.sleep(0.01)
         return json.loads(path.read_text())
 
-    def wait_for(self, name):
-        """Wait until a process has called `mark` with a name."""
-        self.told(f"mark {name}")
+    def wait_for(self, *names):
+        """Wait until processes have called `mark` with these names."""
+        for name in names:
+            self.told(f"mark {name}")
 
     def wait_for_arrival(self, title):
         """Wait until a rank waits for the others: it has claimed its number, and arrived."""
@@ -383,8 +384,7 @@ def test_an_engine_restarts(crew, is_waiting):
     for rank in range(2):
         crew.start(train, "trainer", rank)
     crew.start(serve, "engine", 0, serve=False)
-    for name in ("trainer 0", "trainer 1", "engine"):
-        crew.wait_for(name)
+    crew.wait_for("trainer 0", "trainer 1", "engine")
     crew.kill("engine0")
     crew.start(serve_again, "engine", 0, "again", serve=False)
     assert crew.told("again")["value"] == 6
@@ -420,8 +420,7 @@ def test_survivors(crew):
     for rank in range(2):
         crew.start(train, "trainer", rank)
     crew.start(be_lost, "engine", 0, serve=False)
-    for name in ("trainer 0", "trainer 1", "engine"):
-        crew.wait_for(name)
+    crew.wait_for("trainer 0", "trainer 1", "engine")
     crew.kill("engine0")
     (crew.folder / "mark the loss").write_text("true")
     for rank in range(2):
@@ -547,8 +546,7 @@ def test_the_store_dies(crew):
     crew.start(serve, "engine", 0, serve=True)
     for rank in range(2):
         crew.start(train, "trainer", rank, serve=False)
-    for name in ("trainer 0", "trainer 1", "engine"):
-        crew.wait_for(name)
+    crew.wait_for("trainer 0", "trainer 1", "engine")
     time.sleep(0.5)
     crew.kill("engine0")
     time.sleep(0.5)
