@@ -155,7 +155,9 @@ def _local(cut: Cut, gradient: Tensor) -> Tensor:
     if not hasattr(gradient, "to_local"):
         return gradient.detach()
     dtensor: Any = gradient
-    mesh, rank = dtensor.device_mesh, dist.get_rank()
+    mesh = dtensor.device_mesh
+    group = mesh.get_group(0)
+    rank = dist.get_global_rank(group, group.rank())  # in the world of the mesh
     named = {rank} if cut is None else {*cut.ranks}
     for at, placement in enumerate(dtensor.placements):
         dim = (mesh.mesh_dim_names or range(mesh.ndim))[at]

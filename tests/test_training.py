@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hypercomm import HyperCommGrid
+from hypercomm import HyperCommGrid, join_world
 from hypercomm.errors import GroupOptionsError, HyperCommError
 from hypercomm.testing import fake_world
 from hypercomm.training import clip_grad_norm_, grad_norm
@@ -141,3 +141,12 @@ def test_odd_ranks():
         whole = cut(torch.ones(4), grid.device_mesh("dp"), [Shard(0)])
         with pytest.raises(HyperCommError, match=r"cut along 'dp', .* under dims \(\)"):
             grad_norm({None: parameter(whole)})
+
+
+def test_gradients_in_a_joined_world():
+    at = {"name": "w", "parts": {"trainer": 1}, "part": "trainer", "rank": 0}
+    with join_world(dist.HashStore(), **at) as world:
+        grid = HyperCommGrid("tp=1", world=world)
+        own = torch.tensor([3.0, 4.0])
+        gradient = DTensor.from_local(own, grid.device_mesh(), [Shard(0)], run_check=False)
+        assert grad_norm({grid["tp"]: parameter(gradient)}) == 5.0

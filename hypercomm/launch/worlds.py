@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -116,7 +117,8 @@ class JoinedWorld(World):
         record = None if text is None else Record.parse(self._root, text)
         if record is None or record.round <= self.incarnation:
             return ""
-        who = again or record.first.name
+        number, _, who = again.partition(" ")  # what a former incarnation has left does not count
+        who = who if number and int(number) >= self.incarnation else record.first.name
         return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
 
     @property
@@ -150,7 +152,8 @@ class JoinedWorld(World):
             if not self.address:
                 raise
             _served.pop(self.address, None)
-            self._store, self.serves = _reach(self.address, self._may_serve, limit_s)
+            left_s = max(0.1, limit_s - (time.monotonic() - began))
+            self._store, self.serves = _reach(self.address, self._may_serve, left_s)
         _enter(self, limit_s - (time.monotonic() - began), is_new=False)
 
     def leave(self) -> None:
@@ -163,14 +166,13 @@ class JoinedWorld(World):
             _served.pop(self.address, None)
             return
         self._check_not_default()
-        for owner in list(self.owners):
-            owner.end(destroy)
         group, self._pg = self._pg, None
-        destroy([group])
-        key = f"{self.namespace}/left"
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            in_time(lambda: self._say_left(key), _LAST_S + 0.5)
-        _served.pop(self.address, None)
+        with contextlib.ExitStack() as ends:  # the last first, and each also after an error
+            ends.callback(_served.pop, self.address, None)
+            ends.callback(self._say_left)
+            ends.callback(destroy, [group])
+            for owner in list(self.owners):
+                ends.callback(owner.end, destroy)
 
     def _check_not_default(self) -> None:
         """Raise within `as_default`, where torch would end every group of the process."""
@@ -180,11 +182,18 @@ class JoinedWorld(World):
                 f"as_default() first"
             )
 
-    def _say_left(self, key: str) -> None:
-        left, until = self.store.add(key, 1), time.monotonic() + _LAST_S
-        while self.serves and left < self.size and time.monotonic() < until:
-            time.sleep(0.02)
-            left = self.store.add(key, 0)
+    def _say_left(self) -> None:
+        """Count this rank among those that have left; the one that serves waits for the others."""
+        key, until = f"{self.namespace}/left", time.monotonic() + _LAST_S
+
+        def count() -> None:
+            left = self.store.add(key, 1)
+            while self.serves and left < self.size and time.monotonic() < until:
+                time.sleep(0.02)
+                left = self.store.add(key, 0)
+
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            in_time(count, _LAST_S + 0.5)
 
     def _end_groups(self) -> None:
         """Abort the process groups of this incarnation."""
@@ -276,7 +285,8 @@ def join_world(
         LaunchError: Nobody serves the address, something else does, or it cannot be served here.
         PlanMismatchError: Processes have other parts, another backend, version or name; names two.
         GroupCreationTimeout: Ranks have not joined in time; names them (`error.missing`).
-        CreationError: A rank failed, or the store is gone.
+        CreationError: A rank failed, the store is gone, or this process is in a world of this name
+            in another store.
         WorldRestartedError: Another process has joined as this rank.
 
     Example:
@@ -303,6 +313,7 @@ def join_world(
         store = address
     else:
         raise LayoutError(f"address must be 'tcp://host:port' or a store, got {shown(address)}")
+    _check_no_other(name, at, store)
     world = JoinedWorld(
         number,
         sum(sizes.values()),
@@ -326,7 +337,23 @@ def join_world(
     except BaseException:  # also an interrupt after all have joined
         world._end_groups()
         raise
+    _joined.add(world)
     return world
+
+
+_joined: WeakSet[JoinedWorld] = WeakSet()
+"""The worlds that this process has joined."""
+
+
+def _check_no_other(name: str, address: str, store: Any) -> None:
+    """Raise if this process is in a world of this name elsewhere: torch names groups once."""
+    for other in list(_joined):
+        is_same = other.address == address if address else other.store is store
+        if other.name == name and other._pg is not None and not is_same:
+            raise CreationError(
+                f"this process is in another world {name!r}, of {other.served}: give this one "
+                f"another name, or leave() the other first"
+            )
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -520,7 +547,7 @@ def _delete_former(world: JoinedWorld) -> None:
 
 
 def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
-    """Return the text of the record, and who has joined again."""
+    """Return the text of the record, and who has joined again, after the round that it left."""
     text = yield Read(root)
     return text, (yield Read(f"{root}/again")) or ""
 
@@ -557,7 +584,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
         return -1
     if held is None:
         return -1
-    yield Write(f"{root}/again", f"{me} (host {this_host()})")
+    yield Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
     if record.outcome is not None:
         return record.round
     ticket = Ticket(root, record)

@@ -28,6 +28,7 @@ from hypercomm.errors import (
     WorldRestartedError,
     WorldSizeError,
 )
+from hypercomm.process_groups.owner import GroupOwner
 
 SOON_S = 1.5
 """How fast ranks hear what differs, a second, and what a busy machine needs to run them."""
@@ -598,3 +599,50 @@ def test_grids_of_a_world_of_one():
     with pytest.raises(NotInitializedError, match="not in world 'w'"):
         _ = world.pg
     world.leave()
+
+
+def test_one_name_in_two_stores():
+    first, store = join_world(dist.HashStore(), **GOOD), dist.HashStore()
+    with pytest.raises(CreationError, match="another world 'w'"):
+        join_world(store, **GOOD)
+    first.leave()
+    with join_world(store, **GOOD) as second:
+        assert shake_hands(second) == 0
+
+
+# Each thread may leave its block first: torch has the default that it had before afterwards.
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_threads_as_default(order):
+    worlds = [join_world(dist.HashStore(), **GOOD | {"name": name}) for name in ("one", "two")]
+    blocks = [world.as_default() for world in worlds]
+    for block in blocks:
+        block.__enter__()
+    blocks[order[0]].__exit__(None, None, None)
+    assert dist.group.WORLD is worlds[order[1]].pg
+    blocks[order[1]].__exit__(None, None, None)
+    assert dist.group.WORLD is None
+    for world in worlds:
+        world.leave()
+
+
+# An error of one grid's end is raised once the other grids have ended, and the world itself.
+def test_leave_after_an_error(monkeypatch):
+    world = join_world(dist.HashStore(), **GOOD)
+    grids = [HyperCommGrid("tp=1", world=world) for _ in range(2)]
+    for grid in grids:
+        grid.create_pg("tp")
+    end, errors = GroupOwner.end, [RuntimeError("broken")]
+    monkeypatch.setattr(
+        GroupOwner, "end", lambda *given: end(*given) if not errors else _raise(errors.pop())
+    )
+    with pytest.raises(RuntimeError, match="broken"):
+        world.leave()
+    assert sorted(len(grid.pgs) for grid in grids) == [0, 1]
+    with pytest.raises(NotInitializedError):
+        _ = world.pg
+    for grid in grids:
+        grid.destroy()
+
+
+def _raise(error):
+    raise error

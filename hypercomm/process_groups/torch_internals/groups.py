@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -38,6 +39,8 @@ from hypercomm.process_groups.torch_internals.split import (
 )
 
 _torch: Any = dist.distributed_c10d
+
+_defaults_lock = threading.Lock()
 
 _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 """Objects that must live as long as their group."""
@@ -201,15 +204,29 @@ def on_device(device: torch.device | None) -> Iterator[None]:
         yield
 
 
+_defaults: list[ProcessGroup | None] = []
+"""torch's own default process group, and those shown in its place by blocks that have not ended."""
+
+
 @contextlib.contextmanager
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
-    """Show a group to torch as its default process group within a `with` block, to all threads."""
-    before = dist.group.WORLD
-    _torch._update_default_pg(group)
+    """Show a group to torch as its default process group within a `with` block, to all threads.
+
+    Blocks of several threads may end in any order: torch has the group of the last that goes on.
+    """
+    with _defaults_lock:
+        if not _defaults:
+            _defaults.append(dist.group.WORLD)
+        _defaults.append(group)
+        _torch._update_default_pg(group)
     try:
         yield
     finally:
-        _torch._update_default_pg(before)
+        with _defaults_lock:
+            del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
+            _torch._update_default_pg(_defaults[-1])
+            if len(_defaults) == 1:
+                _defaults.clear()
 
 
 # ---- what torch has registered -----------------------------------------------------------------
