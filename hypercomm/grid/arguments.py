@@ -68,6 +68,7 @@ class SetArguments(TypedDict, total=False):
     share: Share
     lazy_init: bool | None
     verify: bool | None
+    enable_reconfigure: bool
 
 
 @attrs.frozen
@@ -84,6 +85,7 @@ class GridOptions:
     share: Share
     lazy_init: bool | None
     verify: bool = attrs.field(converter=as_verified)
+    enable_reconfigure: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_choices(self.creation, self.share)
@@ -91,6 +93,11 @@ class GridOptions:
             check_known(self.backend)
         if self.lazy_init is not None:
             check_lazy_init(self.lazy_init)
+        if self.lazy_init and self.enable_reconfigure:
+            raise GroupOptionsError(
+                "lazy_init=True cannot work with enable_reconfigure=True, which connects all "
+                "members of a group; leave one of them out"
+            )
         if self.name is not None:
             check_name(self.name)
 

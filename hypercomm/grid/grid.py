@@ -587,6 +587,7 @@ class GridView:
             given.get("group_desc"),
             options.lazy_init if lazy_init is None else lazy_init,
             given.get("creation"),
+            options.enable_reconfigure,
         )
         base, world = state.views.base, state.owner.world
         if world is not None:
@@ -722,13 +723,15 @@ class GridView:
         `reshape(target, ranks=...)`. First it ends the grid's process groups, so that peers which
         wait in them fail too: those of NCCL immediately, those of gloo once the program holds no
         other reference to them. Called in an `except` block, it clears the local variables of the
-        frames that the exception came through, which hold such references.
+        frames that the exception came through, which hold such references. Groups of a grid with
+        `enable_reconfigure` stay, and have the calling rank alone until the `reshape`; peers that
+        wait in them fail immediately.
 
         Args:
             timeout: How long to wait for ranks that do not arrive; longer than the timeout of the
-                grid's groups, in which other ranks may still wait. The ranks that arrived then
-                confirm the result with each other; a rank that dies during the call extends the
-                wait by `timeout`.
+                grid's groups, in which other ranks may still wait, unless they stay. The ranks that
+                arrived then confirm the result with each other; a rank that dies during the call
+                extends the wait by `timeout`.
             min_ranks: The fewest ranks that may continue.
 
         Returns:
@@ -870,6 +873,9 @@ class HyperCommGrid(GridView):
             gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as torch does.
         verify: True compares each creation, with its position, with those of the other ranks, for
             one store operation each; default: as the environment's HYPERCOMM_VERIFY says.
+        enable_reconfigure: True creates groups that stay when `reshape(ranks=)` gives the grid
+            other ranks: modules that hold them, such as DistributedDataParallel, go on. For gloo
+            and NCCL, where torch has it (2.14; experimental there).
         world: The world whose ranks the grid numbers, from `join_world`; default: that of WORLD.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
@@ -905,6 +911,7 @@ class HyperCommGrid(GridView):
         world_size: int | None = None,
         lazy_init: bool | None = None,
         verify: bool | None = None,
+        enable_reconfigure: bool = False,
         world: World | None = None,
         **dims: int,
     ) -> None:
@@ -915,7 +922,7 @@ class HyperCommGrid(GridView):
         if cover is not None or layout.size < total:
             is_written = dim_names is None and isinstance(shape, (str, Mapping, type(None)))
             check_cover(layout, total, cover, is_written=is_written and not rank_offset)
-        options = GridOptions(backend, name, creation, share, lazy_init, verify)
+        options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else share_with._state
@@ -1025,8 +1032,9 @@ class HyperCommGrid(GridView):
         With `ranks` the grid continues with these ranks of WORLD: those that are left of a job
         that has lost some, or more than before. Only they call this. A spare rank may, and is then
         outside of the grid. No group is kept, as a loss may have broken it, and the old ones are
-        aborted. The ranks agree through the job's store: if the process that serves it is lost,
-        usually rank 0, the job must be restarted.
+        aborted; with `enable_reconfigure` the groups stay, and have other members. The ranks agree
+        through the job's store: if the process that serves it is lost, usually rank 0, the job must
+        be restarted.
 
         Args:
             target: Sizes as text, as in "tp=4,dp=2", or by name, one of them may be -1; or a layout

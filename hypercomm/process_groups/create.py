@@ -19,13 +19,16 @@ from hypercomm.process_groups.torch_internals.store import forget
 from hypercomm.process_groups.world import World
 
 
-def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup | None:
+def create(
+    spec: GroupSpec, name: str, call: Call[Any] | None, stays: ProcessGroup | None = None
+) -> ProcessGroup | None:
     """Create the group of the calling rank, and leave torch as it was if that fails.
 
     Args:
         spec: What is created.
         name: The name of the groups, the same on all ranks.
         call: The call that creates it; None where the rank has nobody to wait for.
+        stays: The group that is to have these members; None: a new one is created.
 
     Returns:
         The group; None where the calling rank is not a member.
@@ -33,7 +36,7 @@ def create(spec: GroupSpec, name: str, call: Call[Any] | None) -> ProcessGroup |
     Raises:
         ConnectionFailedError: The members of a gloo group could not connect.
     """
-    attempt = Attempt(name, spec, None if call is None else call.wait)
+    attempt = Attempt(name, spec, None if call is None else call.wait, stays)
     before = c10d.registered()
     try:
         return STRATEGIES[spec.choice.strategy].create(attempt)

@@ -30,6 +30,7 @@ class GroupOptions:
             default: for gloo as the environment's TORCH_GLOO_LAZY_INIT says, for NCCL as torch
             does. Other backends have no such choice.
         creation: How it is created, "local" for example; default: as the grid says.
+        enable_reconfigure: Whether its members may change while the group stays.
     """
 
     backend: str | None = None
@@ -38,6 +39,7 @@ class GroupOptions:
     group_desc: str | None = None
     lazy_init: bool | None = None
     creation: str | None = None
+    enable_reconfigure: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, except the backend."""
@@ -67,7 +69,7 @@ class GroupOptions:
             world: The world.
 
         Raises:
-            GroupOptionsError: The backend would ignore `pg_options`.
+            GroupOptionsError: The backend would ignore `pg_options`, or cannot be reconfigured.
         """
         default = world.backend
         backend = (self.backend or default).lower()
@@ -88,7 +90,16 @@ class GroupOptions:
             backend, singles = "fake", ("fake",)
             pg_options = None if pg_options is None else _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
-        return GroupOptions(backend, timeout, pg_options, self.group_desc or group_desc, lazy_init)
+        changes = self.enable_reconfigure and default != "fake"
+        if changes and (reason := c10d.why_not_reconfigured(backend)) is not None:
+            raise GroupOptionsError(
+                f"enable_reconfigure=True cannot work here: {reason}; leave it out, and reshape() "
+                f"creates new process groups"
+            )
+        desc = self.group_desc or group_desc
+        return GroupOptions(
+            backend, timeout, pg_options, desc, lazy_init, enable_reconfigure=changes
+        )
 
 
 _CONNECTING = {"gloo", *c10d.NCCL}

@@ -125,7 +125,7 @@ class GroupOwner:
         specs: The reserved or created groups, by key.
         groups: The groups of these keys.
         created: The groups that exist, by key, in the order of creation.
-        ended: The keys whose groups `end_groups` has ended.
+        ended: The keys whose groups `end_groups` has ended, with those that can be reconfigured.
         given_world: The world that the grid was given; None: the default one.
         origin: The world whose ranks the layout numbers; None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
@@ -149,7 +149,7 @@ class GroupOwner:
         self.specs: dict[GroupKey, GroupSpec] = {}
         self.groups: dict[GroupKey, Group] = {}
         self.created: dict[GroupKey, Group] = {}
-        self.ended: dict[GroupKey, None] = {}
+        self.ended: dict[GroupKey, ProcessGroup | None] = {}
         self.is_destroyed = False
         self.is_reshaping = False
         self.given_world = None if world is None or world.is_default else world
@@ -227,6 +227,7 @@ class GroupOwner:
             is_new: Whether this call has reserved the key, and releases it on failure.
         """
         pending: BaseException | None = None
+        former: ProcessGroup | None = None
         if not group.is_created:
             releasing = partial(self._releasing, key, group) if is_new else contextlib.nullcontext
             with releasing(), group.lock, releasing():  # the second acts before others go on
@@ -239,7 +240,9 @@ class GroupOwner:
             self.check_alive()
             if self.groups.get(key) is group:
                 self.created[key] = group
-                self.ended.pop(key, None)
+                former = self.ended.pop(key, None)
+        if former is not None:
+            destroy([former])
         if pending is not None:
             raise pending
         return group.pg
@@ -396,6 +399,7 @@ class GroupOwner:
         limits = {
             key: limit_of(group.spec.options.timeout, self.world)
             for key, group in self.created.items()
+            if not group.spec.options.enable_reconfigure  # peers fail as soon as one calls this
         }
         longest = max(limits, key=lambda key: limits[key], default=None)
         if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
@@ -408,32 +412,46 @@ class GroupOwner:
         )
 
     def end_groups(self) -> None:
-        """Abort the groups that no other grid has, and keep their keys for a reshape."""
-        unused = []
+        """Abort the groups that no other grid has, and keep their keys for a reshape.
+
+        Groups that can be reconfigured stay, with the calling rank as their only member.
+        """
+        unused: list[ProcessGroup] = []
+        isolated: list[ProcessGroup] = []
         with self.pool.lock:
             for key, group in list(self.created.items()):
                 if not group.is_owned or any(owner is not self for owner, _ in group.users):
                     continue
                 del self.created[key]
-                self.ended[key] = None
                 pg, group.pg, group.is_created = group.pg, None, False
+                stays = group.spec.options.enable_reconfigure
+                self.ended[key] = pg if stays else None
                 if pg is not None:
-                    unused.append(pg)
+                    (isolated if stays else unused).append(pg)
+        for pg in isolated:
+            c10d.isolate(pg)
         abort(reversed(unused))
+
+    def _take_ended(self) -> list[ProcessGroup]:
+        """Return the groups that `end_groups` has left, and forget them."""
+        left = [pg for pg in self.ended.values() if pg is not None]
+        self.ended = dict.fromkeys(self.ended)
+        return left
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""
         with self.pool.lock:
             self.is_destroyed = True
             keys = dict.fromkeys([*reversed(self.created), *self.specs])
-            unused = self.release(keys)
+            unused = [*self.release(keys), *self._take_ended()]
         if os.getpid() == self._process:
             ending(unused)
 
     def forget(self) -> None:
         """Abort all groups and release their keys: their world has another incarnation."""
         with self.pool.lock:
-            unused = self.release(dict.fromkeys([*reversed(self.created), *self.specs]))
+            keys = dict.fromkeys([*reversed(self.created), *self.specs])
+            unused = [*self.release(keys), *self._take_ended()]
         abort(unused)
 
     def live(self) -> list[GroupKey]:

@@ -17,10 +17,12 @@ from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
+from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
 from hypercomm.process_groups.create import check_strategy, create, discard
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.world import World
 
 _SHARED = "identical"
 
@@ -85,7 +87,7 @@ def reshape(
 
     Raises:
         PlanMismatchError, GroupCreationTimeout, CreationError: As for `together`; both owners are
-            as they were.
+            as they were, except that groups that stay have ended, as after `survivors`.
     """
     world = old.world
     is_same_world = old.origin is None or old.origin is world
@@ -94,10 +96,11 @@ def reshape(
         if scope is not None:
             for spec in specs:
                 check_strategy(spec, len(scope.ranks), scope.world.size)
-        keeps = fresh.pool is old.pool and is_same_world
-        kept = _survivors(old, specs) if keeps else {}
+        keeps = fresh.pool is old.pool
+        kept = _survivors(old, specs) if keeps and is_same_world else {}
         lent = {spec.key: fresh.pool.lent(spec) for spec in specs if spec.key not in kept}
         new = _shared([Group(spec, fresh) for spec in specs if lent.get(spec.key, True) is None])
+    stays = {} if keeps else _staying(old, new)
     made: list[ProcessGroup | None] = []
 
     def entries() -> list[str]:
@@ -110,12 +113,15 @@ def reshape(
 
     def work(call: Call[None]) -> None:
         wait = None if call.scope.is_alone else call
+        if stays:
+            old.end_groups()
         for group in new:  # what was made before an error is discarded
-            made.append(create(group.spec, f"{call.name}/{group.spec.key}", wait))  # noqa: PERF401
+            name, former = f"{call.name}/{group.spec.key}", stays.get(group.spec.key)
+            made.append(create(group.spec, name, wait, former))
 
     pending = None
     if scope is not None:
-        title, undo = f"reshape() of {old.layout}", partial(discard, made, scope.world)
+        title, undo = f"reshape() of {old.layout}", partial(_undo, made, stays, scope.world)
         pending = together(scope, title, entries, limit_s, work, undo).pending
     with old.pool.lock, fresh.pool.lock:
         for group, pg in zip(new, made, strict=True):
@@ -125,21 +131,54 @@ def reshape(
             fresh.attach(
                 spec if group.is_owned else attrs.evolve(spec, choice=group.spec.choice), group
             )
-    still = [*kept.values(), *fresh.created]
-    survivors = set(fresh.created.values())
-    gone = [
-        *old.ended,
-        *(
-            key
-            for key, group in old.created.items()
-            if group not in survivors or not any(_same(key, other) for other in still)
-        ),
-    ]
+    kept |= {key: key for key in stays}
+    gone = _gone(old, fresh, kept, [*stays.values()])
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
     numbers = None if world is None or is_same_world else world.numbers_in(old.origin)
     result = Reshaped(old.layout, fresh.layout, pairs, created, tuple(gone), numbers)
     return result, pending
+
+
+def _undo(
+    made: Sequence[ProcessGroup | None], stays: dict[GroupKey, ProcessGroup], world: World
+) -> None:
+    """Destroy what a reshape has made that fails on other ranks, except groups that stay."""
+    discard([pg for pg in made if pg not in stays.values()], world)
+
+
+def _gone(
+    old: GroupOwner,
+    fresh: GroupOwner,
+    kept: dict[GroupKey, GroupKey],
+    stays: Sequence[ProcessGroup],
+) -> list[GroupKey]:
+    """Return the old keys whose groups end; those that stay are no longer the old owner's."""
+    still, survivors = [*kept.values(), *fresh.created], {*fresh.created.values()}
+    gone = []
+    for key, pg in old.ended.items():
+        if pg in stays:
+            old.ended[key] = None
+        else:
+            gone.append(key)
+    for key, group in old.created.items():
+        if group not in survivors or not any(_same(key, other) for other in still):
+            gone.append(key)
+    return gone
+
+
+def _staying(old: GroupOwner, new: Sequence[Group]) -> dict[GroupKey, ProcessGroup]:
+    """Return the process groups that stay and get other members, by the key that needs them."""
+    held = {key: group.pg for key, group in old.created.items() if group.is_owned} | old.ended
+    stays: dict[GroupKey, ProcessGroup] = {}
+    for group in new:
+        if not group.spec.options.enable_reconfigure or group.spec.own is None:
+            continue
+        for key, pg in held.items():
+            is_free = pg is not None and pg not in stays.values() and c10d.is_registered(pg)
+            if pg is not None and is_free and _same(key, group.spec.key):
+                stays[group.spec.key] = pg
+    return stays
 
 
 def check_settled(owner: GroupOwner) -> None:

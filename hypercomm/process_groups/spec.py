@@ -131,6 +131,7 @@ class GroupSpec:
                 "share": self.share,
                 "creation": self.choice.strategy,
                 "lazy_init": options.lazy_init,
+                "enable_reconfigure": options.enable_reconfigure or None,
             },
         )
 
@@ -168,6 +169,7 @@ class GroupSpec:
             (one.backend, one.timeout, one.lazy_init) != (two.backend, two.timeout, two.lazy_init)
             or given.pg_options is not others.pg_options
             or (given.group_desc, given.creation) != (others.group_desc, others.creation)
+            or given.enable_reconfigure != others.enable_reconfigure
         ):
             return False
         if other.choice.strategy != "local":
@@ -218,10 +220,17 @@ def specify(
     groups = groups_over(layout, key.dims)
     if derive is not None:
         groups = _derived(key, groups, derive)
-    options, choice = given, NOT_YET
+    options, choice, creation = given, NOT_YET, given.creation or creation
+    if given.enable_reconfigure and creation != "local":
+        if creation != "auto":
+            raise GroupOptionsError(
+                f"creation={creation!r} cannot create groups with enable_reconfigure=True; use "
+                f"'auto' or 'local'"
+            )
+        creation = "local"
     if world is not None:
         choice = choose(
-            *(world, given.creation or creation, given.backend, groups),
+            *(world, creation, given.backend, groups),
             lazily=given.lazy_init,
             by_all=base.size == world.size,
         )

@@ -46,11 +46,13 @@ class Attempt:
         name: The name of the groups, the same on all ranks.
         spec: The spec.
         wait: Waits for other members; None if the rank has nobody to wait for.
+        stays: The group of before, which is to have other members; None: a new one is created.
     """
 
     name: str
     spec: GroupSpec
     wait: Wait | None
+    stays: ProcessGroup | None = None
 
     @cached_property
     def own(self) -> OwnGroup | None:
@@ -172,21 +174,32 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
 def _create_local(attempt: Attempt) -> ProcessGroup | None:
     if attempt.own is None:
         return None
-    world = attempt.spec.world or current()
-    return c10d.new_group(
-        attempt.own.name,
-        attempt.own.ranks,
-        backend=attempt.spec.options.backend or world.backend,
-        timeout=attempt.spec.options.timeout,
-        pg_options=attempt.spec.options.pg_options,
-        group_desc=attempt.spec.options.group_desc or attempt.name,
-        lazily=attempt.spec.options.lazy_init,
+    world, options = attempt.spec.world or current(), attempt.spec.options
+    name, _, ranks = attempt.own
+    group = attempt.stays or c10d.new_group(
+        *(name, ranks),
+        backend=options.backend or world.backend,
+        timeout=options.timeout,
+        pg_options=options.pg_options,
+        group_desc=options.group_desc or attempt.name,
+        lazily=options.lazy_init,
         wait=attempt.wait,
         rank=world.rank,
         store=world.store,
         stale=world.stale,
         is_in_default=world.is_default,
+        enable_reconfigure=options.enable_reconfigure,
     )
+    if options.enable_reconfigure:
+        c10d.reconfigure(
+            *(group, name, ranks),
+            rank=world.rank,
+            store=world.store,
+            timeout=options.timeout,
+            wait=attempt.wait,
+            stale=world.stale,
+        )
+    return group
 
 
 # ---- split -------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ from hypercomm.process_groups.torch_internals.groups import (
     split_group,
     why_not_members,
 )
+from hypercomm.process_groups.torch_internals.reconfigure import (
+    isolate,
+    reconfigure,
+    why_not_reconfigured,
+)
 from hypercomm.process_groups.torch_internals.split import (
     connects_as_told,
     is_nccl,

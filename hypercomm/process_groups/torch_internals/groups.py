@@ -30,6 +30,7 @@ from hypercomm.process_groups.torch_internals.gloo import (
     Wait,
     lazy_init,
 )
+from hypercomm.process_groups.torch_internals.reconfigure import in_one_place
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
     is_nccl,
@@ -71,6 +72,7 @@ def new_group(
     store: Any,
     stale: list[str],
     is_in_default: bool,
+    enable_reconfigure: bool = False,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -91,6 +93,7 @@ def new_group(
         stale: Receives the keys that no member needs any more.
         is_in_default: Whether the ranks are those of WORLD. torch takes a group of other ranks for
             a default process group, but does not make it that.
+        enable_reconfigure: Whether it is created without members, which `reconfigure` gives it.
     """
     backend = dist.Backend(backend)
     if timeout is None:
@@ -101,9 +104,10 @@ def new_group(
     with (
         lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
         made_alone(backend, pg_options, timeout, lazily) as (options, device),
+        in_one_place() if enable_reconfigure else contextlib.nullcontext(),
     ):
         is_gloo = singles == {"gloo"} and not uses_torchcomms()
-        if not is_lazy and is_gloo:
+        if not (is_lazy or enable_reconfigure) and is_gloo:
             place = GlooStore(place, len(members), wait, stale)
         try:
             group, _ = _torch._new_process_group_helper(
@@ -117,6 +121,7 @@ def new_group(
                 timeout=timeout,
                 device_id=device,
                 group_desc=group_desc,
+                **({"enable_reconfigure": True} if enable_reconfigure else {}),
             )
         except Exception as error:
             if not isinstance(place, GlooStore):
