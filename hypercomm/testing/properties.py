@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -23,36 +23,7 @@ from hypercomm.grid.grid import GridView
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
 Function = Callable[..., Any]
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `layer`, `linear`, `attention` and `loss`.
-
-    Attributes:
-        finish: Called after the backward pass, to complete the gradients of a sharded module, such
-            as to sum those of replicated parameters.
-        averaged: Whether gradients are averaged along `dim` afterwards, as by
-            DistributedDataParallel and FSDP. Each rank's gradient must then be its part of the
-            dense one times the size of `dim`.
-        zigzag: Whether each position along `dim` has two chunks: `i` has the chunks `i` and
-            `2 * size - 1 - i`, as in Megatron's and torch's balanced context parallelism.
-        dtype: Of the tensors that are drawn; default: torch.float32.
-        device: Of all tensors; default: "cpu".
-        rtol: As for `torch.testing.assert_close`, together with `atol`; default: as there.
-        atol: As `rtol`.
-    """
-
-    finish: Callable[[], object]
-    averaged: bool
-    zigzag: bool
-    dtype: torch.dtype
-    device: torch.device | str
-    rtol: float
-    atol: float
 
 
 class PropertyError(AssertionError):
@@ -80,7 +51,12 @@ def layer(
     tensors: Mapping[str, Sequence[int] | Tensor],
     *,
     cuts: Mapping[str, int | None],
-    **options: Unpack[Options],
+    finish: Callable[[], object] = lambda: None,
+    zigzag: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Check that a sharded layer equals a dense one: the output, and the gradient of each tensor.
 
@@ -102,7 +78,14 @@ def layer(
             is the same on all ranks.
         cuts: The axis of each tensor that is cut, by name, and of "output". An output without axes,
             such as a loss, for which it has one, is a share of the dense one, and not compared.
-        options: See `Options`.
+        finish: Called after the backward pass, to complete the gradients of a sharded module, such
+            as to sum those of replicated parameters.
+        zigzag: Whether each position along `dim` has two chunks: `i` has the chunks `i` and
+            `2 * size - 1 - i`, as in Megatron's and torch's balanced context parallelism.
+        dtype: Of the tensors that are drawn.
+        device: Of all tensors.
+        rtol: As for `torch.testing.assert_close`, together with `atol`; default: as there.
+        atol: As `rtol`.
 
     Raises:
         PropertyError: A rank differs. It is an AssertionError.
@@ -130,30 +113,28 @@ def layer(
         >>> run_ranks(test, 2)
         [None, None]
     """
-    ranks = _Comparison(grid, dim, cuts, **options)
+    ranks = _Comparison(grid, dim, cuts, zigzag, rtol, atol)
     random = torch.Generator().manual_seed(0)
 
     def drawn(given: Sequence[int] | Tensor) -> Tensor:
         if isinstance(given, Tensor):
-            return given.to(ranks.device)
+            return given.to(device)
         numbers = torch.randn(tuple(given), generator=random, dtype=torch.float64)
-        return numbers.to(ranks.device, ranks.dtype)
+        return numbers.to(device, dtype)
 
     shapes = {name: parameter.shape for name, parameter in _parameters(dense).items()}
     wholes = {name: drawn(given) for name, given in {**tensors, **shapes}.items()}
     leaves, expected = _call(dense, wholes)
-    start = drawn(expected.shape) if expected.ndim else torch.ones_like(expected)
+    start = drawn(expected.shape)
     torch.autograd.backward(expected, start)
-    scale = grid[dim].size if ranks.averaged else 1
-    wanted = {name: each * scale for name, each in _gradients(leaves).items()}
+    wanted = _gradients(leaves)
     at = grid[dim].rank
     parts = {name: ranks.part(name, whole, at) for name, whole in wholes.items()}
     leaves, result = _call(sharded, parts)
     if expected.ndim or cuts.get("output") is None:
         ranks.compare({"output": expected}, {"output": result})
-    if result.requires_grad:  # else the gradients are zero
-        torch.autograd.backward(result, ranks.part("output", start, at).to(result.dtype))
-    ranks.finish()
+    torch.autograd.backward(result, ranks.part("output", start, at).to(result.dtype))
+    finish()
     ranks.compare(wanted, _gradients(leaves))
 
 
@@ -166,7 +147,7 @@ def linear(
     features: tuple[int, int] | None = None,
     bias: bool = True,
     sequence: int | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> None:
     """Check that a tensor-parallel linear layer equals `torch.nn.functional.linear`.
 
@@ -184,7 +165,7 @@ def linear(
         bias: Whether there is a bias.
         sequence: The axis of tokens, 0 or 1, that sequence parallelism cuts: of the input of a
             "column" layer, of the output of a "row" layer. None: it is whole.
-        options: See `Options`.
+        options: As for `layer`: `finish`, `zigzag`, `dtype`, `device`, `rtol` and `atol`.
 
     Raises:
         PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
@@ -208,13 +189,13 @@ def linear(
     shapes = {"input": (2 * size, 3 * size, inner), "weight": (outer, inner)}
     if bias:
         shapes["bias"] = (outer,)
-    known: dict[str, dict[str, int | None]] = {
-        "column": {"input": sequence, "weight": 0, "bias": 0, "output": 2},
-        "row": {"input": 2, "weight": 1, "output": sequence},
-    }
-    if cut not in known:
+    if cut == "column":
+        cuts = {"input": sequence, "weight": 0, "bias": 0, "output": 2}
+    elif cut == "row":
+        cuts = {"input": 2, "weight": 1, "output": sequence}
+    else:
         raise LayoutError(f"cut must be 'column' or 'row', got {cut!r}")
-    layer(grid, dim, sharded, functional.linear, shapes, cuts=known[cut], **options)
+    layer(grid, dim, sharded, functional.linear, shapes, cuts=cuts, **options)
 
 
 def attention(
@@ -224,7 +205,7 @@ def attention(
     *,
     causal: bool = False,
     shape: Sequence[int] | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> None:
     """Check that context-parallel attention equals `scaled_dot_product_attention`.
 
@@ -237,7 +218,7 @@ def attention(
         sharded: Takes the rank's queries, keys and values, and returns its output; as for `layer`.
         causal: Whether a token attends only to itself and to the tokens before it.
         shape: Default: (2, 2 heads for each position, 4 tokens for each position, 8).
-        options: See `Options`, above all `zigzag`.
+        options: As for `layer`, such as `zigzag`.
 
     Raises:
         PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
@@ -278,7 +259,7 @@ def loss(
     dense: Function = functional.cross_entropy,
     shape: tuple[int, int] | None = None,
     padded: bool = False,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> None:
     """Check that a sharded loss and the gradient of its logits equal those of the dense loss.
 
@@ -289,26 +270,29 @@ def loss(
             returns the loss.
         cut: "vocabulary": each rank has all targets, and returns the dense loss. "tokens": each has
             its own targets; the loss may be its share or that of all, so only gradients of a loss
-            without axes are compared.
+            without axes are compared. If gradients are averaged along `dim` afterwards, as by
+            DistributedDataParallel and FSDP, let it divide by the size of `dim`.
         dense: The loss of all logits and targets.
         shape: Tokens and vocabulary; default: 4 and 5 for each position.
         padded: Whether every third target is -100, whose loss does not count: ranks have different
             numbers of tokens that count.
-        options: See `Options`, above all `averaged`.
+        options: As for `layer`.
 
     Raises:
         PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
         LayoutError: `cut` is unknown.
 
     Example:
-        Each rank has the mean of its own tokens; DistributedDataParallel averages the gradients.
+        Each rank has the mean of its own tokens, and its gradients are averaged afterwards.
 
         >>> from torch.nn.functional import cross_entropy
         >>> from hypercomm import HyperCommGrid, run_ranks
         >>> from hypercomm.testing import properties
         >>> def test():
         ...     with HyperCommGrid("dp=2") as grid:
-        ...         properties.loss(grid, "dp", cross_entropy, "tokens", averaged=True)
+        ...         def mean(logits, targets):
+        ...             return cross_entropy(logits, targets) / grid["dp"].size
+        ...         properties.loss(grid, "dp", mean, "tokens")
         >>> run_ranks(test, 2)
         [None, None]
     """
@@ -318,10 +302,10 @@ def loss(
     if padded:
         targets[::3] = -100
     tensors: dict[str, Any] = {"logits": (tokens, vocabulary), "targets": targets}
-    known = {"vocabulary": {"logits": 1}, "tokens": {"logits": 0, "targets": 0, "output": 0}}
-    if cut not in known:
+    if cut not in {"vocabulary", "tokens"}:
         raise LayoutError(f"cut must be 'vocabulary' or 'tokens', got {cut!r}")
-    layer(grid, dim, sharded, dense, tensors, cuts=known[cut], **options)
+    cuts = {"logits": 0, "targets": 0, "output": 0} if cut == "tokens" else {"logits": 1}
+    layer(grid, dim, sharded, dense, tensors, cuts=cuts, **options)
 
 
 def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> None:
@@ -376,13 +360,9 @@ class _Comparison:
     grid: GridView
     dim: Dims
     cuts: Mapping[str, int | None]
-    finish: Callable[[], object] = lambda: None
-    averaged: bool = False
-    zigzag: bool = False
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    rtol: float | None = None
-    atol: float | None = None
+    zigzag: bool
+    rtol: float | None
+    atol: float | None
 
     def part(self, name: str, whole: Tensor, at: int) -> Tensor:
         """Return the part of a whole tensor for a position along the dims."""
@@ -406,7 +386,9 @@ class _Comparison:
 
     def compare(self, wholes: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Raise on all ranks if what a rank has is not its part of the whole tensors."""
-        found = _gather(self.grid, {name: each.detach().cpu() for name, each in own.items()})
+        found = _gather(
+            self.grid, {name: each.detach().clone().cpu() for name, each in own.items()}
+        )
         texts, causes = [], {}
         for (name, whole), rank in itertools.product(wholes.items(), found):
             members = self.grid.group_ranks(self.dim, rank)
@@ -458,8 +440,9 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     """
     own, leaves = _parameters(function), {}
     for name, value in tensors.items():
-        leaf = leaves[name] = own.get(name, value.detach().clone())
-        leaf.requires_grad_(leaf.is_floating_point()).grad = None
+        leaf = leaves[name] = own.get(name, value.clone())
+        if leaf.is_floating_point():
+            leaf.requires_grad_().grad = torch.zeros_like(leaf)
         local = _local(leaf.detach())
         if local.shape != value.shape:
             raise LayoutError(
@@ -472,15 +455,9 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _gradients(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of leaves by their titles, zeros where none has arrived."""
-    gradients = {}
-    for name, leaf in leaves.items():
-        if leaf.requires_grad:
-            gradient: Any = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if isinstance(leaf, DTensor):
-                gradient = gradient.redistribute(placements=leaf.placements)
-            gradients[f"gradient of {name}"] = _local(gradient)
-    return gradients
+    """Return the gradients of leaves by their titles."""
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {f"gradient of {name}": _local(grad) for name, grad in grads.items()}
 
 
 def _gather(grid: GridView, value: Any) -> dict[int, Any]:

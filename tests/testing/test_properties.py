@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import pytest
 import torch
@@ -169,13 +170,15 @@ def vocabulary_loss(tp, bug=None, reduction="mean"):
 
 def token_loss(dp, bug=None):
     def loss(logits, targets):
-        if bug == "mean of own tokens, gradients summed":
+        if bug == MEAN:
             return functional.cross_entropy(logits, targets)
+        if bug == MEANS:
+            return functional.cross_entropy(logits, targets) / dp.size
         share = functional.cross_entropy(logits, targets, reduction="sum")
         count = dp.sum((targets >= 0).sum())
         if bug == "gradient summed twice":
             return SumTwice.apply(share, dp) / count
-        return share / count
+        return share / count / (dp.size if bug == AVERAGED else 1)
 
     return loss
 
@@ -256,41 +259,25 @@ def test_any_grid(grid, inner, outer):
         properties.linear(grid, "tp", row(tp), "row", features=features, dtype=dtype)
 
 
-# Megatron's own layers, with and without sequence parallelism.
+# Megatron's own layers, which return pairs; those of sequence parallelism need a GPU.
 @pytest.mark.clients
 @pytest.mark.ranks(2)
 def test_megatron():
-    import warnings
-
     warnings.simplefilter("ignore")
     from megatron.core import ModelParallelConfig
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     state.initialize_model_parallel(tensor_model_parallel_size=2)
-
-    def check(sequence):
-        config = ModelParallelConfig(
-            tensor_model_parallel_size=2,
-            use_cpu_initialization=True,
-            params_dtype=torch.float32,
-            sequence_parallel=sequence == 0,
-        )
-        options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True}
-        first = ColumnParallelLinear(8, 12, gather_output=False, **options)
-        last = RowParallelLinear(8, 12, input_is_parallel=True, skip_bias_add=False, **options)
-        with HyperCommGrid("tp=2") as grid:
-            properties.linear(grid, "tp", first, "column", sequence=sequence)
-            tp = grid["tp"]
-
-            def sum_bias():
-                last.bias.grad = tp.sum(last.bias.grad)
-
-            finish = {} if sequence is None else {"finish": sum_bias}
-            properties.linear(grid, "tp", last, "row", sequence=sequence, **finish)
-
-    check(None)
-    check(0)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=2, use_cpu_initialization=True, params_dtype=torch.float32
+    )
+    options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True}
+    first = ColumnParallelLinear(8, 12, gather_output=False, **options)
+    last = RowParallelLinear(8, 12, input_is_parallel=True, skip_bias_add=False, **options)
+    with HyperCommGrid("tp=2") as grid:
+        properties.linear(grid, "tp", first, "column")
+        properties.linear(grid, "tp", last, "row")
     state.destroy_model_parallel()
 
 
@@ -315,7 +302,8 @@ def of_loss(cut, make, **options):
 
 OF_THE_INPUT, OF_THE_BIAS = "gradient of the input not summed", "gradient of the bias not summed"
 TWICE = "gradient summed twice"
-MEAN = "mean of own tokens, gradients summed"
+MEAN, MEANS = "no division by the number of ranks", "mean of means"
+AVERAGED = "divided by the number of tokens, and gradients averaged"
 
 MISTAKES = [
     # sizes, the property, the mistake, the tensors that differ, and a word of their cause
@@ -346,13 +334,10 @@ MISTAKES = [
     ("tp=4", of_loss("tokens", token_loss), TWICE, ["gradient of logits"], "by 4"),
     ("tp=4", of_loss("tokens", token_loss), MEAN, ["gradient of logits"], "by 4"),
     (
-        *("tp=4", of_loss("tokens", token_loss, padded=True, averaged=True), MEAN),
+        *("tp=4", of_loss("tokens", token_loss, padded=True), MEANS),
         *(["gradient of logits"], ""),
     ),
-    (
-        *("tp=4", of_loss("tokens", token_loss, averaged=True), "shares, gradients averaged"),
-        *(["gradient of logits"], "by 1/4"),
-    ),
+    ("tp=4", of_loss("tokens", token_loss), AVERAGED, ["gradient of logits"], "by 1/4"),
 ]
 
 
@@ -440,13 +425,13 @@ def test_random_state(seed_of, same, wrong):
 def test_other_mistakes():
     with HyperCommGrid("tp=2") as grid:
         tp = grid["tp"]
+
+        def detached(x, weight, bias):
+            return row(tp)(x, weight.detach(), bias)
+
         with pytest.raises(PropertyError) as caught:
-            properties.linear(
-                *(grid, "tp", lambda *given: row(tp)(*given).detach(), "row"), features=(4, 4)
-            )
-        assert {name for _, name in caught.value.causes} == {
-            f"gradient of {name}" for name in ("input", "weight", "bias")
-        }
+            properties.linear(grid, "tp", detached, "row", features=(4, 4))
+        assert {*caught.value.causes} == {(0, "gradient of weight"), (1, "gradient of weight")}
         assert all("zero" in cause for cause in caught.value.causes.values())
         with pytest.raises(PropertyError) as caught:
             properties.linear(
