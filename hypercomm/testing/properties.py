@@ -30,9 +30,9 @@ class PropertyError(AssertionError):
     """A property does not hold; all ranks raise it, with the same causes.
 
     Attributes:
-        causes: What makes a rank differ, by rank and tensor, such as `(1, "output")` or
-            `(1, "gradient of weight")`: a mistake that gives exactly its values, or "" if none is
-            known.
+        causes: The cause of each difference, by rank and tensor, such as `(1, "output")` or
+            `(1, "gradient of weight")`: a mistake that gives exactly these values, or "" if none
+            is known.
     """
 
     def __init__(self, text: str, causes: Mapping[tuple[int, str], str]) -> None:
@@ -113,7 +113,7 @@ def layer(
         >>> run_ranks(test, 2)
         [None, None]
     """
-    ranks = _Comparison(grid, dim, cuts, zigzag, rtol, atol)
+    ranks = _Comparison(grid, dim, cuts, zigzag, {"rtol": rtol, "atol": atol})
     random = torch.Generator().manual_seed(0)
 
     def drawn(given: Sequence[int] | Tensor) -> Tensor:
@@ -361,8 +361,7 @@ class _Comparison:
     dim: Dims
     cuts: Mapping[str, int | None]
     zigzag: bool
-    rtol: float | None
-    atol: float | None
+    tolerance: Mapping[str, Any]
 
     def part(self, name: str, whole: Tensor, at: int) -> Tensor:
         """Return the part of a whole tensor for a position along the dims."""
@@ -375,32 +374,28 @@ class _Comparison:
         return torch.cat([chunks[at], chunks[-1 - at]], axis)
 
     def difference(self, mine: Tensor, part: Tensor) -> str:
-        """Return how two tensors differ; "" if they are close."""
+        """Return how two tensors differ, and where the most; "" if they are close."""
         try:
-            torch.testing.assert_close(
-                mine, part, rtol=self.rtol, atol=self.atol, check_dtype=False
-            )
+            torch.testing.assert_close(mine, part, check_dtype=False, **self.tolerance)
         except AssertionError as error:
-            return str(error)
+            return str(error).rpartition("\n\n")[2]
         return ""
 
     def compare(self, wholes: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Raise on all ranks if what a rank has is not its part of the whole tensors."""
-        found = _gather(
-            self.grid, {name: each.detach().clone().cpu() for name, each in own.items()}
-        )
+        waited = {name: each.detach().clone().cpu() for name, each in own.items()}
+        found = _gather(self.grid, waited)  # a clone waits for a functional collective
         texts, causes = [], {}
         for (name, whole), rank in itertools.product(wholes.items(), found):
             members = self.grid.group_ranks(self.dim, rank)
-            group = [found[member][name] for member in members]
-            parts = [self.part(name, whole.detach().cpu(), at) for at in range(len(members))]
-            at = members.index(rank)
+            at, group = members.index(rank), [found[member][name] for member in members]
+            parts = [self.part(name, whole.detach().cpu(), each) for each in range(len(members))]
             difference = self.difference(group[at], parts[at])
             if difference:
                 cause = causes[rank, name] = self.cause(group, parts, at)
                 where = f"{name} of rank {rank} ({format_coords(self.grid.coords(rank))})"
-                texts.append(f"{where} differs from the dense one{cause and ': ' + cause}")
-                texts.append(difference)
+                where += " differs from the dense one" + (f": {cause}" if cause else "")
+                texts.append(f"{where}\n{difference}")
         if causes:
             raise PropertyError("\n\n".join(texts), causes)
 
@@ -408,7 +403,7 @@ class _Comparison:
         """Return the mistake that gives exactly what a rank has; "" if none is known.
 
         Args:
-            group: What each member of the rank's group has.
+            group: The tensor of each member of the rank's group.
             parts: The dense part of each.
             at: The position of the rank among them.
         """
@@ -419,7 +414,7 @@ class _Comparison:
         known[f"an all-reduce over {self.dim} is missing: the sum is right"] = part - sum(others)
         for dim in (self.dim, *self.grid.dim_names):
             size = self.grid[dim].size
-            known[f"scaled by {size}, the size of {dim}: summed and not divided"] = part * size
+            known[f"scaled by {size}, the size of {dim}: summed once too often"] = part * size
             known[f"scaled by 1/{size}: divided by the size of {dim} once too often"] = part / size
         return next((text for text in known if not self.difference(mine, known[text])), "")
 

@@ -384,9 +384,8 @@ def test_one_rank_is_wrong():
         assert caught.value.causes == {(2, "output"): "", (3, "output"): ""}
         text = str(caught.value)
         for rank, coords in ((2, "tp=0, dp=1"), (3, "tp=1, dp=1")):
-            assert re.search(
-                rf"rank {rank} \({coords}\).*\n\n.*\n\n.*\n.*1\.5\d* at index \(2,\)", text
-            )
+            largest = rf"rank {rank} \({coords}\).*\n.*\n.*1\.(5|4999)\d* at index \(2,\)"
+            assert re.search(largest, text)
 
 
 # Random numbers: agree along `same` and differ along all other dims, also for sums of coordinates.
