@@ -25,6 +25,7 @@ PUBLIC = (
     "hypercomm.launch",
     "hypercomm.layout",
     "hypercomm.testing",
+    "hypercomm.testing.properties",
     "hypercomm.tools.blame",
     "hypercomm.tools.draw",
     "hypercomm.tools.place",
@@ -34,6 +35,7 @@ PUBLIC = (
 
 _MODULES = {
     "parallel_state": ("compat.md#megatron", "The names of `megatron.core.parallel_state`."),
+    "properties": ("testing.md#ready-properties-of-layers", "Ready properties of layers."),
     "tp": ("compat.md#ezpz", "The names of `ezpz.tp`."),
     "version": ("compat.md#version", "The release of Megatron whose behaviour is followed."),
 }

@@ -14,6 +14,7 @@ from hypercomm.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
+    from hypercomm.testing import properties as properties
     from hypercomm.testing.on_ranks import given_ranks as given_ranks
     from hypercomm.testing.simulation import Simulation as Simulation
     from hypercomm.testing.simulation import simulate as simulate
@@ -35,6 +36,7 @@ _HOMES = {
     "Simulation": "hypercomm.testing.simulation",
     "fake_world": "hypercomm.testing.worlds",
     "given_ranks": "hypercomm.testing.on_ranks",
+    "properties": "hypercomm.testing.properties",
     "registered_groups": "hypercomm.testing.worlds",
     "run_ranks": "hypercomm.launch",
     "simulate": "hypercomm.testing.simulation",

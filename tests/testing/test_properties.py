@@ -1,0 +1,447 @@
+"""Ready properties of layers: right ones pass on real ranks, and planted mistakes are found."""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from hypercomm import HyperCommGrid
+from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.testing import given_ranks, grids, properties
+from hypercomm.testing.properties import PropertyError
+
+# ---- sharded layers, with the mistake that `bug` names -------------------------------------------
+
+
+class Sum(torch.autograd.Function):
+    """The sum over a dim; its gradient is that of each part."""
+
+    @staticmethod
+    def forward(ctx, part, dim):
+        ctx.dim = dim
+        return dim.sum(part)
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient, None
+
+
+class SumTwice(Sum):
+    """A sum whose gradient is summed, too, although all ranks have the same loss."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.dim.sum(gradient), None
+
+
+class Copy(torch.autograd.Function):
+    """The same tensor on each rank of a dim; the gradients of the copies are summed."""
+
+    @staticmethod
+    def forward(ctx, whole, dim):
+        ctx.dim = dim
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.dim.sum(gradient), None
+
+
+class Gather(torch.autograd.Function):
+    """The parts of all ranks along an axis; the gradients are summed, unless `is_sum` is false."""
+
+    @staticmethod
+    def forward(ctx, part, dim, axis, is_sum):
+        ctx.dim, ctx.axis, ctx.is_sum = dim, axis, is_sum
+        parts = [torch.empty_like(part) for _ in range(dim.size)]
+        dist.all_gather(parts, part.contiguous(), group=dim.group)
+        return torch.cat(parts, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        whole = ctx.dim.sum(gradient) if ctx.is_sum else gradient
+        return whole.chunk(ctx.dim.size, ctx.axis)[ctx.dim.rank], None, None, None
+
+
+class Part(torch.autograd.Function):
+    """The rank's part of the sum over a dim, along an axis; its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx, whole, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return dim.sum(whole).chunk(dim.size, axis)[dim.rank].clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Gather.apply(gradient, ctx.dim, ctx.axis, True), None, None
+
+
+def column(tp, bug=None):
+    def layer(x, weight, bias):
+        own = x if bug == "gradient of the input not summed" else Copy.apply(x, tp)
+        y = functional.linear(own, weight, bias)
+        if bug == "parts in another order":
+            last = Gather.apply(y, tp, -1, True).chunk(tp.size, -1)
+            return last[(tp.rank + 1) % tp.size]
+        return y
+
+    return layer
+
+
+def row(tp, bug=None):
+    def layer(x, weight, bias):
+        add = SumTwice if bug == "gradient summed twice" else Sum
+        if bug == "bias on each rank":
+            return add.apply(functional.linear(x, weight, bias), tp)
+        if bug == "output not summed":
+            return functional.linear(x, weight) + bias / tp.size
+        return add.apply(functional.linear(x, weight), tp) + bias
+
+    return layer
+
+
+def sequence_column(tp, bug=None):
+    is_sum = bug != "gradient of the input not summed"
+    return lambda x, weight, bias: functional.linear(Gather.apply(x, tp, 0, is_sum), weight, bias)
+
+
+def sequence_row(tp, bug=None):
+    def layer(x, weight, bias):
+        own = bias if bug == "gradient of the bias not summed" else Copy.apply(bias, tp)
+        return Part.apply(functional.linear(x, weight), tp, 0) + own
+
+    return layer
+
+
+def attention(cp, *, causal, zigzag, bug=None):
+    """Attention to the gathered keys and values of all ranks."""
+
+    def positions(rank, tokens):
+        if not zigzag:
+            return torch.arange(tokens) + rank * tokens
+        half = tokens // 2
+        starts = rank * half, (2 * cp.size - 1 - rank) * half
+        return torch.cat([torch.arange(half) + start for start in starts])
+
+    def layer(query, key, value):
+        is_sum = bug != "gradient of keys not summed"
+        keys, values = (Gather.apply(each, cp, 2, is_sum) for each in (key, value))
+        tokens = query.size(2)
+        own = positions(0 if bug == "local positions" else cp.rank, tokens)
+        every = torch.cat([positions(rank, tokens) for rank in range(cp.size)])
+        if bug == "keys in another order":
+            every = every.sort().values
+        mask = own[:, None] >= every if causal and bug != "no mask" else None
+        if bug == "own tokens alone":
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+    return layer
+
+
+def vocabulary_loss(tp, bug=None, reduction="mean"):
+    def loss(logits, targets):
+        add = SumTwice if bug == "gradient summed twice" else Sum
+        size = logits.size(1)
+        largest = Gather.apply(logits.detach(), tp, 1, True).amax(1, keepdim=True)
+        exponents = (logits - largest).exp().sum(1)
+        if bug != "exponents not summed":
+            exponents = add.apply(exponents, tp)
+        index = targets - (0 if bug == "targets not shifted" else tp.rank * size)
+        is_own = (index >= 0) & (index < size)
+        picked = (logits - largest).gather(1, index.clamp(0, size - 1)[:, None])[:, 0]
+        losses = exponents.log() - add.apply(picked * is_own, tp)
+        return losses.mean() if reduction == "mean" else losses
+
+    return loss
+
+
+def token_loss(dp, bug=None):
+    def loss(logits, targets):
+        if bug == MEAN:
+            return functional.cross_entropy(logits, targets)
+        if bug == MEANS:
+            return functional.cross_entropy(logits, targets) / dp.size
+        share = functional.cross_entropy(logits, targets, reduction="sum")
+        count = dp.sum((targets >= 0).sum())
+        if bug == "gradient summed twice":
+            return SumTwice.apply(share, dp) / count
+        return share / count / (dp.size if bug == AVERAGED else 1)
+
+    return loss
+
+
+# ---- right ones ----------------------------------------------------------------------------------
+
+
+# What is right passes, with another dim beside that of the layer, and in another order of dims.
+@pytest.mark.ranks(4)
+def test_right_layers():
+    for sizes in ("tp=2,dp=2", "dp=2,tp=2"):
+        with HyperCommGrid(sizes) as grid:
+            tp = grid["tp"]
+            properties.linear(grid, "tp", column(tp), "column")
+            properties.linear(grid, "tp", row(tp), "row", features=(6, 3))
+            properties.linear(grid, "tp", sequence_column(tp), "column", sequence=0)
+            properties.linear(grid, "tp", sequence_row(tp), "row", sequence=0)
+            plain = functools.partial(row(tp), bias=torch.zeros(1))
+            properties.linear(grid, "tp", plain, "row", bias=False)
+            properties.loss(grid, "tp", vocabulary_loss(tp), "vocabulary")
+            properties.loss(grid, "dp", token_loss(grid["dp"]), "tokens", padded=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.ranks(4)
+def test_right_attention(causal, zigzag):
+    for sizes in ("cp=4", "dp=2,cp=2"):
+        with HyperCommGrid(sizes) as grid:
+            own = attention(grid["cp"], causal=causal, zigzag=zigzag)
+            properties.attention(grid, "cp", own, causal=causal, zigzag=zigzag)
+
+
+# Modules of `parallelize_module`, whose parameters are DTensors.
+@pytest.mark.full
+@pytest.mark.ranks(4)
+def test_right_dtensors():
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        mesh = grid.device_mesh("tp")
+
+        def linear(style):
+            return parallelize_module(torch.nn.Linear(8, 12), mesh, style)
+
+        properties.linear(grid, "tp", linear(ColwiseParallel()), "column")
+        properties.linear(grid, "tp", linear(RowwiseParallel()), "row")
+        by_tokens = ColwiseParallel(input_layouts=Shard(0))
+        properties.linear(grid, "tp", linear(by_tokens), "column", sequence=0)
+        by_tokens = RowwiseParallel(output_layouts=Shard(0))
+        properties.linear(grid, "tp", linear(by_tokens), "row", sequence=0)
+        norm = parallelize_module(torch.nn.LayerNorm(6), mesh, SequenceParallel(sequence_dim=0))
+        rows = {"x": 0, "output": 0}
+        properties.layer(grid, "tp", norm, torch.nn.LayerNorm(6), {"x": (4, 6)}, cuts=rows)
+
+        def block():
+            return torch.nn.Sequential(
+                torch.nn.Linear(5, 8), torch.nn.GELU(), torch.nn.Linear(8, 5)
+            )
+
+        own = parallelize_module(block(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        cuts = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
+        properties.layer(grid, "tp", own, block(), {"x": (3, 5)}, cuts=cuts)
+
+
+# A grid that hypothesis draws, with its own sizes of a layer; the tensors are small and not round.
+@pytest.mark.full
+@given_ranks(
+    grids(dim_names=["tp", "dp"], dims_required=["tp"], max_ranks=4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    max_examples=5,
+)
+def test_any_grid(grid, inner, outer):
+    tp = grid["tp"]
+    features = inner * tp.size, outer * tp.size
+    for dtype in (torch.float32, torch.float64):
+        properties.linear(grid, "tp", column(tp), "column", features=features, dtype=dtype)
+        properties.linear(grid, "tp", row(tp), "row", features=features, dtype=dtype)
+
+
+# Megatron's own layers, which return pairs; those of sequence parallelism need a GPU.
+@pytest.mark.clients
+@pytest.mark.ranks(2)
+def test_megatron():
+    warnings.simplefilter("ignore")
+    from megatron.core import ModelParallelConfig
+    from megatron.core import parallel_state as state
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=2, use_cpu_initialization=True, params_dtype=torch.float32
+    )
+    options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True}
+    first = ColumnParallelLinear(8, 12, gather_output=False, **options)
+    last = RowParallelLinear(8, 12, input_is_parallel=True, skip_bias_add=False, **options)
+    with HyperCommGrid("tp=2") as grid:
+        properties.linear(grid, "tp", first, "column")
+        properties.linear(grid, "tp", last, "row")
+    state.destroy_model_parallel()
+
+
+# ---- planted mistakes ----------------------------------------------------------------------------
+
+
+def of_linear(cut, make, **options):
+    return lambda grid, bug: properties.linear(grid, "tp", make(grid["tp"], bug), cut, **options)
+
+
+def of_attention(*, causal, zigzag=False):
+    return lambda grid, bug: properties.attention(
+        *(grid, "cp", attention(grid["cp"], causal=causal, zigzag=zigzag, bug=bug)),
+        causal=causal,
+        zigzag=zigzag,
+    )
+
+
+def of_loss(cut, make, **options):
+    return lambda grid, bug: properties.loss(grid, "tp", make(grid["tp"], bug), cut, **options)
+
+
+OF_THE_INPUT, OF_THE_BIAS = "gradient of the input not summed", "gradient of the bias not summed"
+TWICE = "gradient summed twice"
+MEAN, MEANS = "no division by the number of ranks", "mean of means"
+AVERAGED = "divided by the number of tokens, and gradients averaged"
+
+MISTAKES = [
+    # sizes, the property, the mistake, the tensors that differ, and a word of their cause
+    ("tp=4", of_linear("column", column), OF_THE_INPUT, ["gradient of input"], "all-reduce"),
+    ("tp=4", of_linear("column", column), "parts in another order", ["output"], "position"),
+    ("tp=4", of_linear("row", row), "bias on each rank", ["output"], ""),
+    ("tp=4", of_linear("row", row), "output not summed", ["output"], "all-reduce"),
+    ("tp=4", of_linear("row", row), TWICE, ["gradient of input", "gradient of weight"], "by 4"),
+    (
+        *("tp=4", of_linear("column", sequence_column, sequence=0), OF_THE_INPUT),
+        *(["gradient of input"], ""),
+    ),
+    (
+        *("tp=4", of_linear("row", sequence_row, sequence=0), OF_THE_BIAS),
+        *(["gradient of bias"], "all-reduce"),
+    ),
+    ("cp=4", of_attention(causal=True), "local positions", ["output"], ""),
+    ("cp=4", of_attention(causal=True), "no mask", ["output"], ""),
+    ("cp=4", of_attention(causal=False), "own tokens alone", ["output"], ""),
+    ("cp=4", of_attention(causal=True, zigzag=True), "keys in another order", ["output"], ""),
+    (
+        *("cp=4", of_attention(causal=False), "gradient of keys not summed"),
+        *(["gradient of key", "gradient of value"], ""),
+    ),
+    ("tp=4", of_loss("vocabulary", vocabulary_loss), TWICE, ["gradient of logits"], "by 4"),
+    ("tp=4", of_loss("vocabulary", vocabulary_loss), "exponents not summed", ["output"], ""),
+    ("tp=4", of_loss("vocabulary", vocabulary_loss), "targets not shifted", ["output"], ""),
+    ("tp=4", of_loss("tokens", token_loss), TWICE, ["gradient of logits"], "by 4"),
+    ("tp=4", of_loss("tokens", token_loss), MEAN, ["gradient of logits"], "by 4"),
+    (
+        *("tp=4", of_loss("tokens", token_loss, padded=True), MEANS),
+        *(["gradient of logits"], ""),
+    ),
+    ("tp=4", of_loss("tokens", token_loss), AVERAGED, ["gradient of logits"], "by 1/4"),
+]
+
+
+# Each is found: all ranks raise, with the same causes, which name the tensors that differ.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "check", "bug", "tensors", "word"),
+    MISTAKES,
+    ids=[f"{number}-{mistake[2].replace(' ', '_')}" for number, mistake in enumerate(MISTAKES)],
+)
+@pytest.mark.ranks(4)
+def test_mistakes(sizes, check, bug, tensors, word):
+    with HyperCommGrid(sizes) as grid:
+        with pytest.raises(PropertyError) as caught:
+            check(grid, bug)
+        causes = caught.value.causes
+        told = [None] * grid.size
+        dist.all_gather_object(told, causes)
+        assert all(each == causes for each in told)
+        assert {tensor for _, tensor in causes} == {*tensors}
+        assert all(word in cause and bool(word) == bool(cause) for cause in causes.values())
+
+
+# A rank alone can be wrong; the message has its coordinates, and where the largest difference is.
+@pytest.mark.full
+@pytest.mark.ranks(4)
+def test_one_rank_is_wrong():
+    with HyperCommGrid("tp=2,dp=2") as grid:
+
+        def wrong(logits, targets):
+            loss = functional.cross_entropy(logits, targets, reduction="none")
+            return loss + (torch.arange(4) == 2) * 1.5 if grid.coords()["dp"] == 1 else loss
+
+        def check():
+            dense = functional.cross_entropy
+            properties.layer(
+                *(grid, "tp", wrong, lambda *both: dense(*both, reduction="none")),
+                {"logits": (8, 5), "targets": torch.arange(8) % 5},
+                cuts={"logits": 0, "targets": 0, "output": 0},
+            )
+
+        with pytest.raises(PropertyError) as caught:
+            check()
+        assert caught.value.causes == {(2, "output"): "", (3, "output"): ""}
+        text = str(caught.value)
+        for rank, coords in ((2, "tp=0, dp=1"), (3, "tp=1, dp=1")):
+            largest = rf"rank {rank} \({coords}\).*\n.*\n.*1\.(5|4999)\d* at index \(2,\)"
+            assert re.search(largest, text)
+
+
+# Random numbers: agree along `same` and differ along all other dims, also for sums of coordinates.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("seed_of", "same", "wrong"),
+    [
+        (lambda grid: grid.seed(7, "dp"), "tp", None),
+        (lambda grid: grid.seed(7, "tp", "dp"), (), None),
+        (lambda _: 7, ["tp", "dp"], None),
+        (lambda _: 7, "tp", {0, 2}),
+        (lambda grid: grid.seed(7, "dp"), (), {0, 1}),
+        (lambda _: dist.get_rank(), "tp", {0, 1}),
+        (lambda grid: sum(grid.coords().values()), (), {1, 2}),
+    ],
+)
+@pytest.mark.ranks(4)
+def test_random_state(seed_of, same, wrong):
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        torch.manual_seed(seed_of(grid))
+
+        def draw():
+            return functional.dropout(torch.ones(64))
+
+        if wrong is None:
+            properties.random_state(grid, draw, same)
+            return
+        with pytest.raises(PropertyError) as caught:
+            properties.random_state(grid, draw, same)
+        assert {rank for rank, _ in caught.value.causes} == wrong
+
+
+# A gradient that does not arrive, a shape that is not the part's, and arguments that cannot work.
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_other_mistakes():
+    with HyperCommGrid("tp=2") as grid:
+        tp = grid["tp"]
+
+        def detached(x, weight, bias):
+            return row(tp)(x, weight.detach(), bias)
+
+        with pytest.raises(PropertyError) as caught:
+            properties.linear(grid, "tp", detached, "row", features=(4, 4))
+        assert {*caught.value.causes} == {(0, "gradient of weight"), (1, "gradient of weight")}
+        assert all("zero" in cause for cause in caught.value.causes.values())
+        with pytest.raises(PropertyError) as caught:
+            properties.linear(
+                *(grid, "tp", lambda *given: column(tp)(*given)[..., 1:], "column"),
+                features=(4, 4),
+            )
+        assert {*caught.value.causes} == {(0, "output"), (1, "output")}
+        with pytest.raises(LayoutError):
+            properties.linear(grid, "tp", torch.nn.Linear(3, 3), "column")
+        for wrong in (properties.linear, properties.loss):
+            with pytest.raises(LayoutError):
+                wrong(grid, "tp", column(tp), "columns")
+        with pytest.raises(UnknownDimError):
+            properties.linear(grid, "cp", column(tp), "column")
