@@ -4,6 +4,7 @@ import pickle
 from datetime import timedelta
 
 import pytest
+from group_facts import tables
 
 from hypercomm import (
     GridSet,
@@ -27,12 +28,17 @@ def grid(*arguments, **options):
 
 
 def created(call):
-    """Call with a grid of 8 ranks, seen from rank 5, whose dp groups exist."""
+    """Call with a grid of 8 ranks, seen from rank 5, whose dp groups exist: nothing changes."""
 
     def called():
         with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
             grid.create_pg("dp")
-            call(grid)
+            before, groups = tables(), dict(grid.pgs)
+            try:
+                call(grid)
+            finally:
+                assert grid.is_destroyed or (tables(), dict(grid.pgs)) == (before, groups)
+                assert grid.is_destroyed or grid.create_pg("tp").size() == 2
 
     return called
 
@@ -117,6 +123,7 @@ GRIDS = [
     (lambda: grid([8], ["tp"], world_size=0), errors.LayoutError, "world_size", "0"),
     (lambda: HyperCommGrid([8], ["tp"]), errors.NotInitializedError, "world size"),
     (lambda: grid([8], ["tp"]).create_pg("tp"), errors.NotInitializedError, "initialised"),
+    (lambda: grid([8], ["tp"], share_with=3), errors.GroupOptionsError, "share_with", "3"),
     (lambda: renew_world([0]), errors.NotInitializedError, "initialised"),
     (viewed(lambda grid: grid.group_ranks("ep", 0)), errors.UnknownDimError, "'ep'", "'expert'"),
     (viewed(lambda grid: grid["tpp"]), errors.UnknownDimError, "'tpp'", "did you mean 'tp'?"),
@@ -125,6 +132,11 @@ GRIDS = [
     (created(lambda grid: grid.get_pg("tp")), errors.GroupMissingError, "'tp'", "create_pg"),
     (created(lambda grid: grid.get_pg("dp", name="b")), errors.GroupMissingError, "'dp'", "'b'"),
     (created(lambda grid: grid.create_pg([])), errors.LayoutError, "dims is empty"),
+    (created(lambda grid: grid.create_pg(["tp", "tp"])), errors.LayoutError, "'tp'", "twice"),
+    (created(lambda grid: grid.create_pg("tp", name="")), errors.GroupOptionsError, "''"),
+    (created(lambda grid: grid.create_pg("tp", group_desc=3)), errors.GroupOptionsError, "3"),
+    (created(lambda grid: grid.create_pg("tp", share="some")), errors.GroupOptionsError, "'some'"),
+    (created(lambda grid: grid.create_pg("tp", backend="x")), errors.GroupOptionsError, "'x'"),
     (created(lambda grid: grid.create_pg("dpp+cp")), errors.UnknownDimError, "'dpp'", "'dp'"),
     (created(lambda grid: grid.create_pg("dp,cp")), errors.LayoutError, "'dp,cp'", "dp+cp"),
     (created(lambda grid: grid.create_pg("tp", timeout=30)), errors.GroupOptionsError, "30"),

@@ -12,7 +12,6 @@ from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
-    CreationError,
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
@@ -140,22 +139,6 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
         assert groups[2] is cp
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
-
-
-# Where torch names the groups, a creation that fails once torch has registered one leaves nothing.
-def test_an_enumeration_that_fails(monkeypatch):
-    honest = dist.new_subgroups_by_enumeration
-
-    def failing(*arguments, **options):
-        honest(*arguments, **options)
-        raise RuntimeError("out of sockets")
-
-    with fake_world(8), grid_of(creation="enumerate") as grid:
-        before = registered()
-        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", failing)
-        with pytest.raises(CreationError, match="out of sockets"):
-            grid.create_pg("tp")
-        assert registered() == before
 
 
 # A grid says how it would create a group, and how it has created one.

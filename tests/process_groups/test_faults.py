@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from busy import late_s
 from group_facts import sum_over
-from mortal_ranks import run_scene, start
+from mortal_ranks import end_by, run_scene, start
 
 from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import GroupCreationTimeout, HyperCommError
@@ -30,13 +30,13 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 def signal_at(fault, number):
     """Let this rank get a signal now, or once it has published its address to the members."""
     if fault == "before":
-        os.kill(os.getpid(), number)
+        end_by(number)
     publish = GlooStore.set
 
     def publish_and_end(self, key, value):
         publish(self, key, value)
         self._store.check([key])  # it has arrived
-        os.kill(os.getpid(), number)
+        end_by(number)
 
     GlooStore.set = publish_and_end
 
@@ -52,7 +52,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
         group = grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=timeout_s))
         dist.barrier()
         if rank == victim:
-            os.kill(os.getpid(), number)
+            end_by(number)
         begin = time.monotonic()
         with pytest.raises(RuntimeError):
             sum_over(group)
