@@ -1,4 +1,6 @@
-"""Ranks of groups by numpy alone: what tests of real ranks expect."""
+"""Ranks of groups, and parts of tensors, by numpy alone: what tests expect."""
+
+import math
 
 import numpy as np
 
@@ -33,3 +35,41 @@ def all_groups(table, names, dims):
     count = int(np.prod([table.shape[axis] for axis in outer], dtype=int))
     lines = table.transpose(*outer, *inner).reshape(count, -1, order="F")
     return [[int(member) for member in line] for line in lines]
+
+
+def cuts_of(mapping):
+    """The dims that cut each of three axes, outermost first."""
+    cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
+    for dim, axis in mapping.shards:
+        cuts.setdefault(axis % 3, []).append(dim)
+    return cuts
+
+
+def whole_of(mapping, times=1):
+    """A tensor of three axes that both ends can cut; its elements are numbers."""
+    shape = [times] * 3
+    for axis, dims in cuts_of(mapping).items():
+        sides = (mapping.source, mapping.target)
+        shape[axis] *= math.lcm(
+            *(math.prod(side.size_of(dim, default=1) for dim in dims) for side in sides)
+        )
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def held(mapping, shape, *, is_source):
+    """For each rank of an end's stage, in order, the indices that it has of each of three axes."""
+    layout = mapping.source if is_source else mapping.target
+    stage, found = -1 if is_source != mapping.backward else 0, {}
+    for at, rank in enumerate(layout.ranks):
+        index = map(int, np.unravel_index(at, layout.shape, order="F"))
+        coords = dict(zip(layout.dim_names, index, strict=True))
+        pipeline = mapping.pipeline
+        if pipeline in coords and coords[pipeline] != stage % layout.size_of(pipeline):
+            continue
+        axes = [np.arange(length) for length in shape]
+        for axis, dims in cuts_of(mapping).items():
+            for dim in dims:
+                parts = np.split(axes[axis], layout.size_of(dim, default=1))
+                axes[axis] = parts[coords.get(dim, 0)]
+        found[rank] = axes
+    return found
