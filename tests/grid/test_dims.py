@@ -12,7 +12,6 @@ from hypercomm.errors import (
     LayoutError,
     NotInitializedError,
     SimulationError,
-    UnknownDimError,
 )
 from hypercomm.testing import fake_world
 
@@ -98,20 +97,6 @@ def test_a_seed_is_a_promise(monkeypatch):
     entropy = [1234, *b"tp=1,dp=2"]
     right = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
     assert grid.seed(1234, "dp", "tp") == right
-
-
-@pytest.mark.parametrize(
-    ("ask", "error", "words"),
-    [
-        (lambda grid: grid["tpp"], UnknownDimError, "unknown dim 'tpp'.*did you mean 'tp'"),
-        (lambda grid: grid[()], LayoutError, "dims is empty"),
-        (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
-    ],
-)
-def test_what_is_refused(ask, error, words, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(error, match=words):
-        ask(HyperCommGrid("tp=2,dp=4", world_size=8))
 
 
 # What a fake world cannot sum is an error, and not a number; a group of one rank is its own sum.

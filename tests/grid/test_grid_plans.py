@@ -17,7 +17,8 @@ def ends(groups):
     return groups.pick(lambda group: (group[0], group[-1]))
 
 
-# Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy.
+# Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy;
+# ensure_pg refuses to make others.
 @pytest.mark.parametrize(
     ("derive", "of_rank"),
     [
@@ -33,21 +34,8 @@ def test_derived_groups(derive, of_rank):
             assert (group and ranks(group)) == expected
             assert grid.get_pg("pp", name="made") is group
             assert grid.ensure_pg("pp", name="made", derive=derive) is group
-
-
-# A derivation needs a name, is a function, and makes groups; ensure_pg refuses another one.
-def test_bad_derivations():
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "pp"]) as grid:
-        for arguments, sentence in [
-            ({"derive": ends}, "derive.*name"),
-            ({"derive": 3, "name": "x"}, "derive.* 3"),
-            ({"derive": lambda _: [0, 1], "name": "x"}, "derive.*RankGroups"),
-        ]:
-            with pytest.raises(GroupOptionsError, match=sentence):
-                grid.create_pg("pp", **arguments)
-        grid.ensure_pg("pp", name="half", derive=lambda groups: groups.chunks(2))
-        with pytest.raises(GroupOptionsError, match="derive"):
-            grid.ensure_pg("pp", name="half", derive=lambda groups: groups.levels([2, 2])[1])
+            with pytest.raises(GroupOptionsError, match="derive"):
+                grid.ensure_pg("pp", name="made", derive=lambda groups: groups.chunks(4))
 
 
 # With share_with, a grid takes the other's group where the ranks are the same. Whichever of them

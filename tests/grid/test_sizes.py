@@ -77,17 +77,3 @@ def test_sets():
         ):
             assert grids["a"].layout == RankLayout(tp=2, dp=4)
             assert grids["b"].layout == RankLayout(tp=4)
-
-
-# A keyword that is no size is not taken for a dim.
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"creatoin": "local"}, "'creatoin'; did you mean 'creation'"),
-        ({"tp": "2"}, "'tp'"),
-        ({"mesh_dim_names": ("dp", "tp")}, "mesh_dim_names .*fastest dim first"),
-    ],
-)
-def test_keywords(keywords, words):
-    with pytest.raises(TypeError, match=words):
-        HyperCommGrid("tp=2,dp=4", world_size=8, **keywords)

@@ -14,7 +14,7 @@ from group_facts import store_of_world
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout, join_world
-from hypercomm.errors import CreationError, GroupOptionsError
+from hypercomm.errors import CreationError
 from hypercomm.testing import fake_world, registered_groups, simulate
 
 ASLEEP_S = 2.0
@@ -308,15 +308,3 @@ def test_nccl_on_a_laptop():
         assert grid.create_pg("tp", backend="cpu:gloo,cuda:nccl").size() == 4
     simulate(initialise, 4, backend="nccl").check()
     assert HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl", world_size=8).backend == "nccl"
-
-
-# A backend string that torch could not read is refused, in a fake world, too.
-@pytest.mark.parametrize(
-    "backend", [" gloo", "cpu: gloo", "cuda:0:nccl", "cpu:gloo,", "cpu:gloo,cpu:gloo"]
-)
-def test_backend_strings(backend):
-    with fake_world(4), HyperCommGrid([4], ["dp"]) as grid:
-        for call in (grid.create_pg, grid.explain):
-            with pytest.raises(GroupOptionsError, match="cannot be read"):
-                call("dp", backend=backend)
-        assert dict(grid.pgs) == {}
