@@ -373,7 +373,7 @@ def test_beside_gloo(odd):
     args = [(5, 1, False), (2, 2, False), (0, 1, False)], odd, "skips", 1
     assert bool(simulate(run_steps, WORLD, args=args).disagreements) == (odd is not None)
     if odd is None:
-        run_ranks(run_steps, WORLD, args=args, timeout=10)
+        run_ranks(run_steps, WORLD, args=args)
     else:
         with pytest.raises(RankFailedError):
             run_ranks(run_steps, WORLD, args=args, timeout=10)
