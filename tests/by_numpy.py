@@ -1,11 +1,18 @@
-"""Ranks of groups by numpy alone: what tests of real ranks expect."""
+"""Ranks of groups, and parts of tensors, by numpy alone: what tests expect."""
+
+import math
 
 import numpy as np
 
 
-def group_of(shape, names, offset, dims, rank):
-    """The ranks of a rank's group over some dims, the first dim fastest; None for one outside."""
-    ranks = np.arange(np.prod(shape)).reshape(shape, order="F") + offset
+def group_of(shape, names, ranks, dims, rank):
+    """The ranks of a rank's group over some dims, the first dim fastest; None for one outside.
+
+    `ranks` lists those of the layout, or is the first of them.
+    """
+    if isinstance(ranks, int):
+        ranks = np.arange(np.prod(shape)) + ranks
+    ranks = np.reshape(ranks, shape, order="F")
     if rank not in ranks:
         return None
     where = [index[0] for index in np.nonzero(ranks == rank)]
@@ -15,6 +22,12 @@ def group_of(shape, names, offset, dims, rank):
     return [int(member) for member in group.ravel(order="F")]
 
 
+def sum_of(*layout_dims_and_rank):
+    """10**member summed over that group; None for a rank outside."""
+    members = group_of(*layout_dims_and_rank)
+    return None if members is None else sum(10**member for member in members)
+
+
 def all_groups(table, names, dims):
     """Every group over some dims of a table [coordinate, ...] -> rank, the first dim fastest."""
     inner = [axis for axis, name in enumerate(names) if name in dims]
@@ -22,3 +35,41 @@ def all_groups(table, names, dims):
     count = int(np.prod([table.shape[axis] for axis in outer], dtype=int))
     lines = table.transpose(*outer, *inner).reshape(count, -1, order="F")
     return [[int(member) for member in line] for line in lines]
+
+
+def cuts_of(mapping):
+    """The dims that cut each of three axes, outermost first."""
+    cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
+    for dim, axis in mapping.shards:
+        cuts.setdefault(axis % 3, []).append(dim)
+    return cuts
+
+
+def whole_of(mapping, times=1):
+    """A tensor of three axes that both ends can cut; its elements are numbers."""
+    shape = [times] * 3
+    for axis, dims in cuts_of(mapping).items():
+        sides = (mapping.source, mapping.target)
+        shape[axis] *= math.lcm(
+            *(math.prod(side.size_of(dim, default=1) for dim in dims) for side in sides)
+        )
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def held(mapping, shape, *, is_source):
+    """For each rank of an end's stage, in order, the indices that it has of each of three axes."""
+    layout = mapping.source if is_source else mapping.target
+    stage, found = -1 if is_source != mapping.backward else 0, {}
+    for at, rank in enumerate(layout.ranks):
+        index = map(int, np.unravel_index(at, layout.shape, order="F"))
+        coords = dict(zip(layout.dim_names, index, strict=True))
+        pipeline = mapping.pipeline
+        if pipeline in coords and coords[pipeline] != stage % layout.size_of(pipeline):
+            continue
+        axes = [np.arange(length) for length in shape]
+        for axis, dims in cuts_of(mapping).items():
+            for dim in dims:
+                parts = np.split(axes[axis], layout.size_of(dim, default=1))
+                axes[axis] = parts[coords.get(dim, 0)]
+        found[rank] = axes
+    return found

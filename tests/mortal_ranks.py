@@ -32,6 +32,12 @@ def start(function, *args):
     return process
 
 
+def end_by(number):
+    """End this process by a signal, or stop it: its other threads run on for a moment."""
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
 def exit_codes(function, count, *args, seconds=60, stopped=(), port=None):
     """Run `function(rank, port, *args)` as each rank of a job to its end; how each one ended.
 

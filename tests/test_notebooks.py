@@ -59,15 +59,6 @@ def test_one_line(value):
     assert str(value)
 
 
-# A layout becomes JSON, and comes back.
-@pytest.mark.parametrize("layout", [ODD, LISTED], ids=["dense", "listed"])
-def test_to_dict(layout):
-    form = layout.to_dict()
-    assert json.loads(json.dumps(form)) == form
-    assert RankLayout(**form) == layout
-    assert json.dumps(form) == layout.to_json()
-
-
 # A mapping reads its ends off a grid or a text, as well as off a layout.
 def test_ends_of_a_mapping():
     grid = HyperCommGrid("tp=2,dp=2", world_size=4)

@@ -135,7 +135,6 @@ def _why_not(creation: Any) -> str | None:
     Raises:
         WorldSizeError: torch.distributed is initialised already.
     """
-    import torch
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
@@ -150,7 +149,7 @@ def _why_not(creation: Any) -> str | None:
         store = stores.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
         with HyperCommGrid([1], ["dp"], creation=creation) as grid:
-            dist.all_reduce(torch.ones(1), group=grid.create_pg("dp"))
+            dist.barrier(grid.create_pg("dp"))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
         return one_line(error)
     finally:

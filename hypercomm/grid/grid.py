@@ -799,8 +799,8 @@ class GridView:
         ordered = self.layout.order_dims(dims) if dims else ()
         text = ",".join(f"{dim}={coords[dim]}" for dim in ordered)
         words = np.frombuffer(text.encode(), np.uint8).tolist()
-        state = np.random.SeedSequence([base, *words]).generate_state(1, np.uint64)
-        return int(state[0]) >> 1
+        (state,) = np.random.SeedSequence([base, *words]).generate_state(1, np.uint64)
+        return int(state) >> 1
 
     # ---- text -----------------------------------------------------------------------------------
 

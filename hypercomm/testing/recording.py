@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import timedelta
@@ -180,15 +181,12 @@ class Book:
 
 def _caller() -> tuple[str, FrameType | None]:
     """Return the line of the call outside torch and hypercomm, and torch's frame for objects."""
-    frame, objects = inspect.currentframe(), None
-    while frame is not None:
-        code = frame.f_code
-        if not _is_hidden(code.co_filename):
-            return f"{code.co_filename}:{frame.f_lineno}", objects
-        if code.co_name in _OBJECT_CALLS:
+    frame, objects = sys._getframe(), None
+    while frame.f_back is not None and _is_hidden(frame.f_code.co_filename):
+        if frame.f_code.co_name in _OBJECT_CALLS:
             objects = frame
         frame = frame.f_back
-    return "", objects
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", objects
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,132 +4,72 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from by_numpy import group_of
 
-from hypercomm import HyperCommGrid, RankLayout, run_ranks
+from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import (
-    HyperCommError,
+    GridDestroyedError,
     LayoutError,
     NotInitializedError,
     SimulationError,
-    UnknownDimError,
 )
 from hypercomm.testing import fake_world
 
-TABLE = np.arange(8).reshape(2, 2, 2)  # pp, dp, tp: the first dim varies fastest
-AXES = {"tp": 2, "dp": 1, "pp": 0}
+SIZES, NAMES = (2, 2, 2), ["tp", "dp", "pp"]
 
 
-def group_of(rank, dims):
-    """The ranks that differ from one only along some dims, by numpy."""
-    at = np.unravel_index(rank, TABLE.shape)
-    index = [slice(None) if dim in dims else at[AXES[dim]] for dim in ("pp", "dp", "tp")]
-    return tuple(TABLE[tuple(index)].flatten().tolist())
-
-
-def places():
-    """Where each rank is along all dims, as asked in every way."""
-    with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
-        seen = []
-        for dims in ("tp", "dp", "pp", ("tp", "pp"), "dp+pp", ["tp", "dp", "pp"]):
-            here = grid[dims]
-            group = here.group
-            assert here is grid[dims]
-            assert grid[[dims]].dims == here.dims
-            assert group is grid.get_pg(here.dims) is here.group
-            assert str(grid.find(group)) == "+".join(here.dims)
-            seen.append(
-                (
-                    here.rank,
-                    here.size,
-                    here.ranks,
-                    here.prev(),
-                    here.next(),
-                    here.is_first,
-                    here.is_last,
-                )
-            )
-            assert (here.prev(periodic=True), here.next(periodic=True)) == (
-                here.ranks[here.rank - 1],
-                here.ranks[(here.rank + 1) % here.size],
-            )
-            assert dist.get_process_group_ranks(group) == list(here.ranks)
-        return seen
-
-
+# Where a rank is along dims, however they are written, and who is next to it.
+@pytest.mark.ranks(8)
 def test_places():
-    wanted = [("tp",), ("dp",), ("pp",), ("tp", "pp"), ("dp", "pp"), ("tp", "dp", "pp")]
-    for rank, seen in enumerate(run_ranks(places, 8)):
-        for dims, told in zip(wanted, seen, strict=True):
-            ranks = group_of(rank, dims)
-            at = ranks.index(rank)
-            beside = [ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None]
-            assert told == (at, len(ranks), ranks, *beside, at == 0, at == len(ranks) - 1)
+    with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
+        for dims, names in (
+            *(("tp", ("tp",)), ("dp", ("dp",)), ("pp", ("pp",)), (("tp", "pp"), ("tp", "pp"))),
+            *(("dp+pp", ("dp", "pp")), (["tp", "dp", "pp"], ("tp", "dp", "pp"))),
+        ):
+            here, ranks = grid[dims], tuple(group_of(SIZES, NAMES, 0, names, dist.get_rank()))
+            at, last = ranks.index(dist.get_rank()), len(ranks) - 1
+            assert here is grid[dims]
+            assert here.dims == grid[[dims]].dims == names
+            assert here.group is grid.get_pg(names) is here.group
+            assert str(grid.find(here.group)) == "+".join(names)
+            assert dist.get_process_group_ranks(here.group) == list(ranks)
+            assert (here.rank, here.size, here.ranks) == (at, len(ranks), ranks)
+            assert (here.is_first, here.is_last) == (at == 0, at == last)
+            assert here.prev() == (ranks[at - 1] if at else None)
+            assert here.next() == (ranks[at + 1] if at < last else None)
+            assert here.prev(periodic=True) == ranks[at - 1]
+            assert here.next(periodic=True) == ranks[(at + 1) % len(ranks)]
 
 
-def outside():
-    """Ranks outside a grid hear so, and are never given None."""
-    said = []
-    with HyperCommGrid("tp=2", rank_offset=1) as grid:
-        for ask in (lambda: grid["tp"].rank, lambda: grid["tp"].group, grid["tp"].barrier):
-            try:
-                said.append(type(ask()).__name__)
-            except HyperCommError as error:
-                said.append(str(error))
-        return (
-            said,
-            grid["tp"].size,
-            [0 in grid, 1 in grid, "tp" in grid, "dp" in grid],
-        )
-
-
-def test_outside():
-    first, *members = run_ranks(outside, 3)
-    said, *rest = first
-    assert said == ["rank 0 is not in layout tp=2, which holds ranks 1..2"] * 3
-    assert rest == [2, [False, True, True, False]]
-    assert [told for told, *_ in members] == [["int", "ProcessGroup", "NoneType"]] * 2
-
-
-def changes():
-    """What was known of a group is forgotten when it is destroyed, reshaped, or the job ends."""
-    grid = HyperCommGrid("tp=2,dp=2")
-    tp, dp = grid["tp"], grid["dp"]
-    first, before = tp.group, (tp.rank, dp.rank, tp.size)
-    grid.destroy_pg("tp")
-    second = tp.group
-    grid.reshape("tp=1,dp=4")
-    after = (tp.rank, dp.rank, tp.size, dp.size, dp.group.size())
-    grid.destroy()
-    try:
-        gone = tp.group
-    except HyperCommError as error:
-        gone = type(error).__name__
-    dist.barrier()
-    return first is second, before, after, gone
-
-
+# What was known of a group is forgotten when it is destroyed, reshaped, or the grid is.
+@pytest.mark.ranks(4)
 def test_changes():
-    for rank, got in enumerate(run_ranks(changes, 4)):
-        before, after = (rank % 2, rank // 2, 2), (0, rank, 1, 4, 4)
-        assert got == (False, before, after, "GridDestroyedError")
+    rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+    tp, dp = grid["tp"], grid["dp"]
+    first = tp.group
+    assert (tp.rank, dp.rank, tp.size) == (rank % 2, rank // 2, 2)
+    grid.destroy_pg("tp")
+    assert tp.group is not first
+    grid.reshape("tp=1,dp=4")
+    assert (tp.rank, dp.rank, tp.size, dp.size, dp.group.size()) == (0, rank, 1, 4, 4)
+    grid.destroy()
+    with pytest.raises(GridDestroyedError):
+        _ = tp.group
 
 
-def sums():
-    """Sums, means and barriers over dims."""
-    rank = dist.get_rank()
-    with HyperCommGrid("tp=2,dp=2") as grid:
-        tensor = torch.tensor([float(rank), 1.0])
-        seen = [grid["dp"].sum(rank), grid["tp"].mean(float(rank)), grid["tp", "dp"].sum(0.25)]
-        seen += [grid["tp"].sum(tensor).tolist(), grid["dp"].mean(tensor).tolist(), tensor.tolist()]
-        grid["tp", "dp"].barrier()
-        return seen
-
-
+# Sums, means and barriers over dims; a tensor that is summed stays as it was.
+@pytest.mark.ranks(4)
 def test_sums():
-    for rank, seen in enumerate(run_ranks(sums, 4)):
-        tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
-        assert seen[:3] == [2 * dp + 2, tp + 0.5, 1.0]
-        assert seen[3:] == [[2 * tp + 1.0, 2.0], [dp + 1.0, 1.0], [float(rank), 1.0]]
+    rank = dist.get_rank()
+    tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
+    tensor = torch.tensor([float(rank), 1.0])
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        assert (grid["dp"].sum(rank), grid["tp"].mean(float(rank))) == (2 * dp + 2, tp + 0.5)
+        assert grid["tp", "dp"].sum(0.25) == 1.0
+        assert grid["tp"].sum(tensor).tolist() == [2 * tp + 1.0, 2.0]
+        assert grid["dp"].mean(tensor).tolist() == [dp + 1.0, 1.0]
+        assert tensor.tolist() == [float(rank), 1.0]
+        grid["tp", "dp"].barrier()
 
 
 # Seeds are equal exactly where coordinates along the dims are.
@@ -140,12 +80,12 @@ def test_seeds():
             named = [(), ("tp",), ("dp",), ("pp", "tp"), ("tp+pp",), ("tp", "dp", "pp")]
             got.append([grid.seed(7, *dims) for dims in named])
     dims = [(), ("tp",), ("dp",), ("tp", "pp"), ("tp", "pp"), ("tp", "dp", "pp")]
-    for at, named in enumerate(dims):
-        seeds = [seeds[at] for seeds in got]
-        keys = [
-            tuple(np.unravel_index(rank, (2, 2, 2))[AXES[dim]] for dim in named)
-            for rank in range(8)
+    for number, named in enumerate(dims):
+        seeds = [seeds[number] for seeds in got]
+        at = [
+            dict(zip(NAMES, np.unravel_index(rank, SIZES, "F"), strict=True)) for rank in range(8)
         ]
+        keys = [tuple(coords[dim] for dim in named) for coords in at]
         assert len(set(zip(keys, seeds, strict=True))) == len(set(keys)) == len(set(seeds))
         assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -157,20 +97,6 @@ def test_a_seed_is_a_promise(monkeypatch):
     entropy = [1234, *b"tp=1,dp=2"]
     right = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
     assert grid.seed(1234, "dp", "tp") == right
-
-
-@pytest.mark.parametrize(
-    ("ask", "error", "words"),
-    [
-        (lambda grid: grid["tpp"], UnknownDimError, "unknown dim 'tpp'.*did you mean 'tp'"),
-        (lambda grid: grid[()], LayoutError, "dims is empty"),
-        (lambda grid: grid.seed(-1), LayoutError, "base must be at least 0, got -1"),
-    ],
-)
-def test_what_is_refused(ask, error, words, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(error, match=words):
-        ask(HyperCommGrid("tp=2,dp=4", world_size=8))
 
 
 # What a fake world cannot sum is an error, and not a number; a group of one rank is its own sum.

@@ -5,9 +5,7 @@ import torch.distributed as dist
 from group_facts import registered
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import (
-    GroupOptionsError,
-)
+from hypercomm.errors import GroupOptionsError
 from hypercomm.testing import fake_world
 
 
@@ -19,7 +17,8 @@ def ends(groups):
     return groups.pick(lambda group: (group[0], group[-1]))
 
 
-# Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy.
+# Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy;
+# ensure_pg refuses to make others.
 @pytest.mark.parametrize(
     ("derive", "of_rank"),
     [
@@ -35,57 +34,36 @@ def test_derived_groups(derive, of_rank):
             assert (group and ranks(group)) == expected
             assert grid.get_pg("pp", name="made") is group
             assert grid.ensure_pg("pp", name="made", derive=derive) is group
+            with pytest.raises(GroupOptionsError, match="derive"):
+                grid.ensure_pg("pp", name="made", derive=lambda groups: groups.chunks(4))
 
 
-# A derivation needs a name, is a function, and makes groups; ensure_pg refuses another one.
-def test_bad_derivations():
-    with fake_world(8), HyperCommGrid([2, 4], ["tp", "pp"]) as grid:
-        for arguments, sentence in [
-            ({"derive": ends}, "derive.*name"),
-            ({"derive": 3, "name": "x"}, "derive.* 3"),
-            ({"derive": lambda _: [0, 1], "name": "x"}, "derive.*RankGroups"),
-        ]:
-            with pytest.raises(GroupOptionsError, match=sentence):
-                grid.create_pg("pp", **arguments)
-        grid.ensure_pg("pp", name="half", derive=lambda groups: groups.chunks(2))
-        with pytest.raises(GroupOptionsError, match="derive"):
-            grid.ensure_pg("pp", name="half", derive=lambda groups: groups.levels([2, 2])[1])
-
-
-# With share_with, a grid takes the other's group where the ranks are the same, and leaves it alone
-# when it is destroyed.
-def test_grids_share():
-    with fake_world(8, rank=3):
-        dense = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")
-        expert = HyperCommGrid([2, 2, 2], ["tp", "ep", "dp"], share="identical", share_with=dense)
-        tensor, data = dense.create_pg("tp"), dense.create_pg("dp")
-        assert expert.create_pg("tp") is tensor
-        assert expert.create_pg(["ep", "dp"]) is data
-        own = expert.create_pg("dp")
-        assert ranks(own) == [3, 7]
-        expert.destroy()
-        assert own not in registered()
-        assert {tensor, data} <= registered()
-        dense.destroy()
-        assert not {tensor, data} & registered()
-
-
-# The grid that has a shared group last destroys it, whichever that is; one that was destroyed
-# serves nobody any more.
-def test_the_last_grid_destroys():
+# With share_with, a grid takes the other's group where the ranks are the same. Whichever of them
+# has it last destroys it, and nothing else; one that was destroyed serves nobody any more.
+@pytest.mark.parametrize("is_lender_first", [True, False])
+def test_the_last_grid_destroys(is_lender_first):
     with fake_world(8, rank=3):
         lender = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")
+        grid = HyperCommGrid([2, 2, 2], ["tp", "ep", "dp"], share="identical", share_with=lender)
         tensor, data = lender.create_pg("tp"), lender.create_pg("dp")
-        grid = HyperCommGrid([2, 4], ["a", "b"], share="identical", share_with=lender)
-        assert grid.create_pg("a") is tensor
-        lender.destroy_pg("tp")
-        assert tensor in registered()
-        lender.destroy()
-        assert tensor in registered()
-        assert data not in registered()
-        assert grid.create_pg("b") not in {data, None}
-        grid.destroy()
-        assert tensor not in registered()
+        assert grid.create_pg("tp") is tensor
+        own = grid.create_pg("dp")
+        assert ranks(own) == [3, 7]
+        if is_lender_first:
+            lender.destroy_pg("tp")
+            assert tensor in registered()
+            lender.destroy()
+            assert {tensor, own} <= registered()
+            assert data not in registered()
+            assert grid.create_pg("ep+dp") not in {data, None}
+            grid.destroy()
+        else:
+            assert grid.create_pg("ep+dp") is data
+            grid.destroy()
+            assert {tensor, data} <= registered()
+            assert own not in registered()
+            lender.destroy()
+        assert len(registered()) == 1
 
 
 # Groups made of groups are shared where the caller's ranks are the same: the two ends of two stages
@@ -96,9 +74,3 @@ def test_derived_groups_are_shared():
         assert grid.create_pg("pp", name="ends", derive=ends) is pipeline
         first = grid.create_pg("pp", name="first", derive=lambda groups: groups.chunks(1))
         assert ranks(first) == [1]
-
-
-# What cannot be shared with is named.
-def test_bad_share_with():
-    with pytest.raises(GroupOptionsError, match=r"^share_with must be a HyperCommGrid, got 3$"):
-        HyperCommGrid([2], ["dp"], share_with=3, world_size=2)

@@ -7,13 +7,9 @@ from hypercomm.errors import LayoutError
 
 FORMS = [
     (("tp=2,dp=4",), {}),
-    (("tp=2,dp=-1",), {}),
-    (("tp=2,dp",), {}),
     (({"tp": 2, "dp": -1},), {}),
-    ((), {"tp": 2, "dp": 4}),
     ((), {"tp": 2, "dp": -1, "backend": "gloo"}),
     ((HyperCommGrid("tp=2,dp=4", world_size=8),), {}),
-    (([2, -1], ["tp", "dp"]), {}),
     (([2, 4], ["tp", "dp"], 0, "gloo"), {}),
     ((RankLayout([2, 4], ["tp", "dp"]),), {"name": "same"}),
     ((iter([2, -1]), iter(["tp", "dp"])), {}),
@@ -33,17 +29,10 @@ def test_offsets():
     assert HyperCommGrid("tp=2,dp", rank_offset=6, world_size=12, name="a").shape == [2, 3]
 
 
-def test_the_environment(monkeypatch):
-    monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp=2,dp=-1")
-    assert HyperCommGrid(world_size=6).shape == [2, 3]
-    assert HyperCommGrid("dp=6", world_size=6).shape == [6]
-
-
 # A view takes its sizes in every form, too; what is unspecified fills the grid.
 @pytest.mark.parametrize(
     "sizes",
     [
-        ("ep=4,rest=-1",),
         ({"ep": -1, "rest": 2},),
         ([4, -1], ["ep", "rest"]),
         ("ep,rest=2",),
@@ -88,17 +77,3 @@ def test_sets():
         ):
             assert grids["a"].layout == RankLayout(tp=2, dp=4)
             assert grids["b"].layout == RankLayout(tp=4)
-
-
-# A keyword that is no size is not taken for a dim.
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"creatoin": "local"}, "'creatoin'; did you mean 'creation'"),
-        ({"tp": "2"}, "'tp'"),
-        ({"mesh_dim_names": ("dp", "tp")}, "mesh_dim_names .*fastest dim first"),
-    ],
-)
-def test_keywords(keywords, words):
-    with pytest.raises(TypeError, match=words):
-        HyperCommGrid("tp=2,dp=4", world_size=8, **keywords)

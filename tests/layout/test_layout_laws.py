@@ -159,14 +159,14 @@ def test_written_layouts_read_back(case):
     layout, table = case
     layout.groups(*layout.dim_names).locate(int(table.flat[0]))  # makes what is made lazily
     twins = [RankLayout.from_json(layout.to_json()), pickle.loads(pickle.dumps(layout))]
-    twins.append(eval(repr(layout)))
+    twins += [eval(repr(layout)), RankLayout(**layout.to_dict())]
     if isinstance(layout.ranks, range):
         twins.append(RankLayout.parse(str(layout), rank_offset=layout.rank_offset))
     for twin in twins:
         assert twin == layout
         assert hash(twin) == hash(layout)
         assert np.array_equal(read(twin), table)
-        assert twin.to_json() == layout.to_json()
+        assert twin.to_json() == layout.to_json() == json.dumps(layout.to_dict())
 
 
 # Layouts are equal exactly when dims and tables are.

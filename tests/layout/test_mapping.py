@@ -1,6 +1,5 @@
 """The mapping of ranks from one layout to another, against numpy's view of who holds what."""
 
-import math
 import pickle
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -8,10 +7,11 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
+from by_numpy import cuts_of, held, whole_of
 from effort import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from numbered import in_order, numbered
+from numbered import numbered
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
@@ -21,67 +21,6 @@ many = settings(
     max_examples=examples(2000),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
-
-
-# ---- the independent source ---------------------------------------------------------------------
-
-
-@attrs.frozen
-class Case:
-    """A mapping, and the tables of ranks that its layouts were drawn with."""
-
-    mapping: RankMapping
-    tables: tuple
-
-    def cuts(self):
-        """The dims that cut each of three axes, outermost first."""
-        mapping = self.mapping
-        cuts = defaultdict(list)
-        if mapping.along is not None:
-            cuts[mapping.batch_axis].append(mapping.along)
-        for dim, axis in mapping.shards:
-            cuts[axis % 3].append(dim)
-        return cuts
-
-    def whole(self):
-        """A tensor that both ends can cut."""
-        shape = []
-        for axis in range(3):
-            lengths = (
-                math.prod(side.size_of(dim, default=1) for dim in self.cuts()[axis])
-                for side in (self.mapping.source, self.mapping.target)
-            )
-            shape.append(math.lcm(*lengths))
-        return np.arange(math.prod(shape)).reshape(shape)
-
-    def held(self, is_source):
-        """For each rank of a stage, in the layout's order, the indices that it has of each axis."""
-        layout = self.mapping.source if is_source else self.mapping.target
-        table = self.tables[not is_source]
-        stage = -1 if is_source != self.mapping.backward else 0
-        held = {}
-        for rank in in_order(table):
-            at = np.argwhere(table == rank)[0].tolist()
-            coords = dict(zip(layout.dim_names, at, strict=True))
-            pipeline = self.mapping.pipeline
-            if pipeline in coords and coords[pipeline] != stage % layout.size_of(pipeline):
-                continue
-            held[rank] = [
-                indices_of(length, self.cuts()[axis], layout, coords)
-                for axis, length in enumerate(self.whole().shape)
-            ]
-        return held
-
-    def inverse(self):
-        return Case(self.mapping.inverse(), self.tables[::-1])
-
-
-def indices_of(length, dims, layout, coords):
-    """The indices of an axis that a rank has, in its order; `dims` are outermost first."""
-    indices = np.arange(length)
-    for dim in dims:
-        indices = np.split(indices, layout.size_of(dim, default=1))[coords.get(dim, 0)]
-    return indices
 
 
 @st.composite
@@ -101,22 +40,26 @@ def cases(draw):
         assume(along in known)
     leaders = draw(st.sampled_from([False, False, True]))
     options = {"shards": shards, "pipeline": pipeline, "leaders": leaders}
-    mapping = RankMapping(source, target, along, **options)
-    return Case(mapping, tuple(table for _, table in sides))
+    return RankMapping(source, target, along, **options)
 
 
-def same(held, rank):
+def both_ends(mapping):
+    """What the ranks of both ends have of the whole tensor, by numpy."""
+    shape = whole_of(mapping).shape
+    return [held(mapping, shape, is_source=is_source) for is_source in (True, False)]
+
+
+def same(owned, rank):
     """The ranks that hold what a rank holds."""
-    mine = [axis.tolist() for axis in held[rank]]
-    return [other for other in held if [axis.tolist() for axis in held[other]] == mine]
+    mine = [axis.tolist() for axis in owned[rank]]
+    return [other for other in owned if [axis.tolist() for axis in owned[other]] == mine]
 
 
-def check_delivery(case):
+def check_delivery(mapping):
     """Carry out all messages with numpy: each element that is wanted arrives exactly once."""
-    mapping, whole = case.mapping, case.whole()
-    held, wanted = case.held(is_source=True), case.held(is_source=False)
-    assert (mapping.source_ranks, mapping.target_ranks) == (tuple(held), tuple(wanted))
-    local = {rank: whole[np.ix_(*axes)] for rank, axes in held.items()}
+    whole, (owned, wanted) = whole_of(mapping), both_ends(mapping)
+    assert (mapping.source_ranks, mapping.target_ranks) == (tuple(owned), tuple(wanted))
+    local = {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
     expected = {rank: whole[np.ix_(*axes)] for rank, axes in wanted.items()}
     arrived = {rank: np.full(data.shape, -1) for rank, data in expected.items()}
     sent = [message for rank in mapping.source.ranks for message in mapping.sends(rank)]
@@ -134,20 +77,18 @@ def check_delivery(case):
             np.testing.assert_array_equal(arrived[rank], data)
     for data in local.values():
         assert mapping.received_shape(data.shape) == next(iter(expected.values())).shape
-    return sent
 
 
-def served(case):
+def served(mapping):
     """Who serves whom, by looking at every pair: {(source, target)}.
 
     A rank that has the part serves itself; the k-th of the n that want a part of what R ranks have
     is served by number k * R // n of these.
     """
-    held, wanted = case.held(is_source=True), case.held(is_source=False)
-    leaders, pairs = case.mapping.leaders, set()
-    order = sorted(range(3), key=[*case.cuts(), *range(3)].index)
-    for rank, cell in held.items():
-        holders = same(held, rank)[:1] if leaders else same(held, rank)
+    (owned, wanted), leaders, pairs = both_ends(mapping), mapping.leaders, set()
+    order = sorted(range(3), key=[*cuts_of(mapping), *range(3)].index)
+    for rank, cell in owned.items():
+        holders = same(owned, rank)[:1] if leaders else same(owned, rank)
         if rank != holders[0]:
             continue
         touching = [
@@ -171,9 +112,9 @@ def served(case):
 # Every element that a target rank wants arrives exactly once, from where it is; and back again.
 @many
 @given(cases())
-def test_every_element_arrives_once(case):
-    check_delivery(case)
-    check_delivery(case.inverse())
+def test_every_element_arrives_once(mapping):
+    check_delivery(mapping)
+    check_delivery(mapping.inverse())
 
 
 # What ranks send, what they receive and the table are one set of messages, and stand in one order.
@@ -181,8 +122,7 @@ def test_every_element_arrives_once(case):
 # that have it. So says looking at every pair of ranks.
 @many
 @given(cases())
-def test_messages(case):
-    mapping = case.mapping
+def test_messages(mapping):
     sent = {rank: mapping.sends(rank) for rank in mapping.source.ranks}
     received = {rank: mapping.receives(rank) for rank in mapping.target.ranks}
     every = [message for messages in sent.values() for message in messages]
@@ -191,7 +131,7 @@ def test_messages(case):
     assert rows == sorted(
         (m.source, m.target, [p.start for p in m.parts], [p.stop for p in m.parts]) for m in every
     )
-    assert {(row[0], row[1]) for row in rows} == served(case)
+    assert {(row[0], row[1]) for row in rows} == served(mapping)
     for rank, messages in sent.items():
         assert mapping.targets_of(rank) == tuple(sorted({one.target for one in messages}))
     for rank, messages in received.items():
@@ -201,8 +141,7 @@ def test_messages(case):
 # A mapping is a value: equal, hashed and pickled as one.
 @settings(many, max_examples=examples(300))
 @given(cases())
-def test_a_mapping_is_a_value(case):
-    mapping = case.mapping
+def test_a_mapping_is_a_value(mapping):
     assert mapping.inverse().inverse() == mapping
     for one in (mapping, mapping.inverse()):
         for again in (pickle.loads(pickle.dumps(one)), attrs.evolve(one, shards=one.shards)):

@@ -130,10 +130,10 @@ def test_sizes_that_cannot_be_read(text, part):
 # A text that makes no sense is answered quickly and shortly, however long it is.
 @pytest.mark.parametrize("text", ["a" * 100_000, "a1" * 50_000, "a=" * 50_000, "tp=2 " * 20_000])
 def test_long_texts(text):
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(LayoutError) as caught:
         RankLayout.parse(text)
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
     assert len(str(caught.value)) < 500
 
 

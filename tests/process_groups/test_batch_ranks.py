@@ -6,26 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from by_numpy import group_of
-from group_facts import registered, sum_over
+from group_facts import sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import PlanMismatchError
-
-NAMES = ["tp", "cp", "dp"]
-EVERY = [["tp"], ["cp"], ["dp"], ["tp", "cp"], ["tp", "dp"], ["cp", "dp"], ["tp", "cp", "dp"]]
-
-
-# Every group of a batch carries an all-reduce over numpy's ranks, and all are gone with the grid.
-@pytest.mark.parametrize("lazy_init", [None, True])
-@pytest.mark.ranks(8)
-def test_a_batch_communicates(lazy_init):
-    before = registered()
-    with HyperCommGrid([2, 2, 2], NAMES, lazy_init=lazy_init) as grid:
-        for dims, group in zip(EVERY, grid.create_pgs(EVERY), strict=True):
-            members = group_of((2, 2, 2), NAMES, 0, dims, dist.get_rank())
-            assert sum_over(group) == sum(10**member for member in members)
-    assert registered() == before
 
 
 # The rank that serves the store finds a difference, and ends: the others have heard of it.
@@ -49,7 +33,7 @@ def test_lazy_groups_connect_when_used():
     for lazy_init in (False, True):
         before = sockets()
         with HyperCommGrid([4], ["dp"], lazy_init=lazy_init) as grid:
-            groups = [grid.create_pg("dp", name=name) for name in NAMES]
+            groups = [grid.create_pg("dp", name=name) for name in "abc"]
             created = sockets() - before
             # each eager group connects a rank to three others; a lazy one listens
             assert created <= 6 if lazy_init else created >= 3 * 3

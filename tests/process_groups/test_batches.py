@@ -1,7 +1,6 @@
 """Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
 
 import collections
-import re
 from datetime import timedelta
 
 import bound_world
@@ -12,12 +11,7 @@ from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
-    CreationError,
-    GroupExistsError,
     GroupMissingError,
-    GroupOptionsError,
-    LayoutError,
-    UnknownDimError,
 )
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
@@ -97,31 +91,6 @@ def test_what_a_batch_says_for_all(monkeypatch):
     assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
 
 
-# A batch with a mistake anywhere is refused before anything is created, or even planned.
-@pytest.mark.parametrize(
-    ("batch", "error", "words"),
-    [
-        (["dp", "tp", ["dp"]], GroupExistsError, "at positions 0 and 2"),
-        (["dp", "cp"], GroupExistsError, "Process group 'cp' has already been created"),
-        (["dp", "xp"], UnknownDimError, "xp"),
-        (["dp", {"dim": "tp"}], GroupOptionsError, "needs 'dims'"),
-        ("tp", LayoutError, "'tp'"),
-        ({"tp"}, LayoutError, "must be a sequence, and a set has no order: {"),
-        ([{"dims": "tp", "backend": "cpu:gloo,cpu:gloo"}], GroupOptionsError, "each device once"),
-    ],
-    ids=str,
-)
-def test_a_batch_with_a_mistake(batch, error, words):
-    with fake_world(8, rank=5), grid_of() as grid:
-        grid.create_pg("cp")
-        before = registered()
-        with pytest.raises(error, match=re.escape(words)):
-            grid.create_pgs(batch)
-        assert registered() == before
-        assert list(grid.pgs) == [GroupKey(("cp",))]
-        assert len(grid.create_pgs(["dp", "tp"])) == 2
-
-
 # If a group fails, those that the batch has created go, and no others; then it can be tried again.
 def test_a_batch_that_fails_half_way(monkeypatch):
     names = []
@@ -140,22 +109,6 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
         assert groups[2] is cp
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
-
-
-# Where torch names the groups, a creation that fails once torch has registered one leaves nothing.
-def test_an_enumeration_that_fails(monkeypatch):
-    honest = dist.new_subgroups_by_enumeration
-
-    def failing(*arguments, **options):
-        honest(*arguments, **options)
-        raise RuntimeError("out of sockets")
-
-    with fake_world(8), grid_of(creation="enumerate") as grid:
-        before = registered()
-        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", failing)
-        with pytest.raises(CreationError, match="out of sockets"):
-            grid.create_pg("tp")
-        assert registered() == before
 
 
 # A grid says how it would create a group, and how it has created one.

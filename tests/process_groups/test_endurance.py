@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import os
 import threading
-import time
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from group_facts import all_reduce_of, registered, settle, threads_and_files
 from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
 
-pytestmark = pytest.mark.slow
-
-CYCLES, WARM_UP, GROWTH_KIB = 500, 50, 5 * 1024
+GROWTH_KIB = 5 * 1024
 NAMES = ["tp", "cp", "dp"]
 EVERY = [list(dims) for dims in chain(*(combinations(NAMES, number) for number in (1, 2, 3)))]
 
@@ -58,44 +55,37 @@ def standing():
     }
 
 
-def cycles():
-    """Create all groups, use the last one, and destroy; what failed, and what there was when.
-
-    Every other cycle creates them one by one. Nothing holds a group afterwards: gloo's connections
-    close only with the last reference.
-    """
-    failures, after = [], None
-
+# Cycles that create and destroy, every other one by one: none fails, every process group, thread
+# and file is given back, and after the first cycles no rank's memory grows by 5 MB, also under
+# load. Nothing holds a group afterwards: gloo's connections close only with the last reference.
+@pytest.mark.parametrize(
+    ("count", "load"),
+    [
+        pytest.param(10, contextlib.nullcontext, marks=pytest.mark.full),
+        pytest.param(500, busy_machine, marks=pytest.mark.slow),
+    ],
+)
+def test_cycles(count, load):
     def create_use_destroy(one_by_one):
         with HyperCommGrid([2, 2, 2], NAMES) as grid:
             groups = [*map(grid.create_pg, EVERY)] if one_by_one else grid.create_pgs(EVERY)
             assert all_reduce_of(1, groups[-1]) == dist.get_world_size()
 
-    for cycle in range(WARM_UP + CYCLES):
-        try:
+    def cycles():
+        for cycle in range(count // 10):
             create_use_destroy(cycle % 2 == 0)
-        except Exception as error:  # noqa: BLE001 - counted
-            failures.append(f"cycle {cycle}: {type(error).__name__}: {error}")
-        if cycle == WARM_UP - 1:
-            after = standing()
-    return failures, after, standing()
+        before = standing()
+        for cycle in range(count):
+            create_use_destroy(cycle % 2 == 0)
+        return before, standing()
 
-
-# 500 cycles on eight ranks under CPU load: none fails, every process group, thread and file is
-# given back, and the memory of no rank grows by 5 MB after the first cycles; rank 0 has the store.
-def test_cycles_under_load():
-    begin = time.monotonic()
-    with busy_machine():
+    with load():
         got = run_ranks(cycles, 8, timeout=1500)
-    failures = [words for failed, _, _ in got for words in failed]
-    growth = [after["resident"] - before["resident"] for _, before, after in got]
-    print(f"\n{CYCLES} cycles in {time.monotonic() - begin:.0f} s; growth in KiB {growth}")
-    assert failures == []
-    for _, before, after in got:
+    for before, after in got:
         for what in ("groups", "files"):
             assert after[what] == before[what], what
         # The pool of workers keeps as many threads as were ever busy at once: where gloo connects
         # slowly, a second one reports that the rank waits.
         for what in ("threads", "python threads"):
             assert after[what] <= before[what] + 2, what
-    assert max(growth) < GROWTH_KIB
+        assert after["resident"] - before["resident"] < GROWTH_KIB

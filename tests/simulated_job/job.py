@@ -113,16 +113,6 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         """Set a key."""
         self._do("set", key, lambda: self._put(key, value))
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set keys."""
-        self._do("multi_set", keys[0], lambda: [*map(self._put, keys, values)])
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is set."""
-        while not self.check([key]):
-            self._rank.job.scheduler.pause("sleep in the store", 0.01)
-        return self.multi_get([key])[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are set."""
         found: list[bytes] = self._do("get", keys[0], lambda: [self._held[key] for key in keys])

@@ -221,10 +221,6 @@ class Clock:
 
     time = perf_counter = monotonic
 
-    def time_ns(self) -> int:
-        """Return the virtual time."""
-        return int(1e9 * self._scheduler.now_s)
-
     def sleep(self, seconds: float) -> None:
         """Let others run."""
         self._scheduler.pause("sleep", seconds)

@@ -84,11 +84,23 @@ def same(groups):
     return groups
 
 
+def viewed(usual, odd):
+    def create(grid, is_odd):
+        grid.register_view("expert", *(odd if is_odd else usual))
+        grid.create_pg(grid.view("expert").dim_names, view="expert")
+
+    return create
+
+
+VIEW = [2, 2], ["ep", "x"]
 MISTAKES = {
     "batch": lambda grid, is_odd: grid.create_pgs(["tp"] if is_odd else ["dp"]),
     "option": lambda grid, is_odd: grid.create_pg("tp+dp", timeout=seconds(20 + is_odd)),
     "target": lambda grid, is_odd: grid.reshape("tp=4,dp=1" if is_odd else "tp=1,dp=4"),
     "call": lambda grid, is_odd: grid.verify() if is_odd else grid.create_pgs(["tp"]),
+    "view of other sizes": viewed(VIEW, ([4, 1], ["ep", "x"])),
+    "view in another order": viewed(VIEW, ([2, 2], ["x", "ep"])),
+    "view that shares": viewed(([2, 2], ["ep", "dp"], ["dp"]), ([2, 2], ["ep", "dp"])),
     "argument": lambda grid, is_odd: grid.create_pgs(
         ["tp", {"dims": "dp", "name": "own", "derive": failing if is_odd else same}]
     ),
@@ -114,6 +126,7 @@ def test_a_mistake_is_heard_at_once(mistake, seed):
     check_time(job, QUICK_S)
     own = {"CreationError", "ZeroDivisionError"}
     assert {*job.kinds(0)} == (own if mistake == "argument" else {"PlanMismatchError"}), job
+    assert all("rank 3 (host" in str(call.error) for call in job.calls(0)[:3]), job
     assert [left for left, _ in job.values()] == [0] * 4
     assert {*job.kinds(1)} == {""}, job
 

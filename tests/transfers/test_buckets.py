@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from by_numpy import held
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,15 +58,12 @@ def plans(draw):
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
 
 
-def held(parameter, layout, rank):
-    """What a rank has of a whole parameter, by numpy's splits."""
+def parts_of(parameter, *, is_source):
+    """What each rank of an end has of a whole parameter, by numpy's splits."""
     shape = whole_shape(parameter)
     whole = np.arange(math.prod(shape)).reshape(shape)
-    coords = layout.coords(rank)
-    for dim, axis in parameter.mapping.shards:  # in order, outermost first
-        size, at = layout.size_of(dim, default=1), coords.get(dim, 0)
-        whole = np.split(whole, size, axis)[at]
-    return whole
+    owned = held(parameter.mapping, shape, is_source=is_source)
+    return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
 
 
 # Every element that a target rank wants arrives there once, from a rank that has it; what a rank
@@ -74,17 +72,17 @@ def held(parameter, layout, rank):
 @given(plans())
 def test_every_element_arrives_once(plan):
     parameters, limit = plan
-    mapping = parameters[0].mapping
+    sent = [parts_of(parameter, is_source=True) for parameter in parameters]
     wanted = {
-        (number, rank): held(parameter, mapping.target, rank)
+        (number, rank): part
         for number, parameter in enumerate(parameters)
-        for rank in mapping.target_ranks
+        for rank, part in parts_of(parameter, is_source=False).items()
     }
     arrived = {key: np.full(data.shape, -1) for key, data in wanted.items()}
     room = Counter()
     for one in segments(parameters, limit):
         parameter = parameters[one.parameter]
-        piece = held(parameter, mapping.source, one.source)[one.source_slices]
+        piece = sent[one.parameter][one.source][one.source_slices]
         there = arrived[one.parameter, one.target][one.target_slices]
         assert (there == -1).all()
         there[...] = piece

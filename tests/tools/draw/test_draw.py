@@ -283,27 +283,6 @@ def test_png(tmp_path, monkeypatch):
         picture.png()
 
 
-LAYOUT, MAPPING = RankLayout.parse("tp=2,dp=2"), RankMapping("dp=2", "dp=4")
-
-
-@pytest.mark.parametrize(
-    ("call", "value"),
-    [
-        (lambda: draw(LAYOUT, groups="ep"), "'ep'"),
-        (lambda: draw(MAPPING, groups="dp"), "groups"),
-        (lambda: draw(difference(LAYOUT, LAYOUT), groups="tp"), "groups"),
-        (lambda: draw({}), "at least one dim"),
-        (lambda: draw(3), "3"),
-        (lambda: draw(LAYOUT, on=read_topology(2, 2)), "2 GPUs"),
-        (lambda: draw(RankLayout([2], ["tp"], 2**30), on=8), "ranks of a picture"),
-        (lambda: draw(RankLayout([2**25], ["tp"])), "33554432"),
-    ],
-)
-def test_bad_calls(call, value):
-    with pytest.raises(errors.LayoutError, match=value):
-        call()
-
-
 # Sizes as text are a layout, and so is a grid; what place returns has its layout and its machine.
 def test_forms_of_a_layout():
     layout = RankLayout.parse("tp=2,dp=4")

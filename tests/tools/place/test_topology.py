@@ -8,7 +8,7 @@ import pytest
 
 from hypercomm import read_topology
 from hypercomm.errors import LayoutError, MissingPackageError
-from hypercomm.tools.place import Level, Topology
+from hypercomm.tools.place import Topology
 
 pytestmark = pytest.mark.torch_free
 
@@ -211,21 +211,6 @@ def test_too_small(file):
         read_topology([hosts, file("topology.conf", RACKS)])
     with pytest.raises(LayoutError, match="9 ranks need more than 8 GPUs"):
         read_topology(hosts, 9)
-
-
-# Levels that are built by hand are checked.
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Level("host", [0, 1], "a"),
-        lambda: Topology([]),
-        lambda: Topology([Level.of("a", "xy"), Level.of("a", "xy")]),
-        lambda: read_topology(2, 4).level("hots"),
-    ],
-)
-def test_bad_levels(make):
-    with pytest.raises(LayoutError):
-        make()
 
 
 # Without the packages of the extra, errors name what to install; plain lists need none.
