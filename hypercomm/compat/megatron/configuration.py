@@ -9,16 +9,14 @@ from datetime import timedelta
 import attrs
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.layouts import GTP, Layouts, model_layouts, pipeline_problem
-from hypercomm.errors import ConfigurationError, GroupOptionsError, WorldSizeError
+from hypercomm.compat.megatron.layouts import GTP, Layouts, order_layout
+from hypercomm.errors import ConfigurationError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, Share
 from hypercomm.layout.checks import as_sizes, as_world_size, check_choice, positive
 from hypercomm.layout.parsing import misfit, nearest_divisors
-from hypercomm.layout.text import shown
+from hypercomm.process_groups.options import check_given_timeout
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
-
-_LONGEST_MINUTES = timedelta.max / timedelta(minutes=1)
 
 _DENSE = {
     "tp": "tensor_model_parallel_size",
@@ -76,19 +74,7 @@ class Configuration:
     def __attrs_post_init__(self) -> None:
         for name in (_DENSE[GTP], _EXPERT[GTP], "num_distributed_optimizer_instances"):
             positive(getattr(self, name), name)
-        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise GroupOptionsError(
-                    f"{name} must be a function of the ranks of a pipeline, got {shown(function)}"
-                )
-        minutes = self.distributed_timeout_minutes
-        is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
-        if not is_number or not 0 < minutes < _LONGEST_MINUTES:
-            raise GroupOptionsError(
-                f"distributed_timeout_minutes must be a number above 0 and below "
-                f"{_LONGEST_MINUTES:.3g}, got {shown(minutes)}"
-            )
+        check_given_timeout(self.timeout)
         check_choice("share", self.share, SHARES)
         if self.has_gtp and (instances := self.num_distributed_optimizer_instances) > 1:
             raise ConfigurationError(
@@ -133,12 +119,8 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        names = names or {}
-        called = {dim: names.get(name, name) for dim, name in _EXPERT.items()}
-        dense = self._sizes(
-            _DENSE, {dim: names.get(name, name) for dim, name in _DENSE.items()}, world_size
-        )
-        expert = self._sizes(_EXPERT, called, world_size)
+        dense = self._sizes(_DENSE, names or {}, world_size)
+        expert = self._sizes(_EXPERT, names or {}, world_size)
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
             if dense["pp"] == 1:
@@ -146,11 +128,12 @@ class Configuration:
                     f"virtual_pipeline_model_parallel_size={stages} needs a "
                     f"pipeline_model_parallel_size of at least 2, got 1"
                 )
-        layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
-        factors = {dim: name for dim, name in called.items() if dim != GTP or self.has_gtp}
-        problem = pipeline_problem(layouts, self.order, factors)
-        if problem is not None:
-            raise ConfigurationError(problem)
+        anchor = "cp" if version.has("cp_before_gtp_remat", self.version) else "tp"
+        layouts = Layouts(
+            order_layout(self.order, {**dense, "ep": 1}, self.rank_offset, anchor),
+            order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
+        )
+        self._check_pipelines(layouts)
         self._check_derived(dense["dp"] * dense["cp"], expert["dp"])
         if (backend := self.pipeline_model_parallel_comm_backend) is not None:
             name = "pipeline_model_parallel_comm_backend"
@@ -161,18 +144,35 @@ class Configuration:
         self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
     ) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-        given = {dim: getattr(self, name) for dim, name in arguments.items()}
-        if given["tp"] is None:
-            given["tp"] = self.tensor_model_parallel_size
-        sizes = {
-            dim: size
-            for dim, name in names.items()
-            if (size := positive(given[dim], name)) > 1 or dim != GTP
-        }
-        problem = misfit({names[dim]: size for dim, size in sizes.items()}, world_size)
+        sizes, called = {}, {}
+        for dim, argument in arguments.items():
+            given, name = getattr(self, argument), names.get(argument, argument)
+            if given is None and dim == "tp":
+                given = self.tensor_model_parallel_size
+            size = positive(given, name)
+            if size > 1 or dim != GTP:
+                sizes[dim] = called[name] = size
+        problem = misfit(called, world_size)
         if problem is not None:
             raise WorldSizeError(problem)
         return {**sizes, "dp": world_size // math.prod(sizes.values())}
+
+    def _check_pipelines(self, layouts: Layouts) -> None:
+        """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
+
+        If pp is not last in the order, their data parallel sizes must be equal too.
+        """
+        dense, expert = layouts
+        is_last = self.order.lower().endswith("pp") or dense.size_of("pp") == 1
+        have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+        if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
+            inner = dense.size_of("tp", "cp", GTP, default=1)
+            raise ConfigurationError(
+                f"with order {self.order!r} the dense layers ({dense}) and the expert layers "
+                f"({expert}) must have the same pipelines and data parallel size; put pp last in "
+                f"the order, or choose sizes of tp, ep and {GTP} for the experts that multiply to "
+                f"{inner}"
+            )
 
     def _check_sharp(self) -> None:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances

@@ -1,4 +1,4 @@
-"""Megatron's numbering of ranks: layouts of the dense and expert dims, and `RankGenerator`."""
+"""Megatron's numbering of ranks: a layout from an order of dims, and `RankGenerator`."""
 
 from __future__ import annotations
 
@@ -29,71 +29,6 @@ class Layouts(NamedTuple):
     expert: RankLayout
 
 
-def model_layouts(
-    order: str,
-    dense: Mapping[str, int],
-    expert: Mapping[str, int],
-    rank_offset: int,
-    release: version.Version | None = None,
-) -> Layouts:
-    """Return the layouts of a model's dense and expert layers, in an order of Megatron's dims.
-
-    Args:
-        order: The dims, the first one varying fastest.
-        dense: Sizes of tp, cp, dp and pp, and of gtp_remat if there are peers.
-        expert: Sizes of tp, ep, dp and pp, and of gtp_remat.
-        rank_offset: The smallest rank.
-        release: The megatron-core whose order is used; default: the one that is followed.
-
-    Raises:
-        UnknownDimError, LayoutError: As for `order_layout`.
-
-    Example:
-        >>> dense, expert = dict(tp=2, cp=1, dp=4, pp=1), dict(tp=2, ep=4, dp=1, pp=1)
-        >>> [str(layout) for layout in model_layouts("tp-cp-ep-dp-pp", dense, expert, 0)]
-        ['tp=2,cp=1,ep=1,dp=4,pp=1', 'tp=2,cp=1,ep=4,dp=1,pp=1']
-    """
-    anchor = "cp" if version.has("cp_before_gtp_remat", release) else "tp"
-    return Layouts(
-        order_layout(order, {**dense, "ep": 1}, rank_offset, anchor),
-        order_layout(order, {**expert, "cp": 1}, rank_offset, "ep"),
-    )
-
-
-def pipeline_problem(layouts: Layouts, order: str, names: Mapping[str, str]) -> str | None:
-    """Return how the pipelines of dense and expert layers differ; None if they are the same.
-
-    Megatron requires equal pipelines. If pp is not last in the order, the data parallel sizes must
-    be equal too.
-
-    Args:
-        layouts: The two layouts.
-        order: The order as given.
-        names: The caller's names for the experts' tp, ep and gtp_remat.
-
-    Example:
-        >>> dense, expert = dict(tp=2, cp=1, pp=2, dp=2), dict(tp=4, ep=1, pp=2, dp=1)
-        >>> pipeline_problem(model_layouts("tp-cp-dp-pp", dense, expert, 0), "tp-cp-dp-pp", {})
-        >>> layouts = model_layouts("tp-pp-dp", dense, expert, 0)
-        >>> pipeline_problem(layouts, "tp-pp-dp", {"tp": "etp", "ep": "ep"}).rpartition("; ")[2]
-        'put pp last in the order, or choose expert sizes with etp * ep = 2'
-    """
-    dense, expert = layouts
-    is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
-    have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
-    pipelines, experts = dense.groups("pp"), expert.groups("pp")
-    if pipelines == experts and have_same_dp:
-        return None
-    factors = " * ".join(names[dim] for dim in names if dim not in {"pp", "dp"})
-    inner = dense.size_of("tp", "cp", GTP, default=1)
-    return (
-        f"with order {order!r} the dense layers ({dense}) and the expert layers ({expert})"
-        f" must have the same pipelines and data parallel size, but their pipelines are "
-        f"{pipelines!r} and {experts!r}; put pp last in the order, or choose expert sizes with "
-        f"{factors} = {inner}"
-    )
-
-
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
 ) -> RankLayout:
@@ -114,23 +49,17 @@ def order_layout(
         >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
         'pp=4,tp=2,dp=1,ep=1,cp=1'
     """
-    given = order
-    order = order.lower() if isinstance(order, str) else order
-    names = parse_order(order)
+    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
+    names = parse_order(named.lower() if isinstance(named, str) else named)
     for name in names:
         if name not in DIMS:
             raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
-    if GTP not in sizes and GTP in names:
-        order = "-".join(name for name in names if name != GTP) or "tp"
-    elif GTP in sizes and anchor is not None:
-        order = inject_gtp(given, anchor).lower()
-    ordered = {name: sizes[name] for name in DIMS if name in sizes}
-    for name, size in ordered.items():
-        if size > 1 and name not in parse_order(order):
-            where = f"order {shown(given)} does not name it; add it to the order"
+    for name, size in sizes.items():
+        if size > 1 and name not in names:
+            where = f"order {order!r} does not name it; add it to the order"
             raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
-    shape = {name: ordered.get(name, 1) for name in (*parse_order(order), *ordered)}
-    return RankLayout(shape, rank_offset=rank_offset)
+    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
+    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
 
 
 def inject_gtp(order_str: str, after: str = "tp") -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -415,10 +416,9 @@ def _create(
                 name if each.part is None else f"{name}_{each.row.part}{each.part}"
             )
         if each.name == sharp:
+            alone = [request | {"share": "never"}]
             before = grid.create_pgs(requests)
-            with nccl.sharp() as connect:
-                before += grid.create_pgs([request | {"share": "never"}])
-                connect(before[-1])
+            before += nccl.create_with_sharp(partial(grid.create_pgs, alone))
             requests = []
         else:
             requests.append(request)

@@ -220,7 +220,6 @@ BAD = [
     ({"order": "dp-pp", "tensor_model_parallel_size": 2}, errors.ConfigurationError),
     ({"num_distributed_optimizer_instances": 3}, errors.ConfigurationError),
     ({"distributed_timeout_minutes": 0}, errors.GroupOptionsError),
-    ({"get_embedding_ranks": 3}, errors.GroupOptionsError),
     ({"local_world_size": 32}, errors.WorldSizeError),
     ({"share": "all"}, errors.GroupOptionsError),
     ({"high_priority_stream_groups": "dp"}, errors.LayoutError),

@@ -140,7 +140,6 @@ def test_all_gather_group_of_experts():
         ({"num_distributed_optimizer_instances": 3}, LayoutError),
         ({"hierarchical_context_parallel_sizes": [3]}, LayoutError),
         ({"num_distributed_optimizer_instances": 0}, LayoutError),
-        ({"get_embedding_ranks": 7}, GroupOptionsError),
         ({"timeout": 3}, GroupOptionsError),
         ({"backend": "bogus"}, GroupOptionsError),
         ({"share": "bad"}, GroupOptionsError),
