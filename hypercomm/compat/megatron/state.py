@@ -47,7 +47,6 @@ from hypercomm.grid import HyperCommGrid
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hypercomm.grid.connect import Connection
     from hypercomm.grid.grid import GridView
 
 logger = logging.getLogger(__name__)
@@ -281,27 +280,6 @@ class ParallelState(ModuleState):
             return "an empty state"
         dense, expert = (grid.layout for grid in self.grids.values())
         return f"{dense}, experts {expert}"
-
-    def connect(self, *, timeout: timedelta | None = None) -> list[Connection]:
-        """Connect all groups of the state, and neighbours along "pp"; see `HyperCommGrid.connect`.
-
-        Every rank must call this.
-
-        Raises:
-            NotInitializedError: The state is empty.
-            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), ParallelState.create(tensor_model_parallel_size=4) as state:
-            ...     print(state.connect()[-1].ranks)
-            (0, 1, 2, 3, 4, 5, 6, 7)
-        """
-        if not self.grids:
-            raise NotInitializedError(
-                "connect() needs groups to connect; call initialize_model_parallel() first"
-            )
-        return self.grids["dense"].connect(timeout=timeout)
 
     def all_gather_groups(
         self,

