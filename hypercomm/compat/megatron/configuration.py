@@ -1,20 +1,35 @@
-"""Configuration: the checked arguments of `initialize_model_parallel`."""
+"""Configuration: the checked arguments of `initialize_model_parallel`, and their layouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import attrs
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.layouts import GTP, Layouts, order_layout
-from hypercomm.errors import ConfigurationError, WorldSizeError
+from hypercomm.errors import ConfigurationError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, Share
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_sizes, as_world_size, check_choice, positive
-from hypercomm.layout.parsing import misfit, nearest_divisors
+from hypercomm.layout.parsing import misfit, nearest_divisors, parse_order
 from hypercomm.process_groups.options import check_given_timeout
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
@@ -72,15 +87,15 @@ class Configuration:
     version: version.Version = attrs.field(factory=version.current, init=False)
 
     def __attrs_post_init__(self) -> None:
-        for name in (_DENSE[GTP], _EXPERT[GTP], "num_distributed_optimizer_instances"):
-            positive(getattr(self, name), name)
+        name = "num_distributed_optimizer_instances"
+        instances = positive(self.num_distributed_optimizer_instances, name)
         check_given_timeout(self.timeout)
         check_choice("share", self.share, SHARES)
-        if self.has_gtp and (instances := self.num_distributed_optimizer_instances) > 1:
+        if instances > 1 and self.has_gtp:
             raise ConfigurationError(
                 f"gtp_remat_size={self.gtp_remat_size} and expert_gtp_remat_size="
                 f"{self.expert_gtp_remat_size} above 1 work with one optimizer instance only, got "
-                f"num_distributed_optimizer_instances={instances}"
+                f"{name}={instances}"
             )
 
     @property
@@ -196,20 +211,22 @@ class Configuration:
                     f"num_distributed_optimizer_instances={instances} does not divide the {what} "
                     f"size {size}; use {nearest_divisors(size, instances)}"
                 )
-        name = "hierarchical_context_parallel_sizes"
-        levels = as_sizes(self.hierarchical_context_parallel_sizes or (), name)
-        if levels and math.prod(levels) != self.context_parallel_size:
-            raise ConfigurationError(
-                f"{name} {list(levels)} multiply to "
-                f"{math.prod(levels)}, but context_parallel_size is {self.context_parallel_size}"
-            )
-        sizes = hybrid_sizes(replicas) or [2]
-        if self.hybrid_context_parallel and any(replicas % size for size in sizes):
-            raise ConfigurationError(
-                f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
-                f"groups of {sizes}, which must divide them; "
-                f"choose sizes for which dp * cp is a power of 2"
-            )
+        if levels := self.hierarchical_context_parallel_sizes:
+            name = "hierarchical_context_parallel_sizes"
+            product = math.prod(as_sizes(levels, name))
+            if product != self.context_parallel_size:
+                raise ConfigurationError(
+                    f"{name} {list(levels)} multiply to {product}, but context_parallel_size is "
+                    f"{self.context_parallel_size}"
+                )
+        if self.hybrid_context_parallel:
+            sizes = hybrid_sizes(replicas) or [2]
+            if any(replicas % size for size in sizes):
+                raise ConfigurationError(
+                    f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
+                    f"groups of {sizes}, which must divide them; "
+                    f"choose sizes for which dp * cp is a power of 2"
+                )
 
 
 # A TypeError names the function that the arguments were given to.
@@ -223,3 +240,49 @@ def hybrid_sizes(replicas: int) -> list[int]:
     [2, 4, 8]
     """
     return [2**power for power in range(1, int(math.log2(replicas)))]
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        ConfigurationError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
+    names = parse_order(named.lower() if isinstance(named, str) else named)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    for name, size in sizes.items():
+        if size > 1 and name not in names:
+            where = f"order {order!r} does not name it; add it to the order"
+            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
+    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
+    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])

@@ -76,9 +76,9 @@ def options_by_key(config: Configuration) -> dict[str, Any]:
         NotInitializedError: There are options, but no job, whose backend decides if they have an
             effect.
     """
-    path = config.nccl_communicator_config_path
+    path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
     options: NcclConfig = {} if path is None else _read(path)
-    for key in as_ordered(config.high_priority_stream_groups or (), "high_priority_stream_groups"):
+    for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
         overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
     if not options:
         return {}

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import layouts as _layouts
-from hypercomm.compat.megatron import nccl, table
+from hypercomm.compat.megatron import configuration as _configuration
+from hypercomm.compat.megatron import nccl, rank_generator, table
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.install import warn_of_their_own
+from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import (
     GLOBALS,
     NO_PART,
@@ -59,9 +59,9 @@ P = ParamSpec("P")
 
 _state = current.get
 
-RankGenerator = _layouts.RankGenerator
-generate_masked_orthogonal_rank_groups = _layouts.generate_masked_orthogonal_rank_groups
-_inject_gtp_remat_axis = _layouts.inject_gtp
+RankGenerator = rank_generator.RankGenerator
+generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
+_inject_gtp_remat_axis = _configuration.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
@@ -160,7 +160,16 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         ...     destroy_model_parallel()
         1 9
     """
-    warn_of_their_own()
+    theirs = sys.modules.get("megatron.core.parallel_state")
+    if theirs is not None and theirs is not sys.modules[__name__]:
+        warnings.warn(
+            "megatron.core.parallel_state is loaded, and is not ours: layers and collections of "
+            "megatron.core look for their groups there and find none. If you use them, call "
+            "hypercomm.compat.megatron.install() before megatron.core is imported; layers of your "
+            "own need only an import of ours",
+            MegatronNotReplacedWarning,
+            stacklevel=2,
+        )
     current.default.initialize(Configuration(*args, **kwargs))
 
 

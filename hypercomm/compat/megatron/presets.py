@@ -7,8 +7,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hypercomm.compat.megatron import nccl
-from hypercomm.compat.megatron.configuration import Configuration, RanksFunction
-from hypercomm.compat.megatron.layouts import DIMS, GTP, Layouts
+from hypercomm.compat.megatron.configuration import (
+    DIMS,
+    GTP,
+    Configuration,
+    Layouts,
+    RanksFunction,
+)
 from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
@@ -18,7 +23,6 @@ from hypercomm.compat.megatron.table import (
     EXPERT_ALL_GATHER,
     TABLE,
     Side,
-    gtp_size,
     own_dims,
     rows,
 )
@@ -199,8 +203,8 @@ def megatron_requests(
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request.get("name") or "-".join(request["dims"]) for request in wanted]
-        ['dp', 'cp', 'tp-pp', 'tp', 'pp', 'embd', 'pos_embd', 'tp-dp', 'ep', 'intra_dist_opt']
+        >>> [request.get("name") or request["dims"] for request in wanted[:6]]
+        ['dp', 'cp', ('tp', 'pp'), 'tp', 'pp', 'embd']
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = EXPERT if EXPERT in grid.views else None
@@ -215,8 +219,10 @@ def megatron_requests(
     configuration = Configuration(
         **choices,
         create_gloo_process_groups=False,
-        gtp_remat_size=gtp_size(layouts.dense, "dense"),
-        expert_gtp_remat_size=gtp_size(layouts.expert, "expert"),
+        gtp_remat_size=layouts.dense.size_of(GTP, default=1),
+        expert_gtp_remat_size=layouts.expert.size_of(
+            *own_dims(layouts.expert, GTP, "expert"), default=1
+        ),
     )
     options = nccl.options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.layouts import GTP
+from hypercomm.compat.megatron.configuration import GTP
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.compat.megatron.table import (
     EXPERT,

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl, version
-from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.layouts import Layouts
+from hypercomm.compat.megatron.configuration import Configuration, Layouts
 from hypercomm.compat.megatron.table import (
     DP_CP,
     DP_CP_AG,

@@ -222,7 +222,7 @@ def test_whole_instances(layout, instances):
         for request in megatron_requests(grid, **options)
         if request.get("name") == "intra_dist_opt"
     )
-    replicas = layout.groups(*asked["dims"])
+    replicas = layout.groups(asked["dims"])
     place = {rank: position for group in replicas for position, rank in enumerate(group)}
     part = replicas.group_size // instances
     wanted = {
