@@ -248,7 +248,8 @@ class ParallelState(ModuleState):
         has_gtp = version.has("gtp_remat", configuration.version)
         wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
         with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
-            grid = _grid_of(layouts)
+            grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
+            grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
             try:
                 groups = _create(grid, wanted, configuration)
             except BaseException:
@@ -347,12 +348,10 @@ class ParallelState(ModuleState):
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
-        elif name.endswith(GLOO) and not self.configuration.create_gloo_process_groups:
-            reason = "the state was initialised with create_gloo_process_groups=False"
-        elif name.endswith(GLOO) and self.configuration.has_gtp:
-            reason = "with GTP there are no gloo groups"
         elif name not in ROWS:
             reason = "nothing has set it"
+        elif name.endswith(GLOO) and not self.configuration.creates_gloo(ROWS[name].grid):
+            reason = "the state was initialised with create_gloo_process_groups=False, or with GTP"
         elif ROWS[name].option is not None:
             reason = f"the state was initialised without {ROWS[name].option}"
         else:
@@ -367,14 +366,6 @@ class ParallelState(ModuleState):
                 f"destroy_model_parallel() first, or hold a second state with "
                 f"ParallelState.create() and parallel_state.use()"
             )
-
-
-def _grid_of(layouts: Layouts) -> HyperCommGrid:
-    """Return the grid of the dense layers, with a view of the expert layers."""
-    grid = HyperCommGrid(layouts.dense, name="megatron")
-    expert = layouts.expert
-    grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
-    return grid
 
 
 def _create(
