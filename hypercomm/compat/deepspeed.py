@@ -19,8 +19,8 @@ from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import as_tuple
 from hypercomm.layout.mapping import roles_of
+from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import shown
 
 __all__ = ["Mpu", "process_topology", "topology_axes"]
@@ -81,7 +81,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
         >>> _read_roles(layout, {"tp": "tp", "pp": "pp", "dp": ["dp", "cp"]})
         {'tp': ('tp',), 'pp': (), 'dp': ('cp', 'dp')}
     """
-    named = {part: _names(part, dims) for part, dims in given.items()}
+    named = {part: () if dims is None else as_dims(dims) for part, dims in given.items()}
     part_of = roles_of((f"{part}=", name) for part, names in named.items() for name in names)
     for name, size in layout.sizes.items():
         if size > 1 and name not in part_of:
@@ -94,22 +94,6 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
         part: tuple(name for name in layout.dim_names if name in names)
         for part, names in named.items()
     }
-
-
-def _names(part: str, dims: object) -> tuple[str, ...]:
-    """The names that an argument holds, each once."""
-    if dims is None:
-        return ()
-    try:
-        names = (dims,) if isinstance(dims, str) else as_tuple(dims, part)
-    except LayoutError:
-        names = (None,)
-    if not all(isinstance(name, str) for name in names):
-        raise LayoutError(
-            f"{part} must be a dim, several or None, as in {part}='dp' or {part}=('dp', 'cp'), "
-            f"got {shown(dims)}"
-        )
-    return tuple(dict.fromkeys(names))
 
 
 class Mpu:
@@ -271,28 +255,24 @@ def topology_axes(
     layout = layout.layout if isinstance(layout, GridView) else layout
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"layout must be a RankLayout or a grid, got {shown(layout)}")
-    if layout.ranks != range(layout.size):
-        raise LayoutError(
-            f"DeepSpeed numbers ranks 0..{layout.size - 1} without gaps, in the order of the "
-            f"coordinates, but this layout has others: {layout!r}; give it a layout of the whole "
-            f"world"
-        )
     roles = _read_roles(layout, {"pp": pp, "dp": dp, "tp": tp})
     axes = {_AXES[part]: dims for part, dims in roles.items() if dims or part != "tp"}
-    steps = [dim for dim in layout.dim_names if layout.size_of(dim) > 1]
-    speed = {}
+    sizes = {axis: math.prod(map(layout.size_of, dims)) for axis, dims in axes.items()}
+
+    def speed(axis: str) -> int:
+        places = [(layout.size_of(dim) > 1, layout.dim_names.index(dim)) for dim in axes[axis]]
+        return max(places)[1] if places else len(layout.dim_names)
+
+    slowest_first = sorted(axes, key=speed, reverse=True)
+    numbering = RankLayout({axis: sizes[axis] for axis in reversed(slowest_first)})
     for axis, dims in axes.items():
-        larger = [dim for dim in dims if dim in steps]
-        places = [steps.index(dim) for dim in larger]
-        if places and places[-1] - places[0] >= len(places):
+        if dims and layout.groups(*dims) != numbering.groups(axis):
             raise LayoutError(
-                f"dims {dims} cannot be DeepSpeed's axis {axis!r}: they are not neighbours in "
-                f"{layout}; take a layout in which they are"
+                f"dims {dims} of {layout!r} cannot be DeepSpeed's axis {axis!r}: DeepSpeed numbers "
+                f"the ranks from 0 on without gaps, as {numbering}; take a layout of the whole "
+                f"world in which the dims of each axis are neighbours"
             )
-        first = (larger or list(dims))[:1]
-        speed[axis] = layout.dim_names.index(first[0]) if first else len(layout.dim_names)
-    slowest_first = sorted(axes, key=lambda axis: -speed[axis])
-    return {axis: math.prod(map(layout.size_of, axes[axis])) for axis in slowest_first}
+    return {axis: sizes[axis] for axis in slowest_first}
 
 
 def process_topology(

@@ -1,24 +1,37 @@
-"""Configuration: the checked arguments of `initialize_model_parallel`."""
+"""Configuration: the checked arguments of `initialize_model_parallel`, and their layouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import attrs
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.layouts import GTP, Layouts, model_layouts, pipeline_problem
-from hypercomm.errors import ConfigurationError, GroupOptionsError, WorldSizeError
+from hypercomm.errors import ConfigurationError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, Share
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_sizes, as_world_size, check_choice, positive
-from hypercomm.layout.parsing import misfit, nearest_divisors
-from hypercomm.layout.text import shown
+from hypercomm.layout.parsing import misfit, nearest_divisors, parse_order
+from hypercomm.process_groups.options import check_given_timeout
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
-
-_LONGEST_MINUTES = timedelta.max / timedelta(minutes=1)
 
 _DENSE = {
     "tp": "tensor_model_parallel_size",
@@ -74,27 +87,15 @@ class Configuration:
     version: version.Version = attrs.field(factory=version.current, init=False)
 
     def __attrs_post_init__(self) -> None:
-        for name in (_DENSE[GTP], _EXPERT[GTP], "num_distributed_optimizer_instances"):
-            positive(getattr(self, name), name)
-        for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise GroupOptionsError(
-                    f"{name} must be a function of the ranks of a pipeline, got {shown(function)}"
-                )
-        minutes = self.distributed_timeout_minutes
-        is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
-        if not is_number or not 0 < minutes < _LONGEST_MINUTES:
-            raise GroupOptionsError(
-                f"distributed_timeout_minutes must be a number above 0 and below "
-                f"{_LONGEST_MINUTES:.3g}, got {shown(minutes)}"
-            )
+        name = "num_distributed_optimizer_instances"
+        instances = positive(self.num_distributed_optimizer_instances, name)
+        check_given_timeout(self.timeout)
         check_choice("share", self.share, SHARES)
-        if self.has_gtp and (instances := self.num_distributed_optimizer_instances) > 1:
+        if instances > 1 and self.has_gtp:
             raise ConfigurationError(
                 f"gtp_remat_size={self.gtp_remat_size} and expert_gtp_remat_size="
                 f"{self.expert_gtp_remat_size} above 1 work with one optimizer instance only, got "
-                f"num_distributed_optimizer_instances={instances}"
+                f"{name}={instances}"
             )
 
     @property
@@ -133,12 +134,8 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        names = names or {}
-        called = {dim: names.get(name, name) for dim, name in _EXPERT.items()}
-        dense = self._sizes(
-            _DENSE, {dim: names.get(name, name) for dim, name in _DENSE.items()}, world_size
-        )
-        expert = self._sizes(_EXPERT, called, world_size)
+        dense = self._sizes(_DENSE, names or {}, world_size)
+        expert = self._sizes(_EXPERT, names or {}, world_size)
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
             if dense["pp"] == 1:
@@ -146,11 +143,12 @@ class Configuration:
                     f"virtual_pipeline_model_parallel_size={stages} needs a "
                     f"pipeline_model_parallel_size of at least 2, got 1"
                 )
-        layouts = model_layouts(self.order, dense, expert, self.rank_offset, self.version)
-        factors = {dim: name for dim, name in called.items() if dim != GTP or self.has_gtp}
-        problem = pipeline_problem(layouts, self.order, factors)
-        if problem is not None:
-            raise ConfigurationError(problem)
+        anchor = "cp" if version.has("cp_before_gtp_remat", self.version) else "tp"
+        layouts = Layouts(
+            order_layout(self.order, {**dense, "ep": 1}, self.rank_offset, anchor),
+            order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
+        )
+        self._check_pipelines(layouts)
         self._check_derived(dense["dp"] * dense["cp"], expert["dp"])
         if (backend := self.pipeline_model_parallel_comm_backend) is not None:
             name = "pipeline_model_parallel_comm_backend"
@@ -161,18 +159,35 @@ class Configuration:
         self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
     ) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-        given = {dim: getattr(self, name) for dim, name in arguments.items()}
-        if given["tp"] is None:
-            given["tp"] = self.tensor_model_parallel_size
-        sizes = {
-            dim: size
-            for dim, name in names.items()
-            if (size := positive(given[dim], name)) > 1 or dim != GTP
-        }
-        problem = misfit({names[dim]: size for dim, size in sizes.items()}, world_size)
+        sizes, called = {}, {}
+        for dim, argument in arguments.items():
+            given, name = getattr(self, argument), names.get(argument, argument)
+            if given is None and dim == "tp":
+                given = self.tensor_model_parallel_size
+            size = positive(given, name)
+            if size > 1 or dim != GTP:
+                sizes[dim] = called[name] = size
+        problem = misfit(called, world_size)
         if problem is not None:
             raise WorldSizeError(problem)
         return {**sizes, "dp": world_size // math.prod(sizes.values())}
+
+    def _check_pipelines(self, layouts: Layouts) -> None:
+        """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
+
+        If pp is not last in the order, their data parallel sizes must be equal too.
+        """
+        dense, expert = layouts
+        is_last = self.order.lower().endswith("pp") or dense.size_of("pp") == 1
+        have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+        if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
+            inner = dense.size_of("tp", "cp", GTP, default=1)
+            raise ConfigurationError(
+                f"with order {self.order!r} the dense layers ({dense}) and the expert layers "
+                f"({expert}) must have the same pipelines and data parallel size; put pp last in "
+                f"the order, or choose sizes of tp, ep and {GTP} for the experts that multiply to "
+                f"{inner}"
+            )
 
     def _check_sharp(self) -> None:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
@@ -196,20 +211,22 @@ class Configuration:
                     f"num_distributed_optimizer_instances={instances} does not divide the {what} "
                     f"size {size}; use {nearest_divisors(size, instances)}"
                 )
-        name = "hierarchical_context_parallel_sizes"
-        levels = as_sizes(self.hierarchical_context_parallel_sizes or (), name)
-        if levels and math.prod(levels) != self.context_parallel_size:
-            raise ConfigurationError(
-                f"{name} {list(levels)} multiply to "
-                f"{math.prod(levels)}, but context_parallel_size is {self.context_parallel_size}"
-            )
-        sizes = hybrid_sizes(replicas) or [2]
-        if self.hybrid_context_parallel and any(replicas % size for size in sizes):
-            raise ConfigurationError(
-                f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
-                f"groups of {sizes}, which must divide them; "
-                f"choose sizes for which dp * cp is a power of 2"
-            )
+        if levels := self.hierarchical_context_parallel_sizes:
+            name = "hierarchical_context_parallel_sizes"
+            product = math.prod(as_sizes(levels, name))
+            if product != self.context_parallel_size:
+                raise ConfigurationError(
+                    f"{name} {list(levels)} multiply to {product}, but context_parallel_size is "
+                    f"{self.context_parallel_size}"
+                )
+        if self.hybrid_context_parallel:
+            sizes = hybrid_sizes(replicas) or [2]
+            if any(replicas % size for size in sizes):
+                raise ConfigurationError(
+                    f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
+                    f"groups of {sizes}, which must divide them; "
+                    f"choose sizes for which dp * cp is a power of 2"
+                )
 
 
 # A TypeError names the function that the arguments were given to.
@@ -223,3 +240,49 @@ def hybrid_sizes(replicas: int) -> list[int]:
     [2, 4, 8]
     """
     return [2**power for power in range(1, int(math.log2(replicas)))]
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        ConfigurationError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
+    names = parse_order(named.lower() if isinstance(named, str) else named)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    for name, size in sizes.items():
+        if size > 1 and name not in names:
+            where = f"order {order!r} does not name it; add it to the order"
+            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
+    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
+    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])

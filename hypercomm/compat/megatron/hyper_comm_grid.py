@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from hypercomm import grid
 from hypercomm.errors import GroupExistsError, WorldSizeError
 from hypercomm.layout.parsing import Dims
+from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
 """Dims in reversed grid order, joined by dashes; in a view, its name and the dims."""
@@ -60,18 +61,35 @@ class HyperCommGrid(grid.HyperCommGrid):
 
         A mapping that is assigned holds groups that the grid did not create.
         """
-        own = {
-            self._joined(key.dims, key.view): group
-            for key, group in self.pgs.items()
-            if key.name is None
-        }
+        own = {_joined(key): group for key, group in self.pgs.items() if key.name is None}
         return MappingProxyType(own | self._given)
 
     @_pgs.setter
     def _pgs(self, groups: Mapping[Key, ProcessGroup | None]) -> None:
-        self._given = {}
-        own = self._pgs
-        self._given = {key: group for key, group in groups.items() if key not in own}
+        own = self.pgs.values()
+        self._given = {key: group for key, group in groups.items() if group not in own}
+
+    @property
+    def _views(self) -> Mapping[str, SimpleNamespace]:
+        """The views: their name, shape, dim_names and shared_dims; read-only."""
+        return {
+            name: SimpleNamespace(
+                name=name,
+                shape=list(view.layout.shape),
+                dim_names=list(view.layout.dim_names),
+                shared_dims=list(view.shared_dims),
+            )
+            for name, view in self._state.views.items()
+        }
+
+    @staticmethod
+    def _order_dims_for(
+        dim_names: Iterable[str], dims: str | Iterable[str]
+    ) -> tuple[list[str], str]:
+        """Return some of these dims in their reversed order, and the same joined by dashes."""
+        wanted = [dims] if isinstance(dims, str) else dims
+        ordered = [name for name in reversed(list(dim_names)) if name in wanted]
+        return ordered, "-".join(ordered)
 
     def create_pg(
         self, dims: Dims, *more: Dims, view: str | None = None, **options: Any
@@ -80,11 +98,12 @@ class HyperCommGrid(grid.HyperCommGrid):
         new_subgroups: Any = dist.new_subgroups_by_enumeration
         if new_subgroups is _new_subgroups:
             return super().create_pg(dims, *more, view=view, **options)
-        key, ordered = self._asked(dims, more, view)
+        found, _ = self._key((dims, *more) if more else dims, None, view)
+        key = _joined(found)
         if key in self._given:
             raise GroupExistsError(f"Process group {key!r} has already been created")
-        layout = self._state.views.layout_of(key[0] if isinstance(key, tuple) else None)
-        ranks = layout.enumerate_ranks(ordered).tolist()
+        layout = self._state.views.layout_of(found.view)
+        ranks = layout.enumerate_ranks(found.dims[::-1]).tolist()
         self._given[key], _ = new_subgroups(ranks, backend=self.backend, **options)
         return self._given[key]
 
@@ -93,7 +112,7 @@ class HyperCommGrid(grid.HyperCommGrid):
     ) -> ProcessGroup | None:
         """Return a process group that was created before, as `hypercomm.HyperCommGrid` does."""
         if self._given and name is None:
-            key, _ = self._asked(dims, more, view)
+            key = _joined(self._key((dims, *more) if more else dims, None, view)[0])
             if key in self._given:
                 return self._given[key]
         return super().get_pg(dims, *more, name=name, view=view)
@@ -102,23 +121,11 @@ class HyperCommGrid(grid.HyperCommGrid):
         """Destroy the groups that the grid created, and those that were assigned."""
         given, self._given = self._given, {}
         for group in dict.fromkeys(given.values()):
-            if _is_process_group_member(group):
+            if isinstance(group, ProcessGroup):
                 dist.destroy_process_group(group)
         super().destroy()
 
-    def _asked(
-        self, dims: Dims, more: tuple[Dims, ...], view: str | None
-    ) -> tuple[Key, tuple[str, ...]]:
-        """The key of a group, and its dims in the order of Megatron's enumeration."""
-        key, _ = self._key((dims, *more) if more else dims, None, view)
-        return self._joined(key.dims, key.view), tuple(reversed(key.dims))
 
-    @staticmethod
-    def _joined(dims: tuple[str, ...], view: str | None) -> Key:
-        ordered = tuple(reversed(dims))
-        return "-".join(ordered) if view is None else (view, ordered)
-
-
-def _is_process_group_member(pg: ProcessGroup | None) -> bool:
-    """Return whether the calling rank is in a group that was created."""
-    return isinstance(pg, ProcessGroup)
+def _joined(key: GroupKey) -> Key:
+    ordered = key.dims[::-1]
+    return "-".join(ordered) if key.view is None else (key.view, ordered)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 import warnings
 from pathlib import Path
 
@@ -43,20 +42,6 @@ def install() -> None:
 
 class MegatronNotReplacedWarning(UserWarning):
     """megatron.core has its own parallel state, in which its layers find no groups."""
-
-
-def warn_of_their_own() -> None:
-    """Warn if `megatron.core.parallel_state` is loaded, and is not ours."""
-    theirs = sys.modules.get("megatron.core.parallel_state")
-    if theirs is not None and theirs is not sys.modules[f"{_OURS}.parallel_state"]:
-        warnings.warn(
-            f"megatron.core.parallel_state is loaded, and is not ours: layers and collections of "
-            f"megatron.core look for their groups there and find none. If you use them, call "
-            f"{_OURS}.install() before megatron.core is imported; layers of your own need only an "
-            f"import of ours",
-            MegatronNotReplacedWarning,
-            stacklevel=3,
-        )
 
 
 def _warn_of_newer() -> None:

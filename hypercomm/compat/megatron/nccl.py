@@ -25,7 +25,6 @@ NcclConfig = dict[str, dict[str, Any]]
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
-_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", _PRIORITY)
 _UCC_ENVIRONMENT = {
     "NSYS_UCP_COMM_PARAMS": "1",
     "UCC_CL_BASIC_TLS": "^sharp,nccl",
@@ -39,17 +38,58 @@ _UCC_DEFAULTS = {
 }
 
 
-def _load(config: Configuration) -> NcclConfig:
-    """Return the NCCL options of a configuration: its file, and the groups of high priority."""
-    path = config.nccl_communicator_config_path
-    options: NcclConfig = {} if path is None else _read(path)
-    for key in as_ordered(config.high_priority_stream_groups or (), "high_priority_stream_groups"):
-        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
-    for key, own in options.items():
-        check_choice("a group of the NCCL configuration", key, NCCL_KEYS, ConfigurationError)
-        for name in _mapping(own, f"group {key!r}"):
-            check_choice(f"an option of group {key!r}", name, _OPTIONS, ConfigurationError)
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
+
+    Raises:
+        ConfigurationError: NCCL does not take an option, or this torch was built without NCCL.
+    """
+    own = nccl_comm_cfgs.get(pg_name)
+    if own is None:
+        return None
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise ConfigurationError(
+            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
+        )
+    try:
+        given = dict(own)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop(_PRIORITY, False))
+        for name, value in given.items():
+            setattr(options.config, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"NCCL does not take the options {own} of group {pg_name!r}: {error}"
+        ) from error
     return options
+
+
+def options_by_key(config: Configuration) -> dict[str, Any]:
+    """Return the options of groups by key, from the file of a configuration and its priorities.
+
+    Equal options are one object, so that groups with them can be shared. Options that the backend
+    of WORLD does not take are left out with a warning in the log.
+
+    Raises:
+        OSError: The file cannot be read.
+        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
+            the extra `nccl-config` installs, is missing.
+        NotInitializedError: There are options, but no job, whose backend decides if they have an
+            effect.
+    """
+    path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
+    options: NcclConfig = {} if path is None else _read(path)
+    for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
+        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+    if not options:
+        return {}
+    for key in options:
+        check_choice("a group of the NCCL configuration", key, NCCL_KEYS, ConfigurationError)
+    backend = c10d.default_backend()
+    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
+        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+        return {}
+    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
+    return {key: made[repr(own)] for key, own in options.items()}
 
 
 def _read(path: str) -> NcclConfig:
@@ -64,61 +104,9 @@ def _read(path: str) -> NcclConfig:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path} is not yaml: {error}") from error
-    return dict(_mapping(content, path))
-
-
-def _mapping(value: object, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{what} must map names to values, got {shown(value)}")
-    return value
-
-
-def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
-
-    Raises:
-        ConfigurationError: NCCL does not take a value, or this torch was built without NCCL.
-    """
-    own = _mapping(nccl_comm_cfgs, "nccl_comm_cfgs").get(pg_name)
-    if own is None:
-        return None
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        raise ConfigurationError(
-            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
-        )
-    try:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=own.get(_PRIORITY, False))
-        for name in own.keys() & {*_OPTIONS} - {_PRIORITY}:
-            setattr(options.config, name, own[name])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"NCCL does not take the options {dict(own)} of group {pg_name!r}: {error}"
-        ) from error
-    return options
-
-
-def options_by_key(config: Configuration) -> dict[str, Any]:
-    """Return the options of groups by key.
-
-    Equal options are one object, so that groups with them can be shared. Options that the backend
-    of WORLD does not take are left out with a warning in the log.
-
-    Raises:
-        OSError: The file cannot be read.
-        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
-            the extra `nccl-config` installs, is missing.
-        NotInitializedError: There are options, but no job, whose backend decides if they have an
-            effect.
-    """
-    options = _load(config)
-    if not options:
-        return {}
-    backend = c10d.default_backend()
-    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
-        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
-        return {}
-    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
-    return {key: made[repr(own)] for key, own in options.items()}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
+    return content
 
 
 def overwrite_nccl_comm_cfgs(
@@ -150,10 +138,10 @@ def environment(pipeline_backend: str | None) -> Iterator[None]:
             "CUDA_DEVICE_MAX_CONNECTIONS to be more than 1, or not set"
         )
     before = dict(os.environ)
+    os.environ.pop(_COLLNET, None)
+    if ucc:
+        os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
     try:
-        os.environ.pop(_COLLNET, None)
-        if ucc:
-            os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
         yield
     except BaseException:
         os.environ.clear()
@@ -161,24 +149,24 @@ def environment(pipeline_backend: str | None) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def sharp() -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
-    """Enable SHARP for the one group that is created within the block.
+def create_with_sharp(
+    create: Callable[[], list[dist.ProcessGroup | None]],
+) -> list[dist.ProcessGroup | None]:
+    """Create one group with SHARP enabled.
 
-    NCCL uses it for the first communicator, which exists only after its first collective. The
-    block must call the yielded function with the group.
+    NCCL uses it for the first communicator, which exists only after its first collective.
+
+    Args:
+        create: Creates the group.
     """
-
-    def connect(group: dist.ProcessGroup | None) -> None:
-        if group is None:
-            return
-        cuda = torch.cuda.is_available()
-        dist.barrier(group=group, device_ids=[torch.cuda.current_device()] if cuda else None)
-        if cuda:
-            torch.cuda.synchronize()
-
     os.environ[_COLLNET] = "1"
     try:
-        yield connect
+        groups = create()
+        if groups[0] is not None:
+            device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+            dist.barrier(group=groups[0], device_ids=device)
+            if device is not None:
+                torch.cuda.synchronize()
+        return groups
     finally:
         os.environ.pop(_COLLNET, None)

@@ -16,19 +16,19 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import layouts as _layouts
-from hypercomm.compat.megatron import nccl, table
+from hypercomm.compat.megatron import configuration as _configuration
+from hypercomm.compat.megatron import nccl, rank_generator, table
 from hypercomm.compat.megatron import state as _states
-from hypercomm.compat.megatron.configuration import Configuration, hybrid_sizes
-from hypercomm.compat.megatron.install import warn_of_their_own
+from hypercomm.compat.megatron.configuration import Configuration
+from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import (
     GLOBALS,
     NO_PART,
@@ -50,21 +50,18 @@ from hypercomm.compat.megatron.table import (
 )
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import check_given_timeout, live_pg_options
+from hypercomm.process_groups.options import check_given_timeout
 
 P = ParamSpec("P")
-Held_co = TypeVar("Held_co", covariant=True)
 
 
 _state = current.get
 
-RankGenerator = _layouts.RankGenerator
-generate_masked_orthogonal_rank_groups = _layouts.generate_masked_orthogonal_rank_groups
-_inject_gtp_remat_axis = _layouts.inject_gtp
+RankGenerator = rank_generator.RankGenerator
+generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
+_inject_gtp_remat_axis = _configuration.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
@@ -163,7 +160,16 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         ...     destroy_model_parallel()
         1 9
     """
-    warn_of_their_own()
+    theirs = sys.modules.get("megatron.core.parallel_state")
+    if theirs is not None and theirs is not sys.modules[__name__]:
+        warnings.warn(
+            "megatron.core.parallel_state is loaded, and is not ours: layers and collections of "
+            "megatron.core look for their groups there and find none. If you use them, call "
+            "hypercomm.compat.megatron.install() before megatron.core is imported; layers of your "
+            "own need only an import of ours",
+            MegatronNotReplacedWarning,
+            stacklevel=2,
+        )
     current.default.initialize(Configuration(*args, **kwargs))
 
 
@@ -230,13 +236,7 @@ def _held(name: str, check_initialized: bool = True) -> Any:
     return held
 
 
-class Getter(Protocol[Held_co]):
-    """A getter of a global; with `check_initialized=False` it returns None if there is none."""
-
-    def __call__(self, check_initialized: bool = True) -> Held_co: ...
-
-
-def _getter(name: str) -> Getter[Any]:
+def _getter(name: str) -> Callable[..., Any]:
     """Return a getter of a global; as `_held`, whose call would double its time."""
 
     def get(check_initialized: bool = True) -> Any:
@@ -295,13 +295,13 @@ def _words(name: str) -> str:
 
 _FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
 
-_Group: TypeAlias = Getter[ProcessGroup]
-_Ranks: TypeAlias = Getter[list[int]]
+_Group: TypeAlias = Callable[..., ProcessGroup]
+_Ranks: TypeAlias = Callable[..., list[int]]
 
 get_tensor_model_parallel_group: _Group = _getter(table.TP)
 get_pipeline_model_parallel_group: _Group = _getter(table.PP)
 get_context_parallel_group: _Group = _getter(table.CP)
-get_hierarchical_context_parallel_groups: Getter[list[ProcessGroup]] = _getter(table.HCP)
+get_hierarchical_context_parallel_groups: Callable[..., list[ProcessGroup]] = _getter(table.HCP)
 get_model_parallel_group: _Group = _getter(table.MP)
 get_embedding_group: _Group = _getter("_EMBEDDING_GROUP")
 get_position_embedding_group: _Group = _getter("_POSITION_EMBEDDING_GROUP")
@@ -491,27 +491,7 @@ def get_data_modulo_expert_parallel_group(
 # ---- sizes and ranks --------------------------------------------------------------------------
 
 
-class DataParallelFact(Protocol):
-    """A getter of the size of the data parallel group, or of the position in it."""
-
-    def __call__(
-        self,
-        with_context_parallel: bool = False,
-        *,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-    ) -> int: ...
-
-
-class ExpertDataParallelFact(Protocol):
-    """The same for the expert data parallel group."""
-
-    def __call__(
-        self, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int: ...
-
-
-def _data_fact(fact: str) -> DataParallelFact:
+def _data_fact(fact: str) -> Callable[..., int]:
     def get(
         with_context_parallel: bool = False,
         *,
@@ -531,7 +511,7 @@ def _data_fact(fact: str) -> DataParallelFact:
     return get
 
 
-def _expert_data_fact(fact: str) -> ExpertDataParallelFact:
+def _expert_data_fact(fact: str) -> Callable[..., int]:
     def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
         name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
         state = current.alone or _state()
@@ -721,90 +701,6 @@ def create_group(
     if own is not None:
         _state().list_groups([own])
     return group
-
-
-def create_hierarchical_groups(
-    rank: int,
-    ranks: Sequence[int],
-    hierarchical_group_sizes: Sequence[int],
-    create_gloo_process_groups: bool = False,
-    pg_options: Any = None,
-    timeout: timedelta | None = None,
-    group_desc: str | None = None,
-) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Create the groups of a hierarchy over `ranks`, and return those that `rank` is in.
-
-    Args:
-        rank: The rank whose groups are returned.
-        ranks: The ranks, in the order in which the hierarchy cuts them.
-        hierarchical_group_sizes: Group size of each level, innermost first.
-        create_gloo_process_groups: Create a gloo group for each.
-        pg_options: Options of every level, or a list with those of each.
-        timeout: Their timeout.
-        group_desc: Part of their descriptions.
-
-    Returns:
-        One group for each level, and its gloo group or None; empty where `rank` is not in `ranks`.
-
-    Raises:
-        LayoutError: The sizes do not multiply to the ranks, or a rank is not in the world.
-        GroupOptionsError: An option is wrong, or `pg_options` has another length than the levels.
-    """
-    levels = _layout_of(rank, ranks).groups("rank").levels(hierarchical_group_sizes)
-    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
-    if len(options) != len(levels):
-        raise GroupOptionsError(
-            f"pg_options must be one for each of {len(levels)} levels, got {shown(pg_options)}"
-        )
-    options = [live_pg_options(each) for each in options]
-    name = f"HIERARCHICAL_{group_desc}"
-    groups: list[ProcessGroup] = []
-    twins: list[ProcessGroup | None] = []
-    for level, (every, own) in enumerate(zip(levels, options, strict=True)):
-        given = {"timeout": timeout, "pg_options": own, "group_desc": f"{name}_L{level}"}
-        twin = {"timeout": timeout, "backend": "gloo", "group_desc": f"{name}_GLOO_L{level}"}
-        groups += _create_each(rank, every, given)
-        if create_gloo_process_groups:
-            twins += _create_each(rank, every, twin)
-        elif rank in ranks:
-            twins.append(None)
-    return groups, twins
-
-
-def create_hybrid_dp_cp_groups(
-    rank: int, ranks: Sequence[int], pg_options: Any
-) -> dict[int, ProcessGroup]:
-    """Create groups of 2, 4, 8, ... consecutive `ranks`, and return those of `rank` by size.
-
-    Raises:
-        LayoutError: A rank is not of the world, or comes twice.
-        GroupOptionsError: `pg_options` are wrong.
-    """
-    ranks = _layout_of(rank, ranks).ranks
-    pg_options = live_pg_options(pg_options)
-    groups: dict[int, ProcessGroup] = {}
-    for size in hybrid_sizes(len(ranks)):
-        every = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        given = {"pg_options": pg_options, "group_desc": f"HYBRID_DP_CP_GROUP_{size}"}
-        for group in _create_each(rank, every, given):
-            groups[size] = group
-    return groups
-
-
-def _create_each(
-    rank: int, every: Iterable[Sequence[int]], given: Mapping[str, Any]
-) -> list[ProcessGroup]:
-    """Create groups, and return the one that `rank` is in, if any."""
-    created = [(members, create_group(members, **given)) for members in every]
-    return [group for members, group in created if rank in members]
-
-
-def _layout_of(rank: int, ranks: Sequence[int]) -> RankLayout:
-    """Return a layout of ranks in their order; they are checked before a group is created."""
-    world_size = c10d.world_group().size()
-    as_ranks([rank], "rank", world_size)
-    ranks = as_ranks(ranks, "ranks", world_size)
-    return RankLayout([len(ranks)], ["rank"], ranks=ranks)
 
 
 def create_all_gather_groups(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hypercomm.compat.megatron import nccl
-from hypercomm.compat.megatron.configuration import Configuration, RanksFunction
-from hypercomm.compat.megatron.layouts import DIMS, GTP, Layouts
+from hypercomm.compat.megatron.configuration import (
+    DIMS,
+    GTP,
+    Configuration,
+    Layouts,
+    RanksFunction,
+)
 from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
@@ -19,25 +23,20 @@ from hypercomm.compat.megatron.table import (
     EXPERT_ALL_GATHER,
     TABLE,
     Side,
-    gtp_size,
     own_dims,
     rows,
 )
 from hypercomm.errors import (
     GridDestroyedError,
-    HyperCommError,
     LayoutError,
     RankOutsideError,
     UnknownDimError,
-    WorldSizeError,
 )
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_offset, as_world_size, positive
-from hypercomm.layout.parsing import OPEN
-from hypercomm.layout.placement import Requirement
+from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups.world import rank_in_world, size_of_world
 
@@ -61,28 +60,25 @@ def megatron_grids(
     tp: int = 1,
     cp: int = 1,
     pp: int = 1,
-    dp: int = OPEN,
     ep: int = 1,
     expt_tp: int | None = None,
     gtp_remat: int = 1,
     expt_gtp_remat: int = 1,
     order: str = "tp-cp-ep-dp-pp",
     world_size: int | None = None,
-    rank_offset: int = 0,
     inference: Mapping[str, int] | None = None,
     **arguments: Unpack[SetArguments],
 ) -> GridSet:
     """Make the grids of one of Megatron's models: "training", and "inference" if it is asked for.
 
     Each grid has the dims tp, cp, dp and pp, and the view "expert" of the same ranks with the dims
-    expt_tp, ep, expt_dp and pp, which both share. No process group is created:
-    `create_megatron_pgs` creates all that Megatron's code asks for.
+    expt_tp, ep, expt_dp and pp, which both share; dp gets the remaining ranks of the world. No
+    process group is created: `create_megatron_pgs` creates all that Megatron's code asks for.
 
     Args:
         tp: Tensor parallel size.
         cp: Context parallel size.
         pp: Pipeline parallel size.
-        dp: Data parallel size; default: what the other sizes leave of the world.
         ep: Expert parallel size.
         expt_tp: Tensor parallel size of the experts; default: `tp`.
         gtp_remat: GTP peers, ranks that share each weight and gather it to use it; where there are
@@ -90,7 +86,6 @@ def megatron_grids(
         expt_gtp_remat: The same for the weights of experts, in the view, after ep.
         order: The order of the dims, the first varying fastest, for the dense and the expert ones.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        rank_offset: The smallest rank of the training.
         inference: The sizes of inference on the ranks of training, with the same names and
             defaults.
         arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
@@ -101,8 +96,8 @@ def megatron_grids(
         ConfigurationError: The order leaves out a dim that is larger than 1, or the dense and the
             expert layers have different pipelines.
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
-        WorldSizeError: The sizes do not divide the world, or leave ranks of it over; or the
-            experts' sizes do not divide the grid.
+        WorldSizeError: The sizes of the dense layers, or those of the experts, do not divide the
+            world.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -113,66 +108,42 @@ def megatron_grids(
     """
     sizes = {name: value for name, value in locals().items() if name in _SIZES}
     check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
-    total, offset = as_world_size(size_of_world(world_size)), as_offset(rank_offset)
-    if offset >= total:
-        raise WorldSizeError(
-            f"rank_offset={offset} leaves no ranks in a world of {total}; use a smaller offset, or "
-            f"start at least {offset + 1} ranks"
-        )
-    models = {"training": _model("training", sizes, order, total - offset, offset)}
+    total, models = as_world_size(size_of_world(world_size)), {"training": sizes}
     if inference is not None:
-        if not isinstance(inference, Mapping):
-            raise LayoutError(
-                f"inference must map dims to sizes, as in {{'tp': 4}}, got {shown(inference)}"
-            )
         for dim in inference:
             if dim not in _SIZES:
                 raise UnknownDimError(f"inference has no dim {shown(dim)}, but {list(_SIZES)}")
-        room = models["training"].dense.size
-        sizes = {**_SIZES, **inference}
-        models["inference"] = _model("inference", sizes, order, room, offset)
-    requires: Requirement = "disjoint" if offset else "tiled"
+        models["inference"] = {**_SIZES, **inference}
+    layouts = {label: _layouts(sizes, order, total) for label, sizes in models.items()}
     grids = GridSet(
-        {label: dense for label, (dense, _) in models.items()},
-        requires=requires if inference is None else "colocated",
+        {label: dense for label, (dense, _) in layouts.items()},
+        requires="tiled" if inference is None else "colocated",
         world_size=total,
         **arguments,
     )
-    for label, (_, expert) in models.items():
+    for label, (_, expert) in layouts.items():
         grids[label].register_view(EXPERT, expert.shape, expert.dim_names, ["pp"])
     return grids
 
 
 _DEFAULTS = megatron_grids.__kwdefaults__ or {}
-_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in {*_NAMES.values(), "dp"}}
+_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in _NAMES.values()}
 """The sizes that a model is given, with their defaults."""
 
 
-def _model(
-    label: str, sizes: Mapping[str, int | None], order: str, room: int, offset: int
-) -> Layouts:
-    """Return the layouts of a model's dense and expert layers on at most `room` ranks."""
-    if sizes["dp"] != OPEN:
-        dense = ("tp", GTP, "cp", "dp", "pp")
-        needed = math.prod(positive(sizes[dim], dim) for dim in dense)
-        if needed > room:
-            raise WorldSizeError(
-                f"dp={sizes['dp']} of {label} makes {needed} ranks, and there are {room}; use a "
-                f"smaller one, or leave it out"
-            )
-        room = needed
+def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> Layouts:
+    """Return the layouts of a model's dense and expert layers."""
     given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
-    configuration = Configuration(**given, order=order, rank_offset=offset)
-    layouts = configuration.layouts(room, _NAMES)
-    expert = _without(layouts.expert, "cp")
+    dense, expert = Configuration(**given, order=order).layouts(world_size, _NAMES)
+    expert = _without(expert, "cp")
     names = {dim: f"expt_{dim}" for dim in expert.dim_names if dim not in {"ep", "pp"}}
-    return Layouts(_without(layouts.dense, "ep"), expert.rename(**names))
+    return Layouts(_without(dense, "ep"), expert.rename(**names))
 
 
 def _without(layout: RankLayout, dim: str) -> RankLayout:
     """Return the same numbering without a dim of size 1."""
     names = [name for name in layout.dim_names if name != dim]
-    return RankLayout([layout.size_of(name) for name in names], names, layout.rank_offset)
+    return RankLayout([layout.size_of(name) for name in names], names)
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------
@@ -222,8 +193,8 @@ def megatron_requests(
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
-        LayoutError: `grid` is not a grid, has none of Megatron's dims, or cannot be cut like this.
-        GroupOptionsError: A choice does not exist, or a function is not callable.
+        LayoutError: `grid` has none of Megatron's dims, or cannot be cut like this.
+        TypeError: A choice does not exist.
         ConfigurationError: There are several optimizer instances with GTP, or the NCCL
             configuration cannot be used.
         FileNotFoundError: The NCCL configuration is not there.
@@ -232,11 +203,9 @@ def megatron_requests(
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request.get("name") or "-".join(request["dims"]) for request in wanted]
-        ['dp', 'cp', 'tp-pp', 'tp', 'pp', 'embd', 'pos_embd', 'tp-dp', 'ep', 'intra_dist_opt']
+        >>> [request.get("name") or request["dims"] for request in wanted[:6]]
+        ['dp', 'cp', ('tp', 'pp'), 'tp', 'pp', 'embd']
     """
-    if not isinstance(grid, HyperCommGrid):
-        raise LayoutError(f"grid must be a HyperCommGrid, got {shown(grid)}")
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = EXPERT if EXPERT in grid.views else None
     layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
@@ -250,8 +219,10 @@ def megatron_requests(
     configuration = Configuration(
         **choices,
         create_gloo_process_groups=False,
-        gtp_remat_size=gtp_size(layouts.dense, "dense"),
-        expert_gtp_remat_size=gtp_size(layouts.expert, "expert"),
+        gtp_remat_size=layouts.dense.size_of(GTP, default=1),
+        expert_gtp_remat_size=layouts.expert.size_of(
+            *own_dims(layouts.expert, GTP, "expert"), default=1
+        ),
     )
     options = nccl.options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1
@@ -289,7 +260,7 @@ def create_megatron_pgs(
         Megatron's collection of each grid that the calling rank is in, by name.
 
     Raises:
-        LayoutError: A grid has none of Megatron's dims, or cannot be cut like this; names it.
+        LayoutError: A grid has none of Megatron's dims, or cannot be cut like this.
         HyperCommError: As for `megatron_requests` and `GridSet.create_pgs`.
 
     Example:
@@ -302,14 +273,7 @@ def create_megatron_pgs(
         2 2 2
         4 1 1
     """
-    known = ["backend", "timeout", "share", *MegatronChoices.__annotations__]
-    check_keywords("create_megatron_pgs", choices, known)
-    requests: dict[str, list[GroupArguments]] = {}
-    for name, grid in _check_set(grids).items():
-        try:
-            requests[name] = megatron_requests(grid, **choices)
-        except HyperCommError as error:
-            raise type(error)(f"grid {name!r}: {error}") from error
+    requests = {name: megatron_requests(grid, **choices) for name, grid in grids.items()}
     grids.create_pgs(requests, backend=backend, timeout=timeout, share=share)
     return collections_of(grids)
 
@@ -328,7 +292,6 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
         grids: The set.
 
     Raises:
-        LayoutError: `grids` is not a GridSet.
         GridDestroyedError: One of these grids was destroyed.
         NotInitializedError: The calling rank is unknown.
 
@@ -341,7 +304,7 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
         ['encoder'] 2
     """
     collections = {}
-    for name in _check_set(grids).grids_of():
+    for name in grids.grids_of():
         grid = grids[name]
         if grid.is_destroyed:
             raise GridDestroyedError(
@@ -363,7 +326,6 @@ def multi_module_of(
             collection has no language model.
 
     Raises:
-        LayoutError: `grids` is not a GridSet.
         UnknownDimError: The set has no such grid.
         RankOutsideError: The calling rank is in none of the grids.
         GridDestroyedError: One of these grids was destroyed.
@@ -377,15 +339,9 @@ def multi_module_of(
         ['encoder'] False
     """
     if language_model is not None:
-        _check_set(grids)[language_model]  # raises for an unknown one
+        grids[language_model]  # raises for an unknown one
     collections = collections_of(grids)
     if not collections:
         raise RankOutsideError(f"rank {rank_in_world()} is in none of the grids {list(grids)}")
     own = language_model if language_model in collections else None
     return MultiModuleProcessGroupCollection(collections, own)
-
-
-def _check_set(grids: object) -> GridSet:
-    if not isinstance(grids, GridSet):
-        raise LayoutError(f"grids must be a GridSet, got {shown(grids)}")
-    return grids

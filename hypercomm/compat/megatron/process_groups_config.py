@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.layouts import GTP
+from hypercomm.compat.megatron.configuration import GTP
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.compat.megatron.table import (
     EXPERT,
@@ -26,35 +25,16 @@ from hypercomm.compat.megatron.table import (
     own_dims,
     values_of,
 )
-from hypercomm.errors import ConfigurationError, GroupMissingError, UnknownFieldError
+from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
-from hypercomm.layout.checks import as_ordered, as_strings, positive
-from hypercomm.layout.text import shown
+from hypercomm.layout.checks import as_strings
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.spec import GroupKey
 
 logger = logging.getLogger(__name__)
 
 Group = ProcessGroup | None
 """A group in a collection; None if it was not set, and on a rank that is in none of them."""
-
-
-class ProcessGroupHelperMeta(type):
-    """Rejects an assignment to `virtual_pipeline_model_parallel_size` of a class.
-
-    Example:
-        >>> class Helper(metaclass=ProcessGroupHelperMeta): pass
-        >>> Helper.virtual_pipeline_model_parallel_size = 2
-        Traceback (most recent call last):
-            ...
-        AttributeError: call set_virtual_pipeline_model_parallel_size() instead of assigning 2
-    """
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        if name == "virtual_pipeline_model_parallel_size":
-            raise AttributeError(f"call set_{name}() instead of assigning {value!r}")
-        super().__setattr__(name, value)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -145,8 +125,6 @@ class ProcessGroupCollection:
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
-        if not isinstance(state, ParallelState):
-            raise ConfigurationError(f"state must be a ParallelState, got {shown(state)}")
         wanted = FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
         collection = cls()
@@ -182,9 +160,6 @@ class ProcessGroupCollection:
             ...     print(collection.tp.size(), collection.dp_cp.size(), collection.tp_dp_cp.size())
             2 4 8
         """
-        for name, given in [("grid", grid), ("expert", expert)]:
-            if not isinstance(given, GridView) and (name == "grid" or given is not None):
-                raise ConfigurationError(f"{name} must be a HyperCommGrid, got {shown(given)}")
         if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
             expert = grid.view(EXPERT)
         collection = cls()
@@ -209,7 +184,29 @@ class ProcessGroupCollection:
             ValueError: A needed group was not set, or a gloo group is missing.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
-        return _for_optimizer(pg_collection, model_chunks, use_gloo_process_groups)
+        model, of_state = model_chunks[0], pg_collection is None
+        source: Any = _State() if of_state else pg_collection
+        ddp_config = getattr(model, "ddp_config", None)
+        instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
+        groups = _data_groups(source, lambda: _config_of(model), instances, has_experts=True)
+        is_sharded = of_state or getattr(ddp_config, "use_distributed_optimizer", False)
+        whole = _take(source, "intra_dist_opt") if is_sharded or instances > 1 else None
+        groups["intra_dist_opt"] = whole if is_sharded else None
+        groups |= {"mp": _take(source, "mp"), "expt_tp_pp": _take(source, "tp_ep_pp")}
+        merged = "tp_ep_pp_with_egtp_remat"
+        has_merged = _has(source, merged)
+        groups["expt_tp_pp_with_egtp_remat"] = _take(source, merged if has_merged else "tp_ep_pp")
+        named = {f"{name}_group": group for name, group in groups.items()}
+        if use_gloo_process_groups and not of_state:
+            raise ConfigurationError(
+                "Gloo process groups are not supported when pg_collection is provided; give "
+                "use_gloo_process_groups=False"
+            )
+        has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
+        for name in ("intra_dp_cp", "intra_expt_dp"):
+            gloo = current.get().require(FIELDS[name] + GLOO) if has_gloo else None
+            named[f"{name}_group_gloo"] = gloo
+        return named
 
     @staticmethod
     def setup_process_groups_for_ddp(
@@ -226,7 +223,19 @@ class ProcessGroupCollection:
             ValueError: A group that is needed was not set.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
-        return _for_ddp(pg_collection, config, ddp_config)
+        of_state, instances = pg_collection is None, ddp_config.num_distributed_optimizer_instances
+        source: Any = _State() if of_state else pg_collection
+        groups = _data_groups(source, lambda: config, instances, has_experts=of_state)
+        if of_state:
+            is_sharded = ddp_config.use_distributed_optimizer
+            groups["intra_dist_opt"] = _take(source, "intra_dist_opt") if is_sharded else None
+        groups |= {name: _take(source, name) for name in ("tp", "pp", "ep")}
+        if groups["expt_dp"] is None:
+            logger.warning("no expt_dp group was given; creating one with this rank alone")
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            names = ["expt_dp", *(["intra_expt_dp"] * (instances == 1))]
+            groups |= dict.fromkeys(names, c10d.as_member(alone))
+        return {f"{name}_group": group for name, group in groups.items()}
 
     @staticmethod
     def is_gtp_remat_active(process_group_dict: Mapping[str, Group]) -> bool:
@@ -234,15 +243,9 @@ class ProcessGroupCollection:
 
         Args:
             process_group_dict: The result of one of the `setup_process_groups_for_...`.
-
-        Raises:
-            ConfigurationError: It is not a mapping.
         """
-        if not isinstance(process_group_dict, Mapping):
-            raise ConfigurationError(
-                f"process_group_dict must map names to groups, got {shown(process_group_dict)}"
-            )
-        return _has_peers(process_group_dict)
+        found = [process_group_dict.get(f"{name}_group") for name in _PEERS]
+        return any(group is not None and group.size() > 1 for group in found)
 
 
 def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_expert: bool) -> Group:
@@ -278,6 +281,9 @@ def _size(group: Any) -> object:
     return [item.size() for item in group] if isinstance(group, list) else group.size()
 
 
+_PEERS = ("gtp_remat", "expt_gtp_remat")
+"""The fields of the groups of GTP peers."""
+
 # ---- the groups of a grid -----------------------------------------------------------------------
 
 
@@ -289,12 +295,11 @@ def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
         expert: The expert layers; None without them.
     """
     sources = {"dense": grid, "expert": expert}
-    created = {side: _created(source) for side, source in sources.items()}
     held: dict[str, dict[Any, Group]] = {}
     table = []
     for row in FIELD_ROWS.values():
         source = sources[row.grid]
-        groups = {} if source is None else _groups_of(source, created[row.grid], row)
+        groups = {} if source is None else _groups_of(source, row)
         if groups:
             held[row.name] = groups
         elif row.gtp and source is not None and own_dims(source.layout, GTP, row.grid):
@@ -306,103 +311,50 @@ def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
     return {field: values[name] for field, name in FIELDS.items() if name in values}
 
 
-def _created(grid: GridView | None) -> dict[GroupKey, Group]:
-    if not isinstance(grid, HyperCommGrid):
-        return {} if grid is None else dict(grid.pgs)
-    return {key: group for key, group in grid.pgs.items() if not key.view}
-
-
-def _groups_of(grid: GridView, created: Mapping[GroupKey, Group], row: Row) -> dict[Any, Group]:
+def _groups_of(grid: GridView, row: Row) -> dict[Any, Group]:
     """Return the groups of a row by part; none if they were not created.
 
     A group over the dims of the row needs no name. A derived group has the name of the field.
     """
-    dims = own_dims(grid.layout, row.dims, row.grid)
+    dims, is_grid = own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
+    created = {key: group for key, group in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is None:
         name = row.name_in_grid(dims)
-        found = [
-            group
-            for key, group in created.items()
-            if key.name == name and (name or key.dims == dims)
-        ]
-        return {None: found[-1]} if found else {}
+        fits = [key for key in created if key.name == name and (name or key.dims == dims)]
+        return {None: created[fits[-1]]} if fits else {}
     named = {key.name: group for key, group in created.items()}
     names = [row.name_in_grid(dims, part) for part in range(len(named))]
-    return {name: group for name in names if (group := named.get(name)) is not None}
+    return {name: named[name] for name in names if named.get(name) is not None}
 
 
 # ---- the groups for training --------------------------------------------------------------------
 
-_GTP = ("gtp_remat", "expt_gtp_remat")
-
-
-def _for_optimizer(
-    given: Any, model_chunks: Sequence[Any], use_gloo_process_groups: bool
-) -> dict[str, Group]:
-    chunks = as_ordered(model_chunks, "model_chunks")
-    if not chunks:
-        raise ConfigurationError("model_chunks is empty; give the parts of a model")
-    ddp_config = getattr(chunks[0], "ddp_config", None)
-    instances = 1 if ddp_config is None else _instances_of(ddp_config)
-    collection = _State() if given is None else given
-    take = partial(_take, collection)
-    groups = _data_groups(collection, lambda: _config_of(chunks[0]), instances, has_experts=True)
-    is_sharded = ddp_config is not None and _setting(ddp_config, "use_distributed_optimizer")
-    whole = take("intra_dist_opt") if given is None or is_sharded or instances > 1 else None
-    groups["intra_dist_opt"] = whole if given is None or is_sharded else None
-    groups |= {"mp": take("mp"), "expt_tp_pp": take("tp_ep_pp")}
-    merged = "tp_ep_pp_with_egtp_remat"
-    groups["expt_tp_pp_with_egtp_remat"] = take(merged if _has(collection, merged) else "tp_ep_pp")
-    named = {f"{name}_group": group for name, group in groups.items()}
-    wants_gloo = use_gloo_process_groups and (given is not None or not _has_peers(named))
-    if wants_gloo and given is not None:
-        raise ConfigurationError(
-            "Gloo process groups are not supported when pg_collection is provided; give "
-            "use_gloo_process_groups=False"
-        )
-    for name in ("intra_dp_cp", "intra_expt_dp"):
-        gloo = current.get().require(FIELDS[name] + GLOO) if wants_gloo else None
-        named[f"{name}_group_gloo"] = gloo
-    return named
-
-
-def _for_ddp(given: Any, config: Any, ddp_config: Any) -> dict[str, Group]:
-    instances, collection = _instances_of(ddp_config), _State() if given is None else given
-    groups = _data_groups(collection, lambda: config, instances, has_experts=given is None)
-    if given is None:
-        is_sharded = _setting(ddp_config, "use_distributed_optimizer")
-        groups["intra_dist_opt"] = _take(collection, "intra_dist_opt") if is_sharded else None
-    groups |= {name: _take(collection, name) for name in ("tp", "pp", "ep")}
-    if groups["expt_dp"] is None:
-        logger.warning("no expt_dp group was given; creating one with this rank alone")
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        names = ["expt_dp", *(["intra_expt_dp"] * (instances == 1))]
-        groups |= dict.fromkeys(names, c10d.as_member(alone))
-    return {f"{name}_group": group for name, group in groups.items()}
-
 
 def _data_groups(
-    collection: Any, config: Callable[[], Any], instances: int, *, has_experts: bool
+    source: Any, config: Callable[[], Any], instances: int, *, has_experts: bool
 ) -> dict[str, Group]:
     """Return the data parallel groups, those of optimizer instances, and those of GTP peers.
 
     Args:
-        collection: The source of the groups.
+        source: A collection, or the state.
         config: Returns the configuration of the model.
         instances: The number of optimizer instances.
         has_experts: Whether the expert data parallel group must have been set.
     """
-    take = partial(_take, collection)
-    groups: dict[str, Group] = {"dp": take("dp")}
-    expert = take("expt_dp") if has_experts else getattr(collection, "expt_dp", None)
-    groups["expt_dp"] = expert
-    has_cp = _has(collection, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
-    groups["dp_cp"] = take("dp_cp") if has_cp else groups["dp"]
-    has_parts = isinstance(collection, _State) or instances > 1
-    groups["intra_dp_cp"] = take("intra_dp_cp") if has_parts else groups["dp_cp"]
-    groups["intra_expt_dp"] = take("intra_expt_dp") if has_parts else expert
-    groups["inter_dist_opt"] = take("inter_dist_opt") if instances > 1 else None
-    return groups | {name: getattr(collection, name, None) for name in _GTP}
+    dp = _take(source, "dp")
+    expert = _take(source, "expt_dp") if has_experts else getattr(source, "expt_dp", None)
+    has_cp = _has(source, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
+    dp_cp = _take(source, "dp_cp") if has_cp else dp
+    has_parts = isinstance(source, _State) or instances > 1
+    return {
+        "dp": dp,
+        "expt_dp": expert,
+        "dp_cp": dp_cp,
+        "intra_dp_cp": _take(source, "intra_dp_cp") if has_parts else dp_cp,
+        "intra_expt_dp": _take(source, "intra_expt_dp") if has_parts else expert,
+        "inter_dist_opt": _take(source, "inter_dist_opt") if instances > 1 else None,
+        **{name: getattr(source, name, None) for name in _PEERS},
+    }
 
 
 class _State:
@@ -410,51 +362,34 @@ class _State:
 
     def __getattr__(self, name: str) -> Any:
         state = current.get()
-        return (state.values.get if name in _GTP else state.require)(FIELDS[name])
+        return (state.values.get if name in _PEERS else state.require)(FIELDS[name])
 
 
-def _take(collection: Any, name: str) -> Any:
+def _take(source: Any, name: str) -> Any:
     """Return a group that must have been set, perhaps to None."""
-    if not _has(collection, name):
+    if not _has(source, name):
         raise ConfigurationError(
-            f"the process group {name!r} is needed, but the collection has only {collection!r}; "
+            f"the process group {name!r} is needed, but the collection has only {source!r}; "
             f"set it, to None if it is not used"
         )
-    return getattr(collection, name)
+    return getattr(source, name)
 
 
-def _has(collection: Any, name: str) -> bool:
+def _has(source: Any, name: str) -> bool:
     """Return whether a collection, or a stand-in for one, has a group that was set."""
-    held = getattr(collection, "__dict__", {})
-    return name in held or getattr(collection, name, None) is not None
-
-
-def _has_peers(groups: Mapping[str, Group]) -> bool:
-    found = [groups.get(f"{name}_group") for name in _GTP]
-    return any(group is not None and group.size() > 1 for group in found)
-
-
-def _instances_of(ddp_config: Any) -> int:
-    name = "num_distributed_optimizer_instances"
-    return positive(_setting(ddp_config, name), name)
-
-
-def _setting(config: Any, name: str) -> Any:
-    """Return an attribute of a configuration that was given."""
-    if not hasattr(config, name):
-        raise ConfigurationError(f"the configuration {shown(config)} has no {name}")
-    return getattr(config, name)
+    return name in vars(source) or getattr(source, name, None) is not None
 
 
 def _config_of(model: Any) -> Any:
     """Return the configuration of a model, which may be wrapped."""
-    while getattr(model, "config", None) is None:
-        if not hasattr(model, "module"):
+    inner = model
+    while getattr(inner, "config", None) is None:
+        if not hasattr(inner, "module"):
             raise ConfigurationError(
                 f"neither model_chunks[0] nor the module in it has a config: {model!r}"
             )
-        model = model.module
-    return model.config
+        inner = inner.module
+    return inner.config
 
 
 # ---- several modules ----------------------------------------------------------------------------
@@ -482,11 +417,8 @@ class MultiModuleProcessGroupCollection:
     language_model_module_name: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.module_pgs, Mapping) or not self.module_pgs:
-            raise ConfigurationError(
-                f"module_pgs must map names of modules, one at least, to their collections, "
-                f"got {shown(self.module_pgs)}"
-            )
+        if not self.module_pgs:
+            raise ConfigurationError("module_pgs is empty; give the collection of each module")
         if self.language_model_module_name is not None:
             self.get_module_collection(self.language_model_module_name)
 
@@ -498,7 +430,7 @@ class MultiModuleProcessGroupCollection:
         """
         if self.language_model_module_name is None:
             raise ConfigurationError(f"there is no language model among {list(self.keys())}")
-        return self.get_module_collection(self.language_model_module_name)
+        return self.module_pgs[self.language_model_module_name]
 
     def get_language_model_cp_size(self) -> int:
         """Return the context parallel size of the language model.
@@ -516,24 +448,20 @@ class MultiModuleProcessGroupCollection:
         return self.language_model_module_name is not None
 
     def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
-        """Return the collection of a module.
+        """Return the collection of a module; `collection[module_name]` is the same.
 
         Raises:
-            ValueError: There is no such module.
+            UnknownDimError: There is no such module (a ValueError and a KeyError).
         """
-        try:
-            return self[module_name]
-        except GroupMissingError as error:
-            raise ConfigurationError(str(error)) from None
+        if module_name not in self.module_pgs:
+            known = list(self.keys())
+            raise UnknownDimError(f"there is no module {module_name!r}; there are {known}")
+        return self.module_pgs[module_name]
+
+    __getitem__ = get_module_collection
 
     def __len__(self) -> int:
         return len(self.module_pgs)
-
-    def __getitem__(self, module_name: str) -> ProcessGroupCollection:
-        if not isinstance(module_name, str) or module_name not in self.module_pgs:
-            known = list(self.keys())
-            raise GroupMissingError(f"there is no module {shown(module_name)}; there are {known}")
-        return self.module_pgs[module_name]
 
     def __iter__(self) -> Iterator[ProcessGroupCollection]:
         return iter(self.module_pgs.values())
@@ -549,8 +477,3 @@ class MultiModuleProcessGroupCollection:
     def items(self) -> ItemsView[str, ProcessGroupCollection]:
         """Return pairs of name and collection."""
         return self.module_pgs.items()
-
-    def __repr__(self) -> str:
-        modules = ", ".join(f"{name}={pgs!r}" for name, pgs in self.items())
-        llm = self.language_model_module_name
-        return f"MultiModuleProcessGroupCollection({modules}, language_model={llm!r})"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import nccl, version
-from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.layouts import Layouts
+from hypercomm.compat.megatron.configuration import Configuration, Layouts
 from hypercomm.compat.megatron.table import (
     DP_CP,
     DP_CP_AG,
@@ -46,7 +46,6 @@ from hypercomm.grid import HyperCommGrid
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hypercomm.grid.connect import Connection
     from hypercomm.grid.grid import GridView
 
 logger = logging.getLogger(__name__)
@@ -249,7 +248,8 @@ class ParallelState(ModuleState):
         has_gtp = version.has("gtp_remat", configuration.version)
         wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
         with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
-            grid = _grid_of(layouts)
+            grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
+            grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
             try:
                 groups = _create(grid, wanted, configuration)
             except BaseException:
@@ -280,27 +280,6 @@ class ParallelState(ModuleState):
             return "an empty state"
         dense, expert = (grid.layout for grid in self.grids.values())
         return f"{dense}, experts {expert}"
-
-    def connect(self, *, timeout: timedelta | None = None) -> list[Connection]:
-        """Connect all groups of the state, and neighbours along "pp"; see `HyperCommGrid.connect`.
-
-        Every rank must call this.
-
-        Raises:
-            NotInitializedError: The state is empty.
-            PlanMismatchError, GroupCreationTimeout, HyperCommError: As for `HyperCommGrid.connect`.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), ParallelState.create(tensor_model_parallel_size=4) as state:
-            ...     print(state.connect()[-1].ranks)
-            (0, 1, 2, 3, 4, 5, 6, 7)
-        """
-        if not self.grids:
-            raise NotInitializedError(
-                "connect() needs groups to connect; call initialize_model_parallel() first"
-            )
-        return self.grids["dense"].connect(timeout=timeout)
 
     def all_gather_groups(
         self,
@@ -369,12 +348,10 @@ class ParallelState(ModuleState):
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
-        elif name.endswith(GLOO) and not self.configuration.create_gloo_process_groups:
-            reason = "the state was initialised with create_gloo_process_groups=False"
-        elif name.endswith(GLOO) and self.configuration.has_gtp:
-            reason = "with GTP there are no gloo groups"
         elif name not in ROWS:
             reason = "nothing has set it"
+        elif name.endswith(GLOO) and not self.configuration.creates_gloo(ROWS[name].grid):
+            reason = "the state was initialised with create_gloo_process_groups=False, or with GTP"
         elif ROWS[name].option is not None:
             reason = f"the state was initialised without {ROWS[name].option}"
         else:
@@ -389,14 +366,6 @@ class ParallelState(ModuleState):
                 f"destroy_model_parallel() first, or hold a second state with "
                 f"ParallelState.create() and parallel_state.use()"
             )
-
-
-def _grid_of(layouts: Layouts) -> HyperCommGrid:
-    """Return the grid of the dense layers, with a view of the expert layers."""
-    grid = HyperCommGrid(layouts.dense, name="megatron")
-    expert = layouts.expert
-    grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
-    return grid
 
 
 def _create(
@@ -415,10 +384,9 @@ def _create(
                 name if each.part is None else f"{name}_{each.row.part}{each.part}"
             )
         if each.name == sharp:
+            alone = [request | {"share": "never"}]
             before = grid.create_pgs(requests)
-            with nccl.sharp() as connect:
-                before += grid.create_pgs([request | {"share": "never"}])
-                connect(before[-1])
+            before += nccl.create_with_sharp(partial(grid.create_pgs, alone))
             requests = []
         else:
             requests.append(request)

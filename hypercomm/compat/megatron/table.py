@@ -5,17 +5,16 @@ Creating, listing, collecting and finding groups all read this table.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any, Literal, cast
 
 import attrs
 import numpy as np
 
-from hypercomm.compat.megatron.configuration import Configuration, hybrid_sizes
-from hypercomm.compat.megatron.layouts import GTP, Layouts
+from hypercomm.compat.megatron.configuration import GTP, Configuration, Layouts, hybrid_sizes
 from hypercomm.errors import LayoutError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
@@ -129,27 +128,29 @@ def _part(config: Configuration, groups: RankGroups) -> int:
 
 # ---- which groups there are, depending on the configuration -------------------------------------
 
+Size = Callable[[], int]
+
 ONE = (None,)
 """The parts of a row that makes one group."""
 
 
-def _if_all_gather(config: Configuration, _: int) -> Iterable[Any]:
+def _if_all_gather(config: Configuration, _: Size) -> Iterable[Any]:
     return ONE if config.create_all_gather_group else ()
 
 
-def _if_instances(config: Configuration, _: int) -> Iterable[Any]:
+def _if_instances(config: Configuration, _: Size) -> Iterable[Any]:
     return ONE if config.num_distributed_optimizer_instances > 1 else ()
 
 
-def _levels(config: Configuration, _: int) -> Iterable[Any]:
+def _levels(config: Configuration, _: Size) -> Iterable[Any]:
     return range(len(config.hierarchical_context_parallel_sizes or ()))
 
 
-def _sizes(config: Configuration, size: int) -> Iterable[Any]:
-    return hybrid_sizes(size) if config.hybrid_context_parallel else ()
+def _sizes(config: Configuration, size: Size) -> Iterable[Any]:
+    return hybrid_sizes(size()) if config.hybrid_context_parallel else ()
 
 
-def _never(_: Configuration, __: int) -> Iterable[Any]:
+def _never(_: Configuration, __: Size) -> Iterable[Any]:
     return ()
 
 
@@ -168,7 +169,8 @@ class Row:
         name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        parts: Lists the groups of the row, given the ranks of a group over `dims`; default: one.
+        parts: Lists the groups of the row; takes a function that returns the size of a group over
+            `dims`; default: one.
         derive: Derives the groups of one part from those over `dims`; default: these.
         gtp: Whether the group exists because of GTP.
         otherwise: Globals whose group is used if there is none: the first that was created.
@@ -184,7 +186,7 @@ class Row:
     name: str
     ranks: str | None = None
     gloo: bool = False
-    parts: Callable[[Configuration, int], Iterable[Any]] | None = None
+    parts: Callable[[Configuration, Size], Iterable[Any]] | None = None
     derive: Callable[[Configuration, RankGroups, Any], RankGroups] | None = None
     gtp: bool = False
     otherwise: tuple[str, ...] = ()
@@ -314,27 +316,22 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
         >>> own_dims(RankLayout.parse("tp=2,cp=2,dp=2"), "dp", "expert")
         ('cp', 'dp')
     """
-    wanted, names, own = dims.split("-"), layout.dim_names, []
-    replicas = _REPLICAS[grid] if "dp" in wanted else None
+    named = _megatron_dims(layout, grid)
+    return tuple(compress(named, map(dims.split("-").__contains__, named.values())))
+
+
+def _megatron_dims(layout: RankLayout, grid: Side) -> dict[str, str]:
+    """Return the dim of Megatron's that each dim of a layout corresponds to."""
+    names, found = layout.dim_names, {}
     for name, size in zip(names, layout.shape, strict=True):
-        called = name
-        if grid == "expert":
-            if f"expt_{name}" in names:
-                continue  # that one is the dim of the experts
+        if grid == "dense":
+            called = name
+        elif f"expt_{name}" in names:
+            continue  # that one is the dim of the experts
+        else:
             called = name.removeprefix("expt_")
-        if called in wanted or (name == replicas and size > 1):
-            own.append(name)
-    return tuple(own)
-
-
-def gtp_size(layout: RankLayout, grid: Side) -> int:
-    """Return the number of GTP peers in a layout.
-
-    Example:
-        >>> gtp_size(RankLayout.parse("tp=2,gtp_remat=4"), "dense")
-        4
-    """
-    return math.prod(map(layout.size_of, own_dims(layout, GTP, grid)))
+        found[name] = "dp" if name == _REPLICAS[grid] and size > 1 else called
+    return found
 
 
 # ---- the one exit -------------------------------------------------------------------------------
@@ -382,47 +379,40 @@ def rows(
         >>> wanted[0].name, wanted[0].arguments
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
+    extra, layout_of = _options(config, options), layouts._asdict()
     has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
-    extra = _options(config, options)
-    for row, dims in _needed(config, layouts, table, lone_peers):
-        layout = layouts.expert if row.grid == "expert" else layouts.dense
-        common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
+    named = {
+        "dense": _megatron_dims(layouts.dense, "dense"),
+        "expert": _megatron_dims(layouts.expert, "expert"),
+    }
+    for row in table:
+        layout, own = layout_of[row.grid], named[row.grid]
+        asked = row.dims
+        if row.derive is whole_instance and config.num_distributed_optimizer_instances > 1:
+            asked = "dp"  # which is cut
+        dims = tuple(compress(own, map(asked.split("-").__contains__, own.values())))
+        if row.gtp and GTP not in own.values():
+            is_needed = lone_peers and row.dims == GTP
+        else:  # no caller needs a group of one rank without a field
+            is_needed = bool(dims) or row.field is not None or row.part is not None
+        if not is_needed:
+            continue
+        spanned = dims or layout.dim_names[:1]
+        common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
         if view is not None and row.grid == "expert":
             common["view"] = view
         if not dims or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
-        size = math.prod(map(layout.size_of, dims)) if row.parts else 0
-        for part in row.parts(config, size) if row.parts else ONE:
+        for part in row.parts(config, partial(layout.size_of, dims)) if row.parts else ONE:
             name, given = row.name_in_grid(dims, part), common.copy()
             if not dims or row.derive is not None:
                 given["derive"] = _Derive(row, config, not dims, part)
-            named = given if name is None else {**given, "name": name}
-            yield WantedGroup(
-                row, part, row.name, cast("GroupArguments", named | extra.get(row.key, {}))
-            )
+            named_group = given if name is None else {**given, "name": name}
+            arguments = cast("GroupArguments", named_group | extra.get(row.key, {}))
+            yield WantedGroup(row, part, row.name, arguments)
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
                 yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
-
-
-def _needed(
-    config: Configuration, layouts: Layouts, table: Iterable[Row], lone_peers: bool
-) -> Iterator[tuple[Row, tuple[str, ...]]]:
-    """Yield the rows of which a model has groups, with the dims of its layout that they span."""
-    own: dict[tuple[str, str], tuple[str, ...]] = {}
-    for row in table:
-        grid, layout = row.grid, layouts.expert if row.grid == "expert" else layouts.dense
-        cuts_dp = row.derive is whole_instance and config.num_distributed_optimizer_instances > 1
-        asked = "dp" if cuts_dp else row.dims
-        for dims in (asked, GTP) if row.gtp else (asked,):
-            if (grid, dims) not in own:
-                own[grid, dims] = own_dims(layout, dims, grid)
-        if row.gtp and not own[grid, GTP]:
-            is_needed = lone_peers and row.dims == GTP
-        else:
-            is_needed = bool(own[grid, asked]) or row.field is not None or row.part is not None
-        if is_needed:  # no caller needs a group of one rank without a field
-            yield row, own[grid, asked]
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,6 @@ from hypercomm.compat.megatron import process_groups_config as our_config
 from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
-    ProcessGroupHelperMeta,
 )
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world
@@ -496,16 +495,3 @@ def test_wrong_modules(names, language_model):
         MultiModuleProcessGroupCollection(
             {name: ProcessGroupCollection() for name in names}, language_model
         )
-
-
-# The metaclass keeps one attribute of its classes from being assigned, and no other.
-def test_helper_meta():
-    class Helper(metaclass=ProcessGroupHelperMeta):
-        virtual_pipeline_model_parallel_size = 1
-
-    Helper.pipeline_model_parallel_size = 2
-    assert Helper.pipeline_model_parallel_size == 2
-    with pytest.raises(AttributeError, match="set_virtual_pipeline_model_parallel_size"):
-        Helper.virtual_pipeline_model_parallel_size = 2
-    assert Helper.virtual_pipeline_model_parallel_size == 1
-    Helper().virtual_pipeline_model_parallel_size = 3

@@ -1,4 +1,4 @@
-"""Megatron's hyper_comm_grid: the the names of its groups, and a mocked torch.distributed."""
+"""Megatron's hyper_comm_grid: the names of its groups, and a mocked torch.distributed."""
 
 from unittest import mock
 
@@ -107,6 +107,14 @@ def test_in_a_job():
         assert dict(grid._pgs) == keys
         grid.destroy()
         assert not {group, own, shared} & set(dist.distributed_c10d._world.pg_map)
+
+
+# The private names that Megatron's own tests read: dims in reversed order, and a view's fields.
+def test_private_names(grid):
+    assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
+    assert grid._order_dims_for(["ab", "a"], "a") == (["a"], "a")
+    view = grid._views["expert"]
+    assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
 
 
 # As in Megatron, what the environment says of the world wins; what is no size is left to others.

@@ -58,14 +58,22 @@ class NcclOptions(FakeProcessGroup.Options):
     def __init__(self, is_high_priority_stream=False):
         super().__init__()
         self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace()
+        self.config = NcclConfig()
+
+
+class NcclConfig:
+    """Stands for NCCL's, which has these attributes and no others."""
+
+    __slots__ = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 def shown(options):
     """What was asked of NCCL, as a value."""
     if not hasattr(options, "config"):
         return None
-    return (options.is_high_priority_stream, tuple(sorted(vars(options.config).items())))
+    config = options.config
+    given = [(name, getattr(config, name)) for name in config.__slots__ if hasattr(config, name)]
+    return (options.is_high_priority_stream, tuple(given))
 
 
 @pytest.fixture
@@ -243,9 +251,6 @@ def test_options_are_megatrons(content, high_priority, rank, file):
     )
     assert found == expected
     assert high_priority == before
-
-
-# ---- functions ----------------------------------------------------------------------------------
 
 
 # ---- SHARP --------------------------------------------------------------------------------------
