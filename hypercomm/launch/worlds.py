@@ -349,7 +349,7 @@ def _check_no_other(name: str, address: str, store: Any) -> None:
     """Raise if this process is in a world of this name elsewhere: torch names groups once."""
     for other in list(_joined):
         is_same = other.address == address if address else other.store is store
-        if other.name == name and other._pg is not None and not is_same:
+        if other.name == name and not is_same and other._pg and c10d.is_registered(other._pg):
             raise CreationError(
                 f"this process is in another world {name!r}, of {other.served}: give this one "
                 f"another name, or leave() the other first"

@@ -80,6 +80,12 @@ class Crew:
         while not any(key.endswith("/ranks") for key in store.list_keys()):
             time.sleep(0.01)
 
+    def claim_of(self, rank):
+        """Return what the process that holds a rank has written in the store."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        [key] = [key for key in store.list_keys() if key.endswith(f"/claim/{rank}")]
+        return store.get(key.removeprefix("/"))
+
     def kill(self, label):
         self.processes[label].kill()
         self.processes[label].join()
@@ -334,7 +340,10 @@ def test_one_rank_twice(crew):
     crew.start(lambda join: join().rank, "engine", 0, "first")
     crew.start(lambda join: shake_hands(join()), "trainer", 0)
     crew.wait_for_arrival("engine rank 0")
+    former = crew.claim_of("engine rank 0")
     crew.start(lambda join: shake_hands(join()), "engine", 0, "second")
+    while crew.claim_of("engine rank 0") == former:  # else the first one joins with the others
+        time.sleep(0.01)
     crew.start(lambda join: shake_hands(join()), "trainer", 1)
     error = crew.told("first")
     assert error["kind"] == "WorldRestartedError"
