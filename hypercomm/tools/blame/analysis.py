@@ -37,6 +37,13 @@ class Wait:
         """The call of the first rank."""
         return next(iter(self.calls.values()))
 
+    def to_row(self) -> tuple[str, ...]:
+        """Return the wait as a row below `Verdict.COLUMNS`."""
+        group, waiting = self.call.group, format_ranks(sorted(self.calls))
+        call = f"{self.call.op} {self.call.number}"
+        absent = format_ranks(self.absent) or "-"
+        return group.title, format_ranks(group.ranks), call, waiting, absent
+
     def to_dict(self) -> dict[str, Any]:
         """Return the wait as a dict for JSON."""
         call, known = self.call, {"waiting": sorted(self.calls), "absent": self.absent}
@@ -304,6 +311,8 @@ class Verdict:
         >>> print(Verdict(Evidence(ranks, world_size=2)))
         rank 1 has not entered all_reduce number 2 of WORLD (ranks 0..1), in which rank 0 waits
     """
+
+    COLUMNS = ("group", "ranks", "call", "waiting in it", "not entered by")
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence, self.waits = evidence, find_waits(evidence)

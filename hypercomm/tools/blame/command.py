@@ -8,7 +8,6 @@ from rich.markup import escape
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
-from hypercomm.layout.text import format_ranks
 from hypercomm.tools.blame.analysis import Verdict
 from hypercomm.tools.blame.evidence import read_folder
 
@@ -41,11 +40,9 @@ def _show(verdict: Verdict) -> None:
     out, evidence = console(), verdict.evidence
     for line in str(verdict).splitlines():
         out.print(f"[{_COLOURS[verdict.outcome]}]{escape(line)}[/]", soft_wrap=True)
-    rows = table("group", "ranks", "call", "waiting in it", "not entered by")
+    rows = table(*verdict.COLUMNS)
     for wait in verdict.waits[:_MOST_ROWS]:
-        group, call = wait.call.group, f"{wait.call.op} {wait.call.number}"
-        waiting, absent = format_ranks(sorted(wait.calls)), format_ranks(wait.absent) or "-"
-        rows.add_row(escape(group.title), format_ranks(group.ranks), escape(call), waiting, absent)
+        rows.add_row(*map(escape, wait.to_row()))
     if verdict.waits:
         out.print(rows)
     if len(verdict.waits) > _MOST_ROWS:

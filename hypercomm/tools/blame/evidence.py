@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -234,29 +234,42 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"cannot read the folder {shown(str(folder))}: {error}; give the folder that the ranks "
             f"wrote their dumps to"
         ) from None
+    found = {file: _RANK.search(file.name) for file in files}
+    dumps = [
+        (int(match[1]), _printable(file.name), functools.partial(_fields_of, file))
+        for file, match in found.items()
+        if match is not None
+    ]
+    return read_dumps(dumps, layout, f"the folder {shown(str(folder))}")
+
+
+def read_dumps(
+    dumps: Iterable[tuple[int, str, Callable[[], Any]]], layout: RankLayout | None, source: str
+) -> Evidence:
+    """Read the dumps of a job: the rank, the name and a function that loads each one.
+
+    Raises:
+        ToolError, WorldSizeError: As `read_folder`; `source` names what holds the dumps.
+    """
     records: dict[int, Record] = {}
     unreadable: dict[int, str] = {}
-    for file in files:
-        match = _RANK.search(file.name)
-        if match is None:
-            continue
-        record = Record(int(match[1]), file=_printable(file.name))
+    for rank, name, load in dumps:
+        record = Record(rank, file=name)
         try:
-            _read_dump(record, _fields_of(file), layout)
-        except Exception as error:  # noqa: BLE001 - whatever a file holds, the others are judged
+            _read_dump(record, load(), layout)
+        except Exception as error:  # noqa: BLE001 - whatever a dump holds, the others are judged
             why = _printable(f"{type(error).__name__}: {error}"[:200])
-            unreadable[record.rank] = f"{record.file} cannot be read as a dump: {why}"
+            unreadable[rank] = f"{name} cannot be read as a dump: {why}"
             continue
-        if record.rank in records:
-            both = f"{records[record.rank].file} and {record.file}"
-            raise ToolError(f"rank {record.rank} has two dumps, {both}; keep one of them")
-        records[record.rank] = record
+        if rank in records:
+            both = f"{records[rank].file} and {name}"
+            raise ToolError(f"rank {rank} has two dumps, {both}; keep one of them")
+        records[rank] = record
     if not records:
-        what = next(iter(unreadable.values()), f"{len(files)} files, none of them a dump")
         raise ToolError(
-            f"the folder {shown(str(folder))} has {what}; dumps come from grid.watch() or torch's "
-            f"flight recorder, and their names end with the rank: hypercomm_watch_3.json, "
-            f"nccl_trace_rank_3"
+            f"{source} has {next(iter(unreadable.values()), 'no dump')}; dumps come from "
+            f"grid.watch() or torch's flight recorder, and the names of their files end with the "
+            f"rank: hypercomm_watch_3.json, nccl_trace_rank_3"
         )
     records = dict(sorted(records.items()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}

@@ -23,7 +23,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,9 @@ from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.spec import GroupKey
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
+
+if TYPE_CHECKING:
+    from hypercomm.process_groups.torch_internals.debug_server import DebugHandler
 
 __all__ = ["Watch"]
 
@@ -145,6 +148,39 @@ class Watch:
         text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
         self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
+    @classmethod
+    def current(cls) -> Watch | None:
+        """Return the watch of this process; None if it has none."""
+        return cls._current
+
+    def debug_page(self) -> DebugHandler:
+        """Return a page for torch's debug server that judges the records of all ranks as they are.
+
+        The page "/grid" shows which rank the others wait for, as `hypercomm blame` does, every
+        call in which ranks wait, and each rank with its coordinates and its last call. Every rank
+        must have a watch, and call this before it starts the server; rank 0 shows the page. The
+        server's `dump_dir` gets the verdict too if `enabled_dumps` has "grid".
+
+        Raises:
+            ToolError: The installed torch has no such pages, or misses what they need.
+
+        Example:
+            >>> def watched(grid, train):
+            ...     from torch.distributed.debug import start_debug_server
+            ...
+            ...     with grid.watch(60) as watch:
+            ...         start_debug_server(handlers=[watch.debug_page()])
+            ...         train()
+        """
+        try:
+            from hypercomm.tools.blame.debug_page import GridPage
+        except ImportError as error:
+            raise ToolError(
+                f"torch's debug server cannot have this page: {error}; that of torch 2.13 can, "
+                f"with aiohttp, jinja2 and tabulate"
+            ) from error
+        return GridPage()
+
     # ---- recording ------------------------------------------------------------------------------
 
     def _recorded(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,12 +259,13 @@ class Watch:
     def _write(self, why: str, error: BaseException | None = None) -> None:
         draft = self.file.with_suffix(".part")
         try:
-            draft.write_text(json.dumps(self._record(why, error)))
+            draft.write_text(json.dumps(self.record(why, error)))
             draft.replace(self.file)  # atomic: no reader sees half of it
         except Exception as failure:  # noqa: BLE001 - the program continues without a record
             logger.warning("the watch cannot write %s: %s", self.file, failure)
 
-    def _record(self, why: str, error: BaseException | None) -> dict[str, Any]:
+    def record(self, why: str = "is watched", error: BaseException | None = None) -> dict[str, Any]:
+        """Return the calls so far in the form of torch's flight recorder, as they are written."""
         with self._lock:  # other threads keep calling
             self._poll()
             groups, entries = dict(self._groups), [dict(entry) for entry in self._entries]

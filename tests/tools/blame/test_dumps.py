@@ -114,7 +114,7 @@ def test_folders(tmp_path):
     with pytest.raises(ToolError, match=r"cannot read the folder '.*/none': .*No such file"):
         blame(tmp_path / "none")
     (tmp_path / "log.txt").write_text("")
-    with pytest.raises(ToolError, match="1 files, none of them a dump"):
+    with pytest.raises(ToolError, match="no dump"):
         blame(tmp_path)
     (tmp_path / "nccl_trace_rank_0").write_bytes(b"{")
     with pytest.raises(ToolError, match="nccl_trace_rank_0 cannot be read as a dump"):

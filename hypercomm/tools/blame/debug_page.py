@@ -1,0 +1,107 @@
+"""A page of torch's debug server: the ranks with coordinates, their calls, and the verdict."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hypercomm.layout.text import format_coords
+from hypercomm.process_groups.torch_internals.debug_server import (
+    DebugHandler,
+    NavLink,
+    Route,
+    fetch_all,
+    register_handler,
+)
+from hypercomm.tools.blame.analysis import Verdict
+from hypercomm.tools.blame.evidence import Evidence, read_dumps
+from hypercomm.tools.blame.watch import Watch
+
+_ENDPOINT = "hypercomm_watch"
+
+_PAGE = """
+{% extends "base.html" %}
+{% block header %}<h1>{% block title %}Grid{% endblock %}</h1>{% endblock %}
+{% block content %}
+    <pre>{{ verdict | e }}</pre>
+    {% for columns, rows in tables %}
+        <table border="1" cellpadding="4" style="border-collapse: collapse; margin: 16px 0">
+        <tr>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>
+        {% for row in rows %}
+            <tr>{% for cell in row %}<td>{{ cell | e }}</td>{% endfor %}</tr>
+        {% endfor %}
+        </table>
+    {% endfor %}
+{% endblock %}
+"""
+
+_RANKS = ("rank", "coordinates", "host", "last call", "state", "line")
+
+
+class GridPage(DebugHandler):
+    """The page "/grid" of torch's debug server, made by `Watch.debug_page`."""
+
+    def routes(self) -> list[Route]:
+        """Return the path of the page."""
+        return [Route("/grid", self._show)]
+
+    def nav_links(self) -> list[NavLink]:
+        """Return the link to the page."""
+        return [NavLink("/grid", "Grid")]
+
+    def templates(self) -> dict[str, str]:
+        """Return the page for Jinja."""
+        return {"grid.html": _PAGE}
+
+    def dump(self) -> str:
+        """Return the verdict, for the server's `dump_dir`."""
+        return str(self._judge())
+
+    def dump_filename(self) -> str:
+        """Return the name that the server's `enabled_dumps` has for this page."""
+        return "grid"
+
+    def _show(self, request: Any) -> bytes:
+        verdict = self._judge()
+        waits = [wait.to_row() for wait in verdict.waits]
+        tables = [(verdict.COLUMNS, waits), (_RANKS, _describe_ranks(verdict.evidence))]
+        page: bytes = request.frontend.render_template("grid.html", verdict=verdict, tables=tables)
+        return page
+
+    def _judge(self) -> Verdict:
+        addresses, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
+        dumps = [
+            (rank, address, functools.partial(_fields_of, answer))
+            for rank, (address, answer) in enumerate(zip(addresses, answers, strict=True))
+        ]
+        return Verdict(read_dumps(dumps, None, "the debug server"))
+
+
+def _fields_of(answer: Any) -> Any:
+    if answer.status_code != 200:
+        raise ValueError(f"{answer.status_code} {answer.text}")
+    return json.loads(answer.text)
+
+
+def _describe_ranks(evidence: Evidence) -> Iterator[tuple[object, ...]]:
+    """Yield the row of each rank: where it is, and its last call."""
+    for rank in range(evidence.world_size):
+        known, record = evidence.describe(rank), evidence.ranks.get(rank)
+        calls = [] if record is None else [call for own in record.lanes.values() for call in own]
+        last = max(calls, key=lambda call: call.order, default=None)
+        call = evidence.unreadable.get(rank, "none") if last is None else last
+        state, where = ("", "") if last is None else (last.state, last.where)
+        yield rank, format_coords(known["coords"]), known["host"], call, state, where
+
+
+def _answer(_request: Any, response: Any) -> None:
+    """Send the record of this process's watch to the debug server."""
+    watch = Watch.current()
+    response.set_status(404 if watch is None else 200)
+    text = "this rank has no watch" if watch is None else json.dumps(watch.record())
+    response.set_content(text, "application/json")
+
+
+register_handler(_ENDPOINT, _answer)

@@ -1,0 +1,96 @@
+"""The page of torch's debug server: what it says about ranks of which one hangs."""
+
+import html
+import re
+import subprocess
+import sys
+
+import pytest
+from launched import rank_free
+from ports import free_port
+
+from hypercomm import HyperCommGrid
+from hypercomm.errors import ToolError
+from hypercomm.testing import fake_world
+
+PROGRAM = """
+import sys, threading, time, urllib.request
+import torch, torch.distributed as dist
+from torch.distributed.debug import start_debug_server, stop_debug_server
+from hypercomm import HyperCommGrid
+
+def page():
+    with urllib.request.urlopen(f"http://localhost:{sys.argv[1]}/grid") as answer:
+        return answer.read().decode()
+
+def show(store):
+    found = ""
+    while "has not entered" not in found:
+        time.sleep(0.1)
+        try:
+            found = page()
+        except OSError:  # the server starts
+            pass
+    print(found, flush=True)
+    store.set("seen", "1")
+
+def main():
+    dist.init_process_group("gloo")
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    grid = HyperCommGrid("tp=2,dp=2")
+    groups = grid.create_pg("tp"), grid.create_pg("dp")
+    with grid.watch(60, sys.argv[2]) as watch:
+        start_debug_server(int(sys.argv[1]), handlers=[watch.debug_page()], start_method="spawn")
+        dist.all_reduce(torch.ones(4), group=groups[0])
+        if rank == 0:
+            threading.Thread(target=show, args=[store]).start()
+        if rank == 3:
+            store.wait(["seen"])
+        dist.all_reduce(torch.ones(4), group=groups[1])
+        dist.barrier()
+    if rank == 0:
+        stop_debug_server()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+# Rank 3 has not entered the all_reduce over dp of ranks 1 and 3: it is named, and each rank has its
+# coordinates and its last call. No process is aborted at its end.
+@pytest.mark.full
+def test_one_rank_hangs(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command = [*torchrun, str(program), str(free_port()), str(tmp_path / "watch")]
+    done = subprocess.run(
+        command, env=rank_free(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = html.unescape(done.stdout)
+    assert "rank 3 (tp=1, dp=1" in page
+    found = re.findall("<tr>(.*?)</tr>", page, re.DOTALL)
+    rows = [re.findall("<td>(.*?)</td>", row) for row in found]
+    assert ["dp", "1, 3", "all_reduce 1", "1", "3"] in rows
+    ranks = {row[0]: row for row in rows if len(row) == 6}
+    assert {rank: row[1] for rank, row in ranks.items()} == {
+        str(rank): f"tp={rank % 2}, dp={rank // 2}" for rank in range(4)
+    }
+    assert ranks["1"][3:5] == ["all_reduce number 1 of dp (ranks 1, 3)", "started"]
+    assert ranks["3"][3:5] == ["all_reduce number 1 of tp (ranks 2..3)", "finished"]
+    assert ranks["1"][5].startswith(f"{program}:")
+
+
+# Where torch has no such pages, as in torch 2.10.
+def test_torch_has_no_pages(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "hypercomm.tools.blame.debug_page", raising=False)
+    private = "hypercomm.process_groups.torch_internals.debug_server"
+    monkeypatch.setitem(sys.modules, private, None)
+    with (
+        fake_world(4),
+        HyperCommGrid("tp=4").watch(60, tmp_path) as watch,
+        pytest.raises(ToolError),
+    ):
+        watch.debug_page()
