@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _IN_ORDER = "_hypercomm_in_order"
 """Set on a mesh whose groups have its ranks in its order, on every rank."""
+
+_made: list[tuple[ref[DeviceMesh], list[str]]] = []
+"""The meshes of grids with the names of their groups; of this process, as DTensor's cache is."""
 
 _SORTED = (
     "; torch sorts the ranks of the groups that it makes for a mesh: give it ascending ranks, or "
@@ -63,6 +67,7 @@ def as_mesh(
             mesh=torch.from_numpy(ranks),
             mesh_dim_names=tuple(spans),
         )
+    _check_equal_meshes(mesh, [group.group_name for group in groups])
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
         c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
@@ -70,6 +75,24 @@ def as_mesh(
         group = view[[dim for part in parts for dim in spans[part]]].group
         c10d.flatten_mesh(mesh, parts, name, group)
     return mesh
+
+
+def _check_equal_meshes(mesh: DeviceMesh, names: list[str]) -> None:
+    """Raise if a mesh that torch takes for the same has other groups, else note the mesh.
+
+    DTensor caches the result of an operation with the mesh of its first use, and looks it up by
+    equality: results on the second mesh would be tensors of the first, and use its groups.
+    """
+    _made[:] = [one for one in _made if one[0]() is not None]
+    for other, theirs in _made:
+        if theirs != names and other() == mesh and all(map(c10d.registered_as, theirs)):
+            raise LayoutError(
+                f"{mesh} equals a mesh of another grid, whose groups differ: DTensor would take "
+                f"one for the other, and communicate over the groups of the first; give the dims "
+                f"other names, destroy the other grid first, or make both grids with "
+                f"share='identical' and this one with share_with="
+            )
+    _made.append((ref(mesh), names))
 
 
 def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:

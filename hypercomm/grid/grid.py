@@ -487,9 +487,8 @@ class GridView:
         A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
         grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
         grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
-        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. torch treats meshes
-        with equal ranks and dim names as one: give grids that live at the same time and have
-        meshes of the same ranks different dim names.
+        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor takes meshes
+        with equal ranks and dim names for one, so a second one with other groups is an error.
 
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
@@ -504,6 +503,8 @@ class GridView:
         Raises:
             RankOutsideError: The calling rank is not in the grid.
             LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            LayoutError: Another grid has a mesh with equal ranks and dim names, and other groups:
+                use other dim names, destroy that grid first, or share its groups (`share_with`).
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.

@@ -278,6 +278,33 @@ def test_grids_one_after_another():
         np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
 
 
+# Two grids of the same ranks and names: DTensor's cache would give results on the second mesh the
+# first one's groups, as it does with torch's own meshes. Each way out that the error names works.
+@pytest.mark.ranks(2)
+def test_equal_meshes_with_other_groups():
+    first = HyperCommGrid("tp=2", name="first", share="identical")
+    second = HyperCommGrid("tp=2", name="second")
+    plain = [
+        DeviceMesh.from_group(grid.create_pg("tp"), "cpu", mesh_dim_names=("tp",))
+        for grid in (first, second)
+    ]
+    results = [torch.relu(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for mesh in plain]
+    assert results[1].device_mesh.get_group() is first.get_pg("tp")
+
+    mesh = first.device_mesh()
+    assert first.device_mesh() == mesh
+    with pytest.raises(LayoutError, match="share_with="):
+        second.device_mesh()
+    with HyperCommGrid("tp=2", name="third", share_with=first, share="identical") as third:
+        assert third.device_mesh().get_group() is first.get_pg("tp")
+    with HyperCommGrid("model=2") as other:
+        assert other.device_mesh().get_group() is other.get_pg("model")
+    first.destroy()
+    with second:
+        result = torch.relu(distribute_tensor(torch.ones(4), second.device_mesh(), [Shard(0)]))
+        assert result.device_mesh.get_group() is second.get_pg("tp")
+
+
 def redistribute_on_a_grid():
     """Ranks 1..8 as dp=4 and tp=2: the local parts of a tensor, and the groups that it took."""
     with HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], rank_offset=1) as grid:
