@@ -74,8 +74,8 @@ class PipelineEdges:
     def create(self) -> None:
         """Create all edges that do not exist, in one `create_pgs`, which may raise its errors.
 
-        Every rank of the grid must call this. Call it before `connect` or `verify`, which compare
-        the groups of all ranks.
+        Every rank of the grid must call this. Call it before `connect`, `verify` or `reshape`,
+        which compare the groups of all ranks, unless each rank has used all of its edges.
         """
         view = self._at._view
         requests = [request for kind in self._kinds() for request in self._requests(kind)]

@@ -246,11 +246,14 @@ def test_connect(at_once):
     assert registered_groups() == before
 
 
-# With verify, the first use is one creation by all ranks of the grid.
+# With verify, the first use is one creation by all ranks of the grid, whichever edge it is.
+@pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.ranks(4, timeout=60)
-def test_verified():
+def test_verified(wrap):
     rank = dist.get_rank()
-    with HyperCommGrid("tp=2,pp=2", verify=True) as grid:
-        edges, first = grid.edges(wrap=True), rank % 2
-        assert exchange(edges, [first, first + 2]) == [1, -1]
-        assert len(grid.pgs) == 4
+    with HyperCommGrid("pp=4", verify=True) as grid:
+        edges = grid.edges(wrap=wrap)
+        wanted = [int(wrap or rank > 0), -int(wrap or rank < 3)]
+        assert exchange(edges, [0, 1, 2, 3]) == wanted
+        assert len(grid.pgs) == (6 if wrap else 4)
+        edges.create()
