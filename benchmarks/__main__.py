@@ -25,6 +25,7 @@ from typing import Any
 
 import calls
 import connecting
+import edges
 import large_worlds
 import mappings
 import megatron_state
@@ -59,6 +60,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
         "gloo": lambda: real_ranks.creation(nprocs, runs, 5),
         "sharing": lambda: real_ranks.sharing(nprocs, runs, 5),
         "connecting": lambda: connecting.connecting([n for n in nprocs if n <= 8], runs, 5),
+        "edges": lambda: edges.edges(runs, 5),
         "state": lambda: _chain(
             megatron_state.large_worlds(4096, runs, None),
             megatron_state.large_worlds(16_384, runs, 1 / 20),
@@ -85,6 +87,7 @@ def quick() -> Tables:
         "gloo": lambda: real_ranks.creation([4], 1, 1),
         "sharing": lambda: real_ranks.sharing([4], 1, 1),
         "connecting": lambda: connecting.connecting([4], 1, 1),
+        "edges": lambda: edges.edges(1, 1),
         "state": lambda: _chain(
             megatron_state.large_worlds(1024, 1, None), megatron_state.real_ranks(8, 1, 1)
         ),

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
     from hypercomm.grid.connect import Connection
+    from hypercomm.grid.edges import PipelineEdges
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -442,6 +443,42 @@ class GridView:
         key, _ = self._key((dims, *more) if more else dims, name, view)
         self._forget_meshes()
         self._owner.remove(key)
+
+    def edges(
+        self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
+    ) -> PipelineEdges:
+        """Return the edges of a pipeline: one process group per pair of neighbours and direction.
+
+        NCCL runs the transfers of a group one after the other: a stage that waits for a gradient
+        cannot send activations over the same group. This call creates nothing. The first use of an
+        edge creates it, together with the neighbour alone; `create()` creates all edges.
+
+        Args:
+            dims: The dims of the pipeline, as for `get_pg`.
+            more: Further dims.
+            wrap: Whether the last stage sends to the first one, as in interleaved schedules.
+            view: The view whose dims these are; default: this one.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError: There is no such view.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=2), HyperCommGrid("tp=2,pp=4") as grid:
+            ...     grid.edges("pp").create()
+            ...     for key in grid.pgs:
+            ...         print(key)
+            pp (edge forward even)
+            pp (edge backward even)
+            pp (edge forward odd)
+            pp (edge backward odd)
+        """
+        from hypercomm.grid.edges import PipelineEdges
+
+        here = self if view is None else GridView(self._state, self._state.views[view].name)
+        return PipelineEdges(here[(dims, *more) if more else dims], wrap)
 
     def explain(self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]) -> Explanation:
         """Return how the process groups over some dims were created, or would be, and why.

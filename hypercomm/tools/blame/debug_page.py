@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypercomm.layout.text import format_coords
@@ -17,7 +17,6 @@ from hypercomm.process_groups.torch_internals.debug_server import (
 )
 from hypercomm.tools.blame.analysis import Verdict
 from hypercomm.tools.blame.evidence import Evidence, read_dumps
-from hypercomm.tools.blame.watch import Watch
 
 _ENDPOINT = "hypercomm_watch"
 
@@ -96,12 +95,14 @@ def _describe_ranks(evidence: Evidence) -> Iterator[tuple[object, ...]]:
         yield rank, format_coords(known["coords"]), known["host"], call, state, where
 
 
-def _answer(_request: Any, response: Any) -> None:
-    """Send the record of this process's watch to the debug server."""
-    watch = Watch.current()
-    response.set_status(404 if watch is None else 200)
-    text = "this rank has no watch" if watch is None else json.dumps(watch.record())
-    response.set_content(text, "application/json")
+@functools.cache
+def serve(record: Callable[[], dict[str, Any] | None]) -> None:
+    """Answer the debug server with the record of this process; None if it has no watch."""
 
+    def answer(_request: Any, response: Any) -> None:
+        found = record()
+        response.set_status(404 if found is None else 200)
+        text = "this rank has no watch" if found is None else json.dumps(found)
+        response.set_content(text, "application/json")
 
-register_handler(_ENDPOINT, _answer)
+    register_handler(_ENDPOINT, answer)

@@ -148,11 +148,6 @@ class Watch:
         text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
         self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
-    @classmethod
-    def current(cls) -> Watch | None:
-        """Return the watch of this process; None if it has none."""
-        return cls._current
-
     def debug_page(self) -> DebugHandler:
         """Return a page for torch's debug server that judges the records of all ranks as they are.
 
@@ -173,12 +168,13 @@ class Watch:
             ...         train()
         """
         try:
-            from hypercomm.tools.blame.debug_page import GridPage
+            from hypercomm.tools.blame.debug_page import GridPage, serve
         except ImportError as error:
             raise ToolError(
                 f"torch's debug server cannot have this page: {error}; that of torch 2.13 can, "
                 f"with aiohttp, jinja2 and tabulate"
             ) from error
+        serve(_current_record)
         return GridPage()
 
     # ---- recording ------------------------------------------------------------------------------
@@ -290,6 +286,12 @@ class Watch:
                 "stack": [_frame(each.f_code, line) for each, line in traceback.walk_stack(stack)],
             },
         }
+
+
+def _current_record() -> dict[str, Any] | None:
+    """Return the record of this process's watch; None if it has none."""
+    watch = Watch._current
+    return None if watch is None else watch.record()
 
 
 def _reopen(entry: dict[str, Any], error: BaseException) -> None:

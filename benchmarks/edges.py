@@ -1,0 +1,238 @@
+"""An interleaved 1F1B schedule on real gloo processes: one group for all transfers, and edges.
+
+NCCL runs the transfers of a communicator one after the other. gloo does not, so here each group has
+a thread that runs its sends and receives in the order in which the schedule issues them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from measure import Goal, Table
+from torch.distributed import ProcessGroup
+
+from hypercomm import HyperCommGrid, run_ranks
+
+RANKS, CHUNKS = 4, 2
+SECONDS = {"F": 0.010, "B": 0.020}
+"""How long a stage computes. The process sleeps, as one whose accelerator computes."""
+
+NUMBERS = 1 << 18
+"""The size of an activation or a gradient: 1 MiB."""
+
+BLOCKED = timedelta(seconds=4)
+SHARED, EDGES, PLANNED = "one group", "edges", "one group, order of an ideal run"
+
+
+# ---- schedules ----------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """The computation of one stage for one microbatch, forward ("F") or backward ("B")."""
+
+    kind: str
+    stage: int
+    batch: int
+
+    def before(self) -> Step | None:
+        """Return the step of a neighbour whose result this one takes; None if there is none."""
+        return self._shifted(-1)
+
+    def after(self) -> Step | None:
+        """Return the step of a neighbour that takes the result; None if there is none."""
+        return self._shifted(1)
+
+    def _shifted(self, by: int) -> Step | None:
+        stage = self.stage + (by if self.kind == "F" else -by)
+        return self._replace(stage=stage) if 0 <= stage < RANKS * CHUNKS else None
+
+
+Action = tuple[str, Step]
+"""("compute", step), or ("send", step) or ("receive", step) for the result of the step."""
+
+
+def steps_of(rank: int, batches: int) -> list[Step]:
+    """Return what a rank computes, in the order of the interleaved 1F1B schedule."""
+    rounds = [divmod(number, RANKS * CHUNKS) for number in range(CHUNKS * batches)]
+    places = [(within // RANKS, turn * RANKS + within % RANKS) for turn, within in rounds]
+    forward = [Step("F", chunk * RANKS + rank, batch) for chunk, batch in places]
+    backward = [Step("B", (CHUNKS - 1 - chunk) * RANKS + rank, batch) for chunk, batch in places]
+    first = min(len(forward), (RANKS - rank - 1) * 2 + (CHUNKS - 1) * RANKS)
+    steps = forward[:first]
+    for pair in zip(forward[first:], backward, strict=False):
+        steps += pair
+    return steps + backward[len(forward) - first :]
+
+
+def when_needed(rank: int, batches: int) -> list[Action]:
+    """Receive just before the step that needs it, and send just after the step."""
+    actions: list[Action] = []
+    for step in steps_of(rank, batches):
+        if before := step.before():
+            actions.append(("receive", before))
+        actions.append(("compute", step))
+        if step.after():
+            actions.append(("send", step))
+    return actions
+
+
+def as_in_torch(rank: int, batches: int, *, planned: bool = False) -> list[Action]:
+    """Receive when the neighbour sends, by turns of all ranks, as torch's runtime of schedules.
+
+    Args:
+        rank: The rank.
+        batches: The number of microbatches.
+        planned: Whether steps are in the order in which an ideal run ends them, not by turns.
+    """
+    left = {each: steps_of(each, batches) for each in range(RANKS)}
+    actions: dict[int, list[Action]] = {each: [] for each in left}
+    ends: dict[Step | None, float] = {None: 0.0}
+    free = dict.fromkeys(left, 0.0)
+
+    def end_of(each: int) -> float:
+        step = left[each][0]
+        return max(free[each], ends[step.before()]) + SECONDS[step.kind]
+
+    while any(left.values()):
+        for turn in range(RANKS):
+            ready = [each for each in left if left[each] and left[each][0].before() in ends]
+            each = min(ready, key=end_of, default=turn) if planned else turn
+            if each not in ready:
+                continue
+            free[each] = end_of(each)
+            step = left[each].pop(0)
+            ends[step] = free[each]
+            actions[each].append(("compute", step))
+            if after := step.after():
+                actions[each].append(("send", step))
+                actions[after.stage % RANKS].append(("receive", step))
+    return actions[rank]
+
+
+# ---- on a rank ----------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """The transfers of a rank, each in the thread of its group.
+
+    Attributes:
+        groups: The groups to the next stage, from the previous, to the previous, from the next.
+        computed: The number of steps that were computed.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
+        ways = [("send", "F"), ("receive", "F"), ("send", "B"), ("receive", "B")]
+        self.groups = dict(zip(ways, groups, strict=True))
+        self.threads = {group: ThreadPoolExecutor(1) for group in groups}
+        self.computed = 0
+
+    def run(self, actions: list[Action]) -> None:
+        """Run actions, and wait for the transfers.
+
+        Raises:
+            RuntimeError: A transfer waited longer than the timeout of its group.
+        """
+        received: dict[Step, Future[None]] = {}
+        sent: list[Future[None]] = []
+        for what, step in actions:
+            if what == "compute":
+                if before := step.before():
+                    received[before].result()
+                time.sleep(SECONDS[step.kind])
+                self.computed += 1
+                continue
+            group = self.groups[what, step.kind]
+            future = self.threads[group].submit(transfer, what, step, group)
+            if what == "send":
+                sent.append(future)
+            else:
+                received[step] = future
+        for future in sent:
+            future.result()
+
+    def end(self) -> None:
+        """End the threads; transfers that have not begun never do."""
+        for thread in self.threads.values():
+            thread.shutdown(cancel_futures=True)
+
+
+def transfer(what: str, step: Step, group: ProcessGroup | None) -> None:
+    """Send or receive the result of a step; one that is received is checked."""
+    number = step.stage * 1000 + step.batch
+    tensor = torch.full((NUMBERS,), number if what == "send" else -1, dtype=torch.int32)
+    if what == "send":
+        dist.send(tensor, (step.after() or step).stage % RANKS, group=group)
+        return
+    dist.recv(tensor, step.stage % RANKS, group=group)
+    if tensor[0] != number:
+        raise ValueError(step, tensor[0])
+
+
+def pipeline_over(name: str, grid: HyperCommGrid, timeout: timedelta | None = None) -> Pipeline:
+    """Return a pipeline over one group, or over edges."""
+    if name != EDGES:
+        return Pipeline([grid.ensure_pg("pp", timeout=timeout)] * 4)
+    edges = grid.edges("pp", wrap=True)
+    return Pipeline([edges.to_next, edges.from_previous, edges.to_previous, edges.from_next])
+
+
+def computed(name: str) -> int:
+    """On a rank: the number of steps that are computed until the schedule ends or blocks."""
+    with HyperCommGrid(pp=RANKS) as grid:
+        pipeline = pipeline_over(name, grid, BLOCKED)
+        with contextlib.suppress(RuntimeError):  # a transfer has timed out
+            pipeline.run(when_needed(dist.get_rank(), 2 * RANKS))
+        pipeline.end()
+    return pipeline.computed
+
+
+def seconds(batches: int, cycles: int) -> dict[str, list[float]]:
+    """On a rank: how long the schedule takes in each way and cycle."""
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    actions = {name: as_in_torch(rank, batches) for name in (SHARED, EDGES)}
+    actions[PLANNED] = as_in_torch(rank, batches, planned=True)
+    seen: dict[str, list[float]] = {name: [] for name in actions}
+    with HyperCommGrid(pp=RANKS) as grid:
+        ways = {name: pipeline_over(name, grid) for name in actions}
+        for cycle in range(cycles + 1):
+            for name, pipeline in ways.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                pipeline.run(actions[name])
+                dist.barrier()
+                if cycle:  # the first one connects
+                    seen[name].append(time.perf_counter() - begin)
+        for pipeline in ways.values():
+            pipeline.end()
+    return seen
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def edges(runs: int, cycles: int) -> Iterator[Table]:
+    """How far a schedule comes over one group and over edges, and what one that ends takes."""
+    call: Any = {name: functools.partial(computed, name) for name in (SHARED, EDGES)}
+    total = sum(len(steps_of(rank, 2 * RANKS)) for rank in range(RANKS))
+    samples = {name: [float(sum(run_ranks(one, RANKS, timeout=60)))] for name, one in call.items()}
+    what = f"interleaved 1F1B, receives when needed: steps until it ends or blocks, of {total}"
+    yield Table(what, "steps", samples, EDGES)
+    for batches in (RANKS, 2 * RANKS):
+        every: dict[str, list[float]] = {}
+        for _ in range(runs):
+            ranks = run_ranks(functools.partial(seconds, batches, cycles), RANKS, timeout=300)
+            for name in ranks[0]:
+                slowest = zip(*(rank[name] for rank in ranks), strict=True)
+                every.setdefault(name, []).extend(max(cycle) * 1e3 for cycle in slowest)
+        what = f"interleaved 1F1B, torch's order, {batches} microbatches, {RANKS} gloo processes"
+        yield Table(what, "ms", every, SHARED, {EDGES: Goal(round(1 / 1.3, 3), SHARED)})
