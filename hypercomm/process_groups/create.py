@@ -41,9 +41,8 @@ def create(
     try:
         return STRATEGIES[spec.choice.strategy].create(attempt)
     except BaseException as error:
-        for leftover in _left_by(attempt, before):
-            with contextlib.suppress(Exception):  # the error at hand matters more
-                c10d.destroy(leftover)
+        with contextlib.suppress(Exception):  # the error at hand matters more
+            destroy(_left_by(attempt, before))
         c10d.forget_non_members()
         if (spec.world is None or spec.world.is_default) and not dist.is_initialized():
             raise NotInitializedError(
@@ -67,27 +66,14 @@ def _left_by(attempt: Attempt, before: set[ProcessGroup]) -> set[ProcessGroup]:
         named = c10d.registered_as(attempt.own.name) if attempt.own and is_live else set()
         return named - before
     new = c10d.registered() - before - c10d.kept()  # torch has named it
-    if not c10d.is_live() or attempt.own is None:
+    if not dist.is_initialized() or attempt.own is None:
         return new
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == attempt.own.ranks}
 
 
 Ending = Callable[[Iterable[ProcessGroup]], None]
-"""Ends groups: `destroy` or `abort`."""
-
-
-def destroy(groups: Iterable[ProcessGroup]) -> None:
-    """Destroy groups in the order given, and raise the first error once all are destroyed."""
-    errors: list[Exception] = []
-    for group in groups:
-        if not c10d.is_registered(group):
-            continue  # torch destroyed it together with WORLD
-        try:
-            c10d.destroy(group)
-        except Exception as error:  # noqa: BLE001 - the other groups must go too
-            errors.append(error)
-    if errors:
-        raise errors[0]
+destroy: Ending = c10d.destroy
+abort: Ending = c10d.abort
 
 
 def discard(groups: Iterable[ProcessGroup | None], world: World) -> None:
@@ -97,11 +83,6 @@ def discard(groups: Iterable[ProcessGroup | None], world: World) -> None:
     finally:
         with contextlib.suppress(RuntimeError):  # the store is gone
             forget(world.store, world.take_stale())
-
-
-def abort(groups: Iterable[ProcessGroup]) -> None:
-    """Abort groups, or destroy those whose backend cannot be aborted; waits for nobody."""
-    c10d.abort(list(groups))
 
 
 def check_strategy(spec: GroupSpec, ranks: int, world_size: int) -> None:

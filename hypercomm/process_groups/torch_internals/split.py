@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from hypercomm.process_groups.torch_internals.backends import (
+from hypercomm.process_groups.torch_internals.capabilities import (
     NCCL,
+    Patch,
     part_on,
     parts_of,
     parts_of_world,
+    since,
     single_backends,
     why_unavailable,
 )
-from hypercomm.process_groups.torch_internals.capabilities import Patch, since
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""

@@ -14,8 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from hypercomm.process_groups.torch_internals.backends import backend_of, single_backends
-from hypercomm.process_groups.torch_internals.capabilities import has_other_ranks
+from hypercomm.process_groups.torch_internals.capabilities import (
+    backend_of,
+    has_other_ranks,
+    single_backends,
+)
 
 _ABSENT = "absent"
 
