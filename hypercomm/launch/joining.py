@@ -403,7 +403,8 @@ def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"
         ) from error
-    current().comes_of(old, ranks)
+    world = current()
+    world.before, world.numbers = old, ranks
     facts = attrs.asdict(join(environment={}), filter=lambda field, _: field.name != "_made")
     facts |= {"launcher": _RENEW, "made": [dist.group.WORLD]}
     return Renewed(**facts, numbers={number: at for at, number in enumerate(ranks)})

@@ -179,10 +179,6 @@ class World:
             self._counts[key] += 1
             return self._counts[key] - 1
 
-    def comes_of(self, before: World, numbers: tuple[int, ...]) -> None:
-        """Note from which world this one was made, and the number there of each of its ranks."""
-        self.before, self.numbers = before, numbers
-
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
         """Return the number of each rank in an earlier world; None if this one is not from it."""
         numbers, at = tuple(range(self.size)), self

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -43,6 +43,10 @@ from hypercomm.process_groups.torch_internals.split import (
     uses_torchcomms,
 )
 
+if TYPE_CHECKING:
+    from hypercomm.process_groups.options import GroupOptions
+    from hypercomm.process_groups.world import World
+
 _torch: Any = dist.distributed_c10d
 
 _defaults_lock = threading.Lock()
@@ -63,20 +67,7 @@ def why_not_members() -> str | None:
 
 
 def new_group(
-    name: str,
-    ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: Any,
-    group_desc: str,
-    lazily: bool | None,
-    wait: Wait | None,
-    rank: int,
-    store: Any,
-    stale: list[str],
-    is_in_default: bool,
-    enable_reconfigure: bool = False,
+    name: str, ranks: Sequence[int], *, options: GroupOptions, world: World, wait: Wait | None
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -86,46 +77,36 @@ def new_group(
     Args:
         name: The name of the group.
         ranks: Its members.
-        backend: Its backend.
-        timeout: Its timeout; None is torch's default.
-        pg_options: Options of the backend.
-        group_desc: A description.
-        lazily: Whether members connect at their first message; None leaves it to the environment.
-        wait: Waits for the addresses of gloo's members; None lets gloo wait.
-        rank: The calling rank.
-        store: The store that the members meet in.
-        stale: Receives the keys that no member needs any more.
-        is_in_default: Whether the ranks are those of WORLD. torch takes a group of other ranks for
+        options: Its options; without a timeout it has torch's default.
+        world: The world of the ranks. torch takes a group of ranks that are not those of WORLD for
             a default process group, but does not make it that.
-        enable_reconfigure: Whether it is created without members, which `reconfigure` gives it.
+        wait: Waits for the addresses of gloo's members; None lets gloo wait.
     """
-    backend = dist.Backend(backend)
-    if timeout is None:
-        timeout = default_timeout(backend)
-    members = list(ranks)
-    place: Any = store
+    backend = dist.Backend(options.backend or world.backend)
+    timeout = options.timeout or default_timeout(backend)
+    members, lazily, changes = list(ranks), options.lazy_init, options.enable_reconfigure
+    place: Any = world.store
     singles = set(single_backends(backend))
     with (
         lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
-        made_alone(backend, pg_options, timeout, lazily) as (options, device),
-        in_one_place() if enable_reconfigure else contextlib.nullcontext(),
+        made_alone(backend, options.pg_options, timeout, lazily) as (pg_options, device),
+        in_one_place() if changes else contextlib.nullcontext(),
     ):
-        is_gloo = singles == {"gloo"} and not uses_torchcomms()
-        if not (is_lazy or enable_reconfigure) and is_gloo:
-            place = GlooStore(place, len(members), wait, stale)
+        if singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms()):
+            place = GlooStore(place, len(members), wait, world.stale)
         try:
             group, _ = _torch._new_process_group_helper(
                 len(members),
-                members.index(rank),
-                members if is_in_default else [],
+                members.index(world.rank),
+                members if world.is_default else [],
                 backend,
                 place,
                 group_name=name,
-                backend_options=options,
+                backend_options=pg_options,
                 timeout=timeout,
                 device_id=device,
-                group_desc=group_desc,
-                **({"enable_reconfigure": True} if enable_reconfigure else {}),
+                group_desc=options.group_desc,
+                **({"enable_reconfigure": True} if changes else {}),
             )
         except Exception as error:
             if not isinstance(place, GlooStore):
@@ -145,23 +126,15 @@ def new_group(
 
 
 def split_group(
-    name: str | None,
-    ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: Any,
-    group_desc: str | None,
+    name: str | None, ranks: Sequence[int], options: GroupOptions, backend: str
 ) -> ProcessGroup | None:
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
         name: The name of the group, the same on all members; None if the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
+        options: Its options.
         backend: Its backend, or that part of WORLD's.
-        timeout: As for `torch.distributed.split_group`, as are the other two.
-        pg_options: Options of the backend.
-        group_desc: A description.
 
     Returns:
         The group; None if the calling rank is not in it.
@@ -170,9 +143,9 @@ def split_group(
     with named(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
-            timeout=timeout,
-            pg_options=pg_options,
-            group_desc=group_desc,
+            timeout=options.timeout,
+            pg_options=options.pg_options,
+            group_desc=options.group_desc,
             **only,
         )
     return as_member(part)
@@ -376,11 +349,9 @@ def reconfigure(
     name: str,
     ranks: Sequence[int],
     *,
-    rank: int,
-    store: Any,
     timeout: timedelta | None,
+    world: World,
     wait: Wait | None,
-    stale: list[str],
 ) -> None:
     """Give a group these members; each of them calls this.
 
@@ -388,20 +359,18 @@ def reconfigure(
         group: The group of the calling rank.
         name: A new name for the group with these members, the same on all of them.
         ranks: The members, in the order of their numbers in the group.
-        rank: The calling rank.
-        store: The store that the members meet in.
         timeout: How long they may take to connect; None is torch's default.
+        world: The world of the ranks.
         wait: Waits for the handles of the others; None if there are none.
-        stale: Receives the keys that no member needs any more.
     """
     if not _any(group).supports_reconfigure:
         raise GroupOptionsError(
             f"backend {backend_of(group)!r} of this torch does not support enable_reconfigure=True"
         )
     keys = [f"{name}/handle/{member}" for member in ranks]
-    own = keys[list(ranks).index(rank)]
+    own, store = keys[list(ranks).index(world.rank)], world.store
     store.set(own, _any(group).get_reconfigure_handle())
-    stale.append(own)
+    world.stale.append(own)
     if wait is not None:
         wait(lambda: store.check(keys) or None)
     handles = [store.get(key).decode() for key in keys]

@@ -46,48 +46,16 @@ def meeting_place() -> tuple[str, int] | None:
     return None
 
 
-def exchange(store: Any, key: str, expected: str, text: str) -> str:
-    """Set a key of a store if it holds `expected` ("": nothing); return its value."""
-    found: bytes = store.compare_set(key, expected, text)
-    return found.decode(errors="replace")
-
-
-def read(store: Any, key: str) -> str | None:
-    """Return the value of a key of a store; None if it is not set."""
-    found = read_bytes(store, key)
-    return None if found is None else found.decode(errors="replace")
-
-
 def read_bytes(store: Any, key: str) -> bytes | None:
     """Return the bytes of a key of a store, in one operation; None if it is not set."""
     found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
 
 
-def write(store: Any, key: str, text: str) -> None:
-    """Set a key of a store; does not wait for a reply."""
-    store.set(key, text)
-
-
-def append(store: Any, key: str, text: str) -> None:
-    """Append to the text in a key of a store; does not wait for a reply if the store can."""
-    if store.has_extended_api():
-        store.append(key, text)
-        return
-    old = read(store, key) or ""
-    while (found := exchange(store, key, old, old + text)) != old + text:
-        old = found
-
-
 def forget(store: Any, keys: Iterable[str]) -> None:
     """Delete keys of a store."""
     for key in keys:
         store.delete_key(key)
-
-
-def count_up(store: Any, key: str) -> int:
-    """Increment the number in a key of a store, and return it."""
-    return int(store.add(key, 1))
 
 
 # ---- in time -----------------------------------------------------------------------------------
