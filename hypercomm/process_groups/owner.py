@@ -222,7 +222,6 @@ class GroupOwner:
             is_new: Whether this call has reserved the key, and releases it on failure.
         """
         pending: BaseException | None = None
-        former: ProcessGroup | None = None
         if not group.is_created:
             releasing = partial(self._releasing, key, group) if is_new else contextlib.nullcontext
             with releasing(), group.lock, releasing():  # the second acts before others go on
@@ -235,9 +234,6 @@ class GroupOwner:
             self.check_alive()
             if self.groups.get(key) is group:
                 self.created[key] = group
-                former = self.ended.pop(key, None)
-        if former is not None:
-            destroy([former])
         if pending is not None:
             raise pending
         return group.pg
@@ -293,7 +289,7 @@ class GroupOwner:
         return self.agreement.scope(world, "calls")
 
     def _name(self, spec: GroupSpec, call: Call[Any]) -> str:
-        record = call.scope.key.rpartition("/")[2]
+        record = call.scope.path.rpartition("/")[2]
         return call.name if record.isdecimal() else f"{call.name}/{spec.key}"
 
     def register(self, groups: Iterable[Group], made: Iterable[ProcessGroup | None]) -> None:

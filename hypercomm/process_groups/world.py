@@ -25,7 +25,7 @@ from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals.gloo import world_address_key
-from hypercomm.process_groups.torch_internals.store import answer, default_store
+from hypercomm.process_groups.torch_internals.store import answer
 
 
 @attrs.define(eq=False, slots=False)
@@ -104,7 +104,7 @@ class World:
     @property
     def store(self) -> Any:
         """The store of torch that the ranks meet in."""
-        return default_store() if self._store is None else self._store
+        return c10d.default_store() if self._store is None else self._store
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -246,7 +246,7 @@ def rank_in_world(explicit: int | None = None, world: World | None = None) -> in
     """
     if explicit is not None:
         return explicit
-    if world is not None and not world.is_default:
+    if world is not None:
         return world.rank
     return dist.get_rank() if dist.is_initialized() else _from_environment("RANK")
 

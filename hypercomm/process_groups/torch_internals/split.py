@@ -42,16 +42,6 @@ def bound_device() -> torch.device | None:
     return device
 
 
-@contextlib.contextmanager
-def unbound() -> Iterator[None]:
-    """Hide the device from torch within a `with` block, which other threads may enter, too."""
-    if bound_device() is None:
-        yield
-        return
-    with _bound.applied(dist.group.WORLD, None):
-        yield
-
-
 def split_device() -> torch.device | None:
     """Return the device that WORLD is bound to, if its backend there can be split."""
     device = bound_device()
@@ -117,7 +107,7 @@ def made_alone(
     elif lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         yield lazy_options(backend, pg_options, timeout), device
     elif is_bound:
-        with unbound():
+        with _bound.applied(dist.group.WORLD, None):  # hides the device from torch
             yield pg_options, None if lazily else device
     elif lazily is False and is_nccl(backend):
         yield pg_options, torch.device("cuda", torch.cuda.current_device())

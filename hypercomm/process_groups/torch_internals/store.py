@@ -14,36 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from hypercomm.process_groups.torch_internals.capabilities import (
-    backend_of,
-    has_other_ranks,
-    single_backends,
-)
-
 _ABSENT = "absent"
-
-
-def has_ranks() -> bool:
-    """Return whether other ranks exist: those of a fake world do not."""
-    world = dist.group.WORLD
-    if world is None or not has_other_ranks():
-        return False
-    return "fake" not in single_backends(backend_of(world))
-
-
-def default_store() -> Any:
-    """Return the store that WORLD was made with."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None if it is not known."""
-    place = default_store()
-    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
-        place = place.underlying_store
-    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
-        return str(place.host), int(place.port)
-    return None
 
 
 def read_bytes(store: Any, key: str) -> bytes | None:
