@@ -1,4 +1,4 @@
-"""Ending process groups, and what a creation with ranks of its own needs."""
+"""Ending process groups, and the check that a reshape needs no other ranks."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def create(
         ConnectionFailedError: The members of a gloo group could not connect.
     """
     before = c10d.registered()
-    wait = None if call is None or call.scope.is_alone else call.wait  # else nobody else is there
+    wait = None if call is None or call.scope.is_alone else call.wait
     try:
         return STRATEGIES[spec.choice.strategy].create(spec, name, wait, stays)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Creating, finding and ending process groups as torch's own functions do, under given names."""
+"""Creating, finding, changing and ending process groups as torch does, under given names."""
 
 from __future__ import annotations
 
