@@ -25,7 +25,6 @@ from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals.gloo import world_address_key
-from hypercomm.process_groups.torch_internals.store import answer
 
 
 @attrs.define(eq=False, slots=False)
@@ -141,12 +140,12 @@ class World:
         """The prefix of all keys of the world; another one in the same store has another prefix.
 
         It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
-        published, which is new in each job.
+        published, which is new in each job. The first use asks the store: call it in a worker.
         """
         if self._namespace is None:
             address = None
             if self.has_store:
-                address = answer(lambda: c10d.read_bytes(self.store, world_address_key(0)))
+                address = c10d.read_bytes(self.store, world_address_key(0))
             token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
             self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace

@@ -13,7 +13,7 @@ from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups.agreement.calls import Scope, agree, ask
 from hypercomm.process_groups.agreement.driver import run
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.protocol import read_record
+from hypercomm.process_groups.agreement.protocol import Record, read_record
 from hypercomm.process_groups.world import World
 
 
@@ -45,8 +45,7 @@ def find_survivors(
         scope = agreement.scope(world, f"survivors {digest}", ranks)
         if scope.is_alone:
             break
-        read = partial(run, read_record(scope.key), world.store)
-        found = ask(world, "survivors()", read, limit_s)
+        found = ask(world, "survivors()", partial(_read, scope), limit_s)
         if found is not None and found.outcome and world.rank in found.outcome.absent:
             raise _too_late(world)
         try:
@@ -64,6 +63,10 @@ def find_survivors(
             f"min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks"
         )
     return ranks
+
+
+def _read(scope: Scope) -> Record | None:
+    return run(read_record(scope.key), scope.world.store)
 
 
 def _too_late(world: World) -> CreationError:

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
-
 _ABSENT = "absent"
 
 
@@ -32,12 +30,6 @@ def forget(store: Any, keys: Iterable[str]) -> None:
 # ---- in time -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
-
-USUAL_S = 60.0
-"""The default limit of an operation, in seconds: in a large job many arrive together."""
-
-_in_thread = threading.local()
-
 
 _Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
 
@@ -69,7 +61,6 @@ class Workers:
         inbox.put((action, done))
 
     def _work(self, inbox: _Inbox) -> None:
-        ask_here()
         while True:
             action, done = inbox.get()
             action()
@@ -80,11 +71,6 @@ class Workers:
 
 workers = Workers()
 """Of this process."""
-
-
-def ask_here() -> None:
-    """Mark this thread as a worker: its store operations run inline."""
-    _in_thread.is_set = True
 
 
 class Task(Generic[T]):
@@ -145,17 +131,3 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
     if not task.wait(min(limit_s, threading.TIMEOUT_MAX)):
         raise LateError(f"not done within {limit_s:.1f} s")
     return task.result()
-
-
-def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
-    """Run a store operation with a time limit; nested operations run inline.
-
-    Raises:
-        DistNetworkError: It did not return in time, or the store is gone.
-    """
-    if getattr(_in_thread, "is_set", False):
-        return question()
-    try:
-        return in_time(question, limit_s)
-    except LateError as error:
-        raise dist.DistNetworkError("the store does not answer") from error
