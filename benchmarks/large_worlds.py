@@ -20,6 +20,7 @@ from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout, World
 from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.options import GroupOptions
 from hypercomm.testing import fake_world, simulate
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -134,12 +135,10 @@ def memory(world_size: int) -> Iterator[Table]:
 
     def torch_alone() -> object:
         world = World.default()
-        options = {"timeout": None, "pg_options": None, "group_desc": "alone", "lazily": None}
-        place = {"rank": world.rank, "store": world.store, "stale": [], "is_in_default": True}
+        options = GroupOptions("fake", group_desc="alone")
         return [
             c10d.new_group(
-                *(str(dims), layout.groups(*dims).of(rank)),
-                **{"backend": "fake", "wait": None, **options, **place},
+                str(dims), layout.groups(*dims).of(rank), options=options, world=world, wait=None
             )
             for dims in FIVE
         ]

@@ -23,7 +23,6 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Scope, limit_of, together
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
 from hypercomm.process_groups.torch_internals.split import bound_device
-from hypercomm.process_groups.torch_internals.store import default_store
 from hypercomm.process_groups.world import World, current
 
 if TYPE_CHECKING:
@@ -371,7 +370,7 @@ def renew_world(
         )
     if store is None:  # one record for all lists of ranks, so that other lists are an error
         key = _meet(old, given, timeout)
-        store = default_store()
+        store = c10d.default_store()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
         key = f"hypercomm/new world {digest}"
@@ -403,7 +402,8 @@ def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"
         ) from error
-    current().comes_of(old, ranks)
+    world = current()
+    world.before, world.numbers = old, ranks
     facts = attrs.asdict(join(environment={}), filter=lambda field, _: field.name != "_made")
     facts |= {"launcher": _RENEW, "made": [dist.group.WORLD]}
     return Renewed(**facts, numbers={number: at for at, number in enumerate(ranks)})

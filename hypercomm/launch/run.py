@@ -172,7 +172,7 @@ def report(value: object) -> None:
         0 ready
         [None]
     """
-    _parent.send("message", value)
+    _send("message", value)
 
 
 def dumps(value: object, kind: Any = None) -> bytes:
@@ -325,22 +325,18 @@ def _end(ranks: list[_Rank]) -> None:
 # ---- in a rank ----------------------------------------------------------------------------------
 
 
-@attrs.define
-class _Parent:
-    """The connection to the parent, if this process is a local rank."""
+_to_parent: list[connection.Connection] = []
+"""The connection to the parent, if this process is a local rank."""
 
-    link: connection.Connection | None = None
-    _lock: threading.Lock = attrs.field(factory=threading.Lock)
-
-    def send(self, kind: str, value: object) -> None:
-        if self.link is None:
-            raise NotInitializedError("report() works only in a rank that run_ranks() started")
-        message = dumps((kind, value))
-        with self._lock:
-            self.link.send_bytes(message)
+_sending = threading.Lock()
 
 
-_parent = _Parent()
+def _send(kind: str, value: object) -> None:
+    if not _to_parent:
+        raise NotInitializedError("report() works only in a rank that run_ranks() started")
+    message = dumps((kind, value))
+    with _sending:
+        _to_parent[0].send_bytes(message)
 
 
 def _serve(
@@ -360,18 +356,18 @@ def _serve(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
     os.environ.clear()
     os.environ.update(_environment(job, rank))
-    _parent.link = link
+    _to_parent.append(link)
     all_returned = threading.Event()
     threading.Thread(target=_listen, args=(link, all_returned), daemon=True).start()
     faulthandler.dump_traceback_later(job.timeout, file=stack)
     try:
         _join(job, rank, listener)
         function, args = pickle.loads(job.call)  # noqa: S301 - from our parent
-        _parent.send("returned", function(*args))
+        _send("returned", function(*args))
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent reports it
         trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
         lines = traceback.format_exception(type(error), error, trace)
-        _parent.send("failed", (time.monotonic(), "".join(lines).rstrip()))
+        _send("failed", (time.monotonic(), "".join(lines).rstrip()))
     all_returned.wait()
     sys.stdout.flush()
     if (dist := sys.modules["torch.distributed"]).is_initialized():

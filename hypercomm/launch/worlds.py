@@ -42,18 +42,10 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, together
 from hypercomm.process_groups.agreement.driver import run
-from hypercomm.process_groups.agreement.protocol import (
-    Exchange,
-    Outcome,
-    Read,
-    Record,
-    Steps,
-    Ticket,
-    Write,
-)
+from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket
 from hypercomm.process_groups.agreement.status import this_host
 from hypercomm.process_groups.create import destroy, discard
-from hypercomm.process_groups.options import check_backend
+from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
 from hypercomm.process_groups.world import World, note
 
@@ -113,8 +105,7 @@ class JoinedWorld(World):
 
     def why_ended(self) -> str:
         """Return which rank has joined the world again since; "" if none has."""
-        text, again = run(_read_pair(self._root), self.store)
-        record = None if text is None else Record.parse(self._root, text)
+        record, again = run(_read_pair(self._root), self.store)
         if record is None or record.round <= self.incarnation:
             return ""
         number, _, who = again.partition(" ")  # what a former incarnation has left does not count
@@ -518,20 +509,10 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
 
 def _create(world: JoinedWorld, number: int) -> ProcessGroup:
     """Create the process group of all ranks, whose members connect at their first message."""
-    return c10d.new_group(
-        f"{_ROOT}/{world.name}/{number}/all",
-        range(world.size),
-        backend=world.backend,
-        timeout=world.timeout,
-        pg_options=None,
-        group_desc=f"world {world.name}",
-        lazily=True,
-        wait=None,
-        rank=world.rank,
-        store=world.store,
-        stale=world.stale,
-        is_in_default=False,
-    )
+    title = f"world {world.name}"
+    options = GroupOptions(world.backend, world.timeout, group_desc=title, lazy_init=True)
+    name = f"{_ROOT}/{world.name}/{number}/all"
+    return c10d.new_group(name, range(world.size), options=options, world=world, wait=None)
 
 
 def _delete_former(world: JoinedWorld) -> None:
@@ -546,10 +527,10 @@ def _delete_former(world: JoinedWorld) -> None:
 # ---- what the store holds, sans-I/O -------------------------------------------------------------
 
 
-def _read_pair(root: str) -> Steps[tuple[str | None, str]]:
-    """Return the text of the record, and who has joined again, after the round that it left."""
-    text = yield Read(root)
-    return text, (yield Read(f"{root}/again")) or ""
+def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
+    """Return the record, and who has joined again, after the round that it left."""
+    record = yield from protocol.read_record(root)
+    return record, (yield protocol.Read(f"{root}/again")) or ""
 
 
 def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]:
@@ -566,12 +547,11 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     root, me = world._root, world.title(world.rank)
     held = yield from _read_claim(world)
     while is_new and held != world._claim:  # one after the other: each later one finds the former
-        found = yield Exchange(_claim_key(world), held or "", world._claim)
+        found = yield protocol.Exchange(_claim_key(world), held or "", world._claim)
         if found == world._claim:
             break
         held = found
-    text = yield Read(root)
-    record = None if text is None else Record.parse(root, text)
+    record = yield from protocol.read_record(root)
     if not is_new and held is not None:  # else the store is a new one
         if held != world._claim:
             raise WorldRestartedError(
@@ -584,7 +564,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
         return -1
     if held is None:
         return -1
-    yield Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
+    yield protocol.Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
     if record.outcome is not None:
         return record.round
     ticket = Ticket(root, record)
@@ -601,7 +581,7 @@ def _claim_key(world: JoinedWorld) -> str:
 
 
 def _read_claim(world: JoinedWorld) -> Steps[str | None]:
-    return (yield Read(_claim_key(world)))  # type: ignore[no-any-return]
+    return (yield protocol.Read(_claim_key(world)))  # type: ignore[no-any-return]
 
 
 def _in_words(claim: str | None) -> str:
@@ -614,7 +594,7 @@ def _in_words(claim: str | None) -> str:
 
 def _look(lobby: World) -> Steps[Outcome | None]:
     """Return the outcome where ranks that wait for each other join worlds of other names."""
-    own, names = (yield from _open_round(lobby.name)), (yield Read(_DIRECTORY))
+    own, names = (yield from _open_round(lobby.name)), (yield protocol.Read(_DIRECTORY))
     if own is None or names is None:
         return None
     for line in [*dict.fromkeys(names.splitlines())][-_MOST_NAMES:]:
@@ -642,8 +622,7 @@ class _Open(NamedTuple):
 def _open_round(name: str) -> Steps[_Open | None]:
     """Return who joins a world now; None if nobody does."""
     root = f"{_ROOT}/{name}/join"
-    text = yield Read(root)
-    record = None if text is None else Record.parse(root, text)
+    record = yield from protocol.read_record(root)
     if record is None or record.outcome is not None or not record.first.entries:
         return None
     ticket = Ticket(root, record)

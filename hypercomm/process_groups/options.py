@@ -14,7 +14,7 @@ from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.world import World, current
+from hypercomm.process_groups.world import World
 
 
 @attrs.frozen
@@ -54,8 +54,11 @@ class GroupOptions:
         """
         if self.timeout is not None:
             check_given_timeout(self.timeout)
-        if self.group_desc is not None:
-            check_description(self.group_desc)
+        desc = "" if self.group_desc is None else self.group_desc
+        if not (isinstance(desc, str) and is_utf8(desc)):
+            raise GroupOptionsError(
+                f"group_desc must be a string that can be written as UTF-8, got {shown(desc)}"
+            )
         if self.lazy_init is not None:
             check_lazy_init(self.lazy_init)
         if self.backend is not None:
@@ -80,8 +83,11 @@ class GroupOptions:
                     f"pg_options {shown(pg_options)} would be dropped: torch passes no options to "
                     f"backend {backend!r}; leave pg_options out"
                 )
-            if "fake" in {default, *singles}:
-                check_pg_options(pg_options)
+            if "fake" in {default, *singles} and not hasattr(pg_options, "_timeout"):
+                raise GroupOptionsError(
+                    f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
+                    f"got {shown(pg_options)}"
+                )
             timeout = timeout or _own_timeout(pg_options)
         timeout = timeout or world.timeout_of(backend)
         if pg_options is not None:
@@ -123,31 +129,6 @@ def check_given_timeout(timeout: timedelta) -> None:
         GroupOptionsError: With the given value.
     """
     check_duration("timeout", timeout, GroupOptionsError)
-
-
-def check_description(group_desc: str) -> None:
-    """Raise unless `group_desc` can describe a group.
-
-    Raises:
-        GroupOptionsError: With the given value.
-    """
-    if not (isinstance(group_desc, str) and is_utf8(group_desc)):
-        raise GroupOptionsError(
-            f"group_desc must be a string that can be written as UTF-8, got {shown(group_desc)}"
-        )
-
-
-def check_pg_options(pg_options: Any) -> None:
-    """Raise unless `pg_options` is an options object of torch; all of those hold a timeout.
-
-    Raises:
-        GroupOptionsError: With the given value.
-    """
-    if pg_options is not None and not hasattr(pg_options, "_timeout"):
-        raise GroupOptionsError(
-            f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
-            f"got {shown(pg_options)}"
-        )
 
 
 def check_lazy_init(lazy_init: bool | None) -> None:
@@ -208,16 +189,6 @@ def check_known(backend: str) -> None:
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
 """A backend, and the type of its device, if there is one."""
-
-
-def live_pg_options(pg_options: Any) -> Any:
-    """Return what `torch.distributed.new_group` can be given for them in the live world.
-
-    Raises:
-        GroupOptionsError: They are no options.
-    """
-    check_pg_options(pg_options)
-    return _of_fake_backend(pg_options) if current().backend == "fake" else pg_options
 
 
 def _of_fake_backend(pg_options: Any) -> Any:

@@ -21,7 +21,6 @@ from hypercomm.errors import (
     GroupExistsError,
     GroupMissingError,
     GroupOptionsError,
-    NotInitializedError,
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
@@ -34,11 +33,11 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, abort, create, destroy, discard
+from hypercomm.process_groups.create import Ending, abort, destroy, discard
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
-from hypercomm.process_groups.strategies import ADOPTED
+from hypercomm.process_groups.strategies import ADOPTED, create
 from hypercomm.process_groups.world import World, current, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
@@ -72,11 +71,6 @@ class Group:
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether one of its keys shares it."""
-        return any(owner.specs[key].share == "identical" for owner, key in self.users)
-
 
 class Pool:
     """The groups that keys of one grid, and of the grids that borrow from it, may share.
@@ -101,7 +95,8 @@ class Pool:
         if found is not None:
             return found
         for group in self.groups:
-            if group.is_shared and group.is_owned and group.spec.can_serve(spec):
+            is_shared = any(owner.specs[key].share == "identical" for owner, key in group.users)
+            if is_shared and group.is_owned and group.spec.can_serve(spec):
                 return group
         return None
 
@@ -227,7 +222,6 @@ class GroupOwner:
             is_new: Whether this call has reserved the key, and releases it on failure.
         """
         pending: BaseException | None = None
-        former: ProcessGroup | None = None
         if not group.is_created:
             releasing = partial(self._releasing, key, group) if is_new else contextlib.nullcontext
             with releasing(), group.lock, releasing():  # the second acts before others go on
@@ -240,9 +234,6 @@ class GroupOwner:
             self.check_alive()
             if self.groups.get(key) is group:
                 self.created[key] = group
-                former = self.ended.pop(key, None)
-        if former is not None:
-            destroy([former])
         if pending is not None:
             raise pending
         return group.pg
@@ -271,7 +262,7 @@ class GroupOwner:
         made: list[ProcessGroup | None] = []
 
         def work(call: Call[None]) -> None:
-            made.append(create(spec, self._name(spec, call), None if scope.is_alone else call))
+            made.append(create(spec, self._name(spec, call), call))
 
         def undo() -> None:
             discard(made, world)
@@ -291,14 +282,14 @@ class GroupOwner:
         if spec.own is None:
             return None
         index, ranks = spec.own
-        return self.agreement.scope(world, f"{spec.title}/{index}", ranks)
+        return self.agreement.scope(world, f"{spec.key}/{index}", ranks)
 
     def grid_scope(self, world: World) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""
         return self.agreement.scope(world, "calls")
 
     def _name(self, spec: GroupSpec, call: Call[Any]) -> str:
-        record = call.scope.key.rpartition("/")[2]
+        record = call.scope.path.rpartition("/")[2]
         return call.name if record.isdecimal() else f"{call.name}/{spec.key}"
 
     def register(self, groups: Iterable[Group], made: Iterable[ProcessGroup | None]) -> None:
@@ -432,26 +423,25 @@ class GroupOwner:
             c10d.isolate(pg)
         abort(reversed(unused))
 
-    def _take_ended(self) -> list[ProcessGroup]:
-        """Return the groups that `end_groups` has left, and forget them."""
-        left = [pg for pg in self.ended.values() if pg is not None]
+    def _release_all(self) -> list[ProcessGroup]:
+        """Release all keys; return the groups that no other grid has, the last one first."""
+        unused = self.release(dict.fromkeys([*reversed(self.created), *self.specs]))
+        unused += [pg for pg in self.ended.values() if pg is not None]
         self.ended = dict.fromkeys(self.ended)
-        return left
+        return unused
 
     def end(self, ending: Ending) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""
         with self.pool.lock:
             self.is_destroyed = True
-            keys = dict.fromkeys([*reversed(self.created), *self.specs])
-            unused = [*self.release(keys), *self._take_ended()]
+            unused = self._release_all()
         if os.getpid() == self._process:
             ending(unused)
 
     def forget(self) -> None:
         """Abort all groups and release their keys: their world has another incarnation."""
         with self.pool.lock:
-            keys = dict.fromkeys([*reversed(self.created), *self.specs])
-            unused = [*self.release(keys), *self._take_ended()]
+            unused = self._release_all()
         abort(unused)
 
     def live(self) -> list[GroupKey]:
@@ -536,9 +526,9 @@ class Batch:
 
     def create(self, call: Call[Any], grid: str) -> None:
         """Create the groups in order, named by the call and the name of the grid in it."""
-        wait, prefix = None if call.scope.is_alone else call, f"{call.name}/{grid and grid + ': '}"
+        prefix = f"{call.name}/{grid and grid + ': '}"
         for group in self._new:
-            self._made.append(create(group.spec, f"{prefix}{group.spec.key}", wait))
+            self._made.append(create(group.spec, f"{prefix}{group.spec.key}", call))
 
     def undo(self) -> None:
         """Destroy what was created."""
@@ -577,7 +567,7 @@ def create_all(
     if world is None:
         if not find():
             return []
-        raise _not_initialized()
+        world = current()  # raises
     scope = owner.grid_scope(world)
     with refusing(scope):
         specs = find()
@@ -615,13 +605,6 @@ def create_batches(
     created = {name: batch.register() for name, batch in batches.items()}
     result.get()
     return created
-
-
-def _not_initialized() -> NotInitializedError:
-    return NotInitializedError(
-        "torch.distributed is not initialised; call hypercomm.join(), or "
-        "torch.distributed.init_process_group()"
-    )
 
 
 @contextlib.contextmanager

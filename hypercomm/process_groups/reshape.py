@@ -19,9 +19,10 @@ from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
-from hypercomm.process_groups.create import check_strategy, create, discard
+from hypercomm.process_groups.create import check_strategy, discard
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.strategies import create
 from hypercomm.process_groups.world import World
 
 _SHARED = "identical"
@@ -98,8 +99,7 @@ def reshape(
                 check_strategy(spec, len(scope.ranks), scope.world.size)
         keeps = fresh.pool is old.pool
         kept = _survivors(old, specs) if keeps and is_same_world else {}
-        lent = {spec.key: fresh.pool.lent(spec) for spec in specs if spec.key not in kept}
-        new = _shared([Group(spec, fresh) for spec in specs if lent.get(spec.key, True) is None])
+        groups, new = _find_groups(old, fresh, specs, kept)
     stays = {} if keeps else _staying(old, new)
     made: list[ProcessGroup | None] = []
 
@@ -112,12 +112,11 @@ def reshape(
         ]
 
     def work(call: Call[None]) -> None:
-        wait = None if call.scope.is_alone else call
         if stays:
             old.end_groups()
         for group in new:  # what was made before an error is discarded
             name, former = f"{call.name}/{group.spec.key}", stays.get(group.spec.key)
-            made.append(create(group.spec, name, wait, former))
+            made.append(create(group.spec, name, call, former))
 
     pending = None
     if scope is not None:
@@ -127,7 +126,7 @@ def reshape(
         for group, pg in zip(new, made, strict=True):
             group.pg, group.is_created = pg, True
         for spec in specs:
-            group = lent.get(spec.key) or _group_of(spec, kept, old, new)
+            group = groups[spec.key]
             fresh.attach(
                 spec if group.is_owned else attrs.evolve(spec, choice=group.spec.choice), group
             )
@@ -250,33 +249,25 @@ def _survives(old: GroupSpec, group: Group, new: GroupSpec) -> bool:
     return old.can_serve(new)
 
 
-def _shared(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups to create: one for keys that share."""
-    found: list[Group] = []
-    for group in groups:
-        if _serving(group.spec, found) is None:
-            found.append(group)
-    return found
-
-
-def _serving(spec: GroupSpec, groups: Sequence[Group]) -> Group | None:
-    for group in groups:
-        if group.spec.key == spec.key:
-            return group
-        if spec.share == group.spec.share == _SHARED and group.spec.can_serve(spec):
-            return group
-    return None
-
-
-def _group_of(
-    spec: GroupSpec, kept: dict[GroupKey, GroupKey], old: GroupOwner, new: Sequence[Group]
-) -> Group:
-    if spec.key in kept:
-        return old.created[kept[spec.key]]
-    group = _serving(spec, new)
-    if group is None:
-        raise CreationError(f"the process groups over {spec.key} were not created")
-    return group
+def _find_groups(
+    old: GroupOwner,
+    fresh: GroupOwner,
+    specs: Sequence[GroupSpec],
+    kept: dict[GroupKey, GroupKey],
+) -> tuple[dict[GroupKey, Group], list[Group]]:
+    """Return the group of each new key, and those to create: one for keys that share."""
+    groups: dict[GroupKey, Group] = {}
+    new: list[Group] = []
+    for spec in specs:
+        group = old.created[kept[spec.key]] if spec.key in kept else fresh.pool.lent(spec)
+        shared = (one for one in new if one.spec.share == _SHARED and one.spec.can_serve(spec))
+        if group is None and spec.share == _SHARED:
+            group = next(shared, None)
+        if group is None:
+            group = Group(spec, fresh)
+            new.append(group)
+        groups[spec.key] = group
+    return groups, new
 
 
 def _same(one: GroupKey, other: GroupKey) -> bool:

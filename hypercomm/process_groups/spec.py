@@ -109,11 +109,6 @@ class GroupSpec:
             return None
         return index, self.groups[index]
 
-    @property
-    def title(self) -> str:
-        """The key, as logs and torch's descriptions show it."""
-        return str(self.key)
-
     def describe(self) -> str:
         """Return the request as one entry of a proposal; it must be equal on all ranks."""
         members = ""
@@ -142,15 +137,12 @@ class GroupSpec:
             GroupOptionsError: Options or groups differ.
         """
         key = self.key.as_call()
-        if self.choice.strategy == "adopted" and other.given != self.given:
-            raise GroupOptionsError(
-                f"the process group over {key} is that of a DeviceMesh, and cannot be had with "
-                f"{other.given}; leave the options out, or use another name=..."
-            )
         if other.given != self.given:
+            is_adopted = self.choice.strategy == "adopted"
+            made = "is that of a DeviceMesh" if is_adopted else f"was created with {self.given}"
             raise GroupOptionsError(
-                f"the process group over {key} was created with {self.given}, and cannot be had "
-                f"with {other.given}; use the same options, or another name=..."
+                f"the process group over {key} {made}, and cannot be had with {other.given}; use "
+                f"the same options, or another name=..."
             )
         if not same_for_caller(other.groups, self.groups, self.world):
             raise GroupOptionsError(

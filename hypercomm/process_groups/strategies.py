@@ -9,58 +9,25 @@ Members keep the order of their group, which may not be ascending if a layout li
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError
+from hypercomm.errors import CreationError, HyperCommError, NotInitializedError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import Wait, lazy_init
+from hypercomm.process_groups.agreement.calls import Call
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, Wait, lazy_init
 from hypercomm.process_groups.torch_internals.split import split_device
 from hypercomm.process_groups.world import World, current
 
 if TYPE_CHECKING:
     from hypercomm.process_groups.spec import GroupSpec
-
-
-class OwnGroup(NamedTuple):
-    """The group of the calling rank: its name on all members, its position, and its ranks."""
-
-    name: str
-    position: int
-    ranks: tuple[int, ...]
-
-
-@attrs.frozen(slots=False)
-class Attempt:
-    """One attempt to create the groups of a spec.
-
-    Attributes:
-        name: The name of the groups, the same on all ranks.
-        spec: The spec.
-        wait: Waits for other members; None if the rank has nobody to wait for.
-        stays: The group of before, which is to have other members; None: a new one is created.
-    """
-
-    name: str
-    spec: GroupSpec
-    wait: Wait | None
-    stays: ProcessGroup | None = None
-
-    @cached_property
-    def own(self) -> OwnGroup | None:
-        """The group of the calling rank; None if it is not a member."""
-        if self.spec.own is None:
-            return None
-        index, ranks = self.spec.own
-        return OwnGroup(f"{self.name}/{index}", index, ranks)
 
 
 class Choice(NamedTuple):
@@ -171,34 +138,16 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
     return c10d.why_not_members()
 
 
-def _create_local(attempt: Attempt) -> ProcessGroup | None:
-    if attempt.own is None:
+def _create_local(
+    spec: GroupSpec, title: str, wait: Wait | None, stays: ProcessGroup | None
+) -> ProcessGroup | None:
+    if spec.own is None:
         return None
-    world, options = attempt.spec.world or current(), attempt.spec.options
-    name, _, ranks = attempt.own
-    group = attempt.stays or c10d.new_group(
-        *(name, ranks),
-        backend=options.backend or world.backend,
-        timeout=options.timeout,
-        pg_options=options.pg_options,
-        group_desc=options.group_desc or attempt.name,
-        lazily=options.lazy_init,
-        wait=attempt.wait,
-        rank=world.rank,
-        store=world.store,
-        stale=world.stale,
-        is_in_default=world.is_default,
-        enable_reconfigure=options.enable_reconfigure,
-    )
+    world, options, (index, ranks) = spec.world or current(), spec.options, spec.own
+    name = f"{title}/{index}"
+    group = stays or c10d.new_group(name, ranks, options=options, world=world, wait=wait)
     if options.enable_reconfigure:
-        c10d.reconfigure(
-            *(group, name, ranks),
-            rank=world.rank,
-            store=world.store,
-            timeout=options.timeout,
-            wait=attempt.wait,
-            stale=world.stale,
-        )
+        c10d.reconfigure(group, name, ranks, timeout=options.timeout, world=world, wait=wait)
     return group
 
 
@@ -214,21 +163,16 @@ def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str
     return obstacle
 
 
-def _create_split(attempt: Attempt) -> ProcessGroup | None:
+def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | None:
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
     # A rank that is not a member passes a group that it is not in, and gets None.
-    own = -1 if attempt.own is None else attempt.own.position
-    group = None
-    for turn in split_turns(attempt.spec.groups):
+    own = -1 if spec.own is None else spec.own[0]
+    options, group = spec.options, None
+    for turn in split_turns(spec.groups):
         index = own if own in turn else int(own == 0)
-        part = c10d.split_group(
-            attempt.own.name if attempt.own is not None and own in turn else None,
-            attempt.spec.groups[index],
-            backend=attempt.spec.options.backend or current().backend,
-            timeout=attempt.spec.options.timeout,
-            pg_options=attempt.spec.options.pg_options,
-            group_desc=attempt.spec.options.group_desc,
-        )
+        own_name = f"{title}/{own}" if own in turn else None
+        backend = options.backend or current().backend
+        part = c10d.split_group(own_name, spec.groups[index], options, backend)
         group = part or group
     return group
 
@@ -259,8 +203,8 @@ def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) ->
     return f"new_group of this torch sorts the ranks of each group, and {groups!r} are not"
 
 
-def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
-    options, groups = attempt.spec.options, attempt.spec.groups
+def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
+    options, groups = spec.options, spec.groups
     ranks = groups.to_array().tolist()
     given: dict[str, Any] = {"backend": options.backend, **options.given()}
     if options.lazy_init:
@@ -273,19 +217,23 @@ def _create_enumerate(attempt: Attempt) -> ProcessGroup | None:
             own = enumerate_groups(ranks, **given)[0]
         else:
             made = [dist.new_group(members, sort_ranks=False, **given) for members in ranks]
-            if attempt.own is not None:
-                own = made[attempt.own.position]
+            if spec.own is not None:
+                own = made[spec.own[0]]
     if dist.is_initialized():
         c10d.forget_non_members()
     return c10d.as_member(own)
 
 
 class Strategy(NamedTuple):
-    """A strategy: why it cannot work, its cost, and the function that creates a group."""
+    """A strategy: why it cannot work, its cost, and the function that creates a group.
+
+    That function takes the spec, the name of its groups, which is the same on all ranks, what waits
+    for other members, and the group of before that is to have these members.
+    """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
     cost: str
-    create: Callable[[Attempt], ProcessGroup | None]
+    create: Callable[[GroupSpec, str, Wait | None, ProcessGroup | None], ProcessGroup | None]
 
 
 STRATEGIES = {
@@ -306,3 +254,57 @@ STRATEGIES = {
     ),
 }
 """The strategies, by name; "auto" uses the first that works, split first if all ranks call."""
+
+
+# ---- one creation ------------------------------------------------------------------------------
+
+
+def create(
+    spec: GroupSpec, name: str, call: Call[Any] | None, stays: ProcessGroup | None = None
+) -> ProcessGroup | None:
+    """Create the group of the calling rank, and leave torch as it was if that fails.
+
+    Args:
+        spec: What is created.
+        name: The name of the groups, the same on all ranks.
+        call: The call that creates it; None before there is a world.
+        stays: The group that is to have these members; None: a new one is created.
+
+    Returns:
+        The group; None where the calling rank is not a member.
+
+    Raises:
+        ConnectionFailedError: The members of a gloo group could not connect.
+    """
+    before = c10d.registered()
+    wait = None if call is None or call.scope.is_alone else call.wait
+    try:
+        return STRATEGIES[spec.choice.strategy].create(spec, name, wait, stays)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the error at hand matters more
+            c10d.destroy(_left_by(spec, name, before))
+        c10d.forget_non_members()
+        if (spec.world is None or spec.world.is_default) and not dist.is_initialized():
+            raise NotInitializedError(
+                f"torch.distributed is not initialised, so the groups over {spec.key} cannot be "
+                f"created; call hypercomm.join(), or torch.distributed.init_process_group()"
+            ) from error
+        known = (HyperCommError, dist.DistNetworkError, ConnectionFailedError)
+        if isinstance(error, RuntimeError) and not isinstance(error, known):
+            reason = (str(error).splitlines() or [""])[0]
+            raise CreationError(
+                f"the process group over {spec.key} was not created: {reason}"
+            ) from error
+        raise
+
+
+def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
+    """Return what a failed creation has registered; other threads may have registered theirs."""
+    new = c10d.registered() - before
+    if spec.choice.strategy in {"local", "split"}:
+        is_live = spec.world is not None  # else torch's own functions are replaced
+        return new & c10d.registered_as(f"{name}/{spec.own[0]}") if spec.own and is_live else set()
+    new -= c10d.kept()  # torch has named it
+    if not dist.is_initialized() or spec.own is None:
+        return new
+    return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}

@@ -25,7 +25,6 @@ from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.torch_internals.gloo import world_address_key
-from hypercomm.process_groups.torch_internals.store import answer, default_store
 
 
 @attrs.define(eq=False, slots=False)
@@ -104,7 +103,7 @@ class World:
     @property
     def store(self) -> Any:
         """The store of torch that the ranks meet in."""
-        return default_store() if self._store is None else self._store
+        return c10d.default_store() if self._store is None else self._store
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -141,12 +140,12 @@ class World:
         """The prefix of all keys of the world; another one in the same store has another prefix.
 
         It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
-        published, which is new in each job.
+        published, which is new in each job. The first use asks the store: call it in a worker.
         """
         if self._namespace is None:
             address = None
             if self.has_store:
-                address = answer(lambda: c10d.read_bytes(self.store, world_address_key(0)))
+                address = c10d.read_bytes(self.store, world_address_key(0))
             token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
             self._namespace = f"hypercomm/{self.size}{token}"
         return self._namespace
@@ -178,10 +177,6 @@ class World:
         with _lock:
             self._counts[key] += 1
             return self._counts[key] - 1
-
-    def comes_of(self, before: World, numbers: tuple[int, ...]) -> None:
-        """Note from which world this one was made, and the number there of each of its ranks."""
-        self.before, self.numbers = before, numbers
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
         """Return the number of each rank in an earlier world; None if this one is not from it."""
@@ -250,7 +245,7 @@ def rank_in_world(explicit: int | None = None, world: World | None = None) -> in
     """
     if explicit is not None:
         return explicit
-    if world is not None and not world.is_default:
+    if world is not None:
         return world.rank
     return dist.get_rank() if dist.is_initialized() else _from_environment("RANK")
 

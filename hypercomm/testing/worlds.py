@@ -18,7 +18,7 @@ from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.torch_internals.backends import backend_config, default_timeout
+from hypercomm.process_groups.torch_internals.capabilities import backend_config, default_timeout
 from hypercomm.process_groups.world import World, current
 
 _c10d: Any = dist.distributed_c10d

@@ -160,7 +160,7 @@ def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Seg
     # Small enough to balance the senders and to fill the buckets.
     grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
     sent: Counter[int] = Counter()
-    filling = _Filling(bucket_bytes)
+    last: dict[int, tuple[int, int]] = {}  # for each rank, its last bucket and the bytes used in it
     all_routes: dict[RankMapping, list[Route]] = {}
     for position, parameter in enumerate(parameters):
         if 0 in parameter.source_shape:
@@ -176,7 +176,7 @@ def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Seg
             bucket = -1
             if source != target:
                 sent[source] += nbytes
-                bucket = filling.bucket_for(source, target, room_for(nbytes))
+                bucket = _reserve(last, (source, target), room_for(nbytes), bucket_bytes)
             yield Segment(position, source, target, here, there, nbytes, bucket)
 
 
@@ -244,25 +244,15 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Box]:
             yield (*outer, first, *[0] * len(rest)), extents
 
 
-@attrs.define
-class _Filling:
-    """The fill level of the buckets. Each rank fills them in order.
-
-    Attributes:
-        limit: The bytes that a rank may use in one bucket.
-        last: For each rank, its last bucket and the bytes used in it.
-    """
-
-    limit: int
-    last: dict[int, tuple[int, int]] = attrs.field(factory=dict)
-
-    def bucket_for(self, source: int, target: int, room: int) -> int:
-        """Reserve room in the first bucket that has space on both ranks, in order on both."""
-        ends = [self.last.get(rank, (0, 0)) for rank in (source, target)]
-        bucket = max(number for number, _ in ends)
-        used = [amount if number == bucket else 0 for number, amount in ends]
-        if max(used) + room > self.limit:
-            bucket, used = bucket + 1, [0, 0]
-        for rank, amount in zip((source, target), used, strict=True):
-            self.last[rank] = bucket, amount + room
-        return bucket
+def _reserve(
+    last: dict[int, tuple[int, int]], ranks: tuple[int, int], room: int, limit: int
+) -> int:
+    """Reserve room in the first bucket that has space on both ranks, in order on both."""
+    ends = [last.get(rank, (0, 0)) for rank in ranks]
+    bucket = max(number for number, _ in ends)
+    used = [amount if number == bucket else 0 for number, amount in ends]
+    if max(used) + room > limit:
+        bucket, used = bucket + 1, [0, 0]
+    for rank, amount in zip(ranks, used, strict=True):
+        last[rank] = bucket, amount + room
+    return bucket

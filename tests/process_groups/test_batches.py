@@ -77,7 +77,7 @@ def test_what_a_batch_says_for_all(monkeypatch):
     monkeypatch.setattr(
         c10d,
         "new_group",
-        lambda *args, **said: seen.append(said["timeout"]) or honest(*args, **said),
+        lambda *args, **said: seen.append(said["options"].timeout) or honest(*args, **said),
     )
     with fake_world(8, rank=5), grid_of() as grid:
         dp, dp_cp, apart = grid.create_pgs(

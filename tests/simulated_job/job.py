@@ -497,7 +497,7 @@ def simulate_job(
             job.ranks += [Rank(number, job) for number in range(size)]
             for rank in job.ranks:
                 main = functools.partial(_main, rank, program, args)
-                rank.main = scheduler.spawn(rank, main, is_main=True, worker=False)
+                rank.main = scheduler.spawn(rank, main, is_main=True)
             scheduler.run()
     finally:
         _job.pop()
@@ -592,7 +592,7 @@ def thread(action: Callable[[], object]) -> Callable[[], object]:
         finally:
             ended.set()
 
-    scheduler.spawn(rank, act, worker=False)
+    scheduler.spawn(rank, act)
     return ended.wait
 
 

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hypercomm.process_groups.torch_internals import store
-
 
 class EndedError(BaseException):
     """The simulated process of this thread has ended."""
@@ -74,21 +72,9 @@ class Scheduler:
         self._finished.acquire()
         self.current = None
 
-    def spawn(
-        self,
-        owner: Any,
-        action: Callable[[], object],
-        *,
-        is_main: bool = False,
-        worker: bool = True,
-    ) -> Task:
-        """Start a thread; the operations of a worker on the store run inline."""
-
-        def act() -> None:
-            vars(store)["_in_thread"].is_set = worker
-            action()
-
-        task = Task(owner, act, is_main=is_main)
+    def spawn(self, owner: Any, action: Callable[[], object], *, is_main: bool = False) -> Task:
+        """Start a thread."""
+        task = Task(owner, action, is_main=is_main)
         task.speed_s = 10 ** self.random.uniform(-5, -3)  # some ranks are slower than others
         threading.Thread(target=self._run, args=(task,), name="simulated", daemon=True).start()
         self._wake(task)

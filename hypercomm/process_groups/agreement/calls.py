@@ -36,6 +36,7 @@ from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.driver import perform, run
 from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Ticket
 from hypercomm.process_groups.agreement.status import (
+    MOST,
     SAME_CALLS,
     Status,
     explain_deadlock,
@@ -169,14 +170,6 @@ class EndedError(Exception):
         self.outcome = outcome
 
 
-class _DeadlineError(Exception):
-    """The deadline has passed while this rank waited."""
-
-
-class _InterruptedError(Exception):
-    """The calling thread was interrupted."""
-
-
 class Call(Generic[T]):
     """One call of this rank, from its proposal to the outcome.
 
@@ -194,7 +187,6 @@ class Call(Generic[T]):
         self.deadline = self.began + limit_s
         self.name = ""
         self._entries = entries
-        self._proposal = _proposal(scope.world)
         self._slow_s = min(_SLOW_S, limit_s / 4)
         self._ticket: Ticket | None = None
         """The round, once this rank has proposed."""
@@ -225,10 +217,14 @@ class Call(Generic[T]):
             raise RuntimeError(f"{self.title} has not proposed anything")
         return self._ticket
 
+    def _decide(self, outcome: Outcome) -> Outcome:
+        return self._follow(protocol.decide(self._round, outcome))
+
     # ---- in the calling thread ------------------------------------------------------------------
 
     def make(self, work: Callable[[Call[T]], T], undo: Callable[[], None]) -> Result[T]:
         """Make the call; arguments, result and errors are those of `together`."""
+        self._proposal = _proposal(self.scope.world)
         done, pending = threading.Event(), None
         device = c10d.current_device()
         end = self.deadline + _FINISHED_S + _STUCK_S
@@ -286,8 +282,9 @@ class Call(Generic[T]):
                 refusal = self._refusal(pending)
                 self.scope.refuse(refusal)
                 return Outcome("failed", refusal.refusal)
-            outcome = self._interruption() if pending else self._follow(self._timed_out())
-            return self._follow(protocol.decide(self._ticket, outcome))
+            return self._decide(
+                self._interruption() if pending else self._follow(self._timed_out())
+            )
 
         try:
             outcome = in_time(last_word, _LAST_WORD_S)
@@ -313,17 +310,14 @@ class Call(Generic[T]):
                 f"again on all ranks"
             )
         if outcome.kind in ("missing", "unfinished"):
-            seconds = f"{waited.total_seconds():.1f} s"
-            text = f"{self.title}: {outcome.text}; {name} waited {seconds}"
             return GroupCreationTimeout(
-                text, missing=outcome.missing, absent=outcome.absent, waited=waited
+                f"{self.title}: {outcome.text}; {name} waited {waited.total_seconds():.1f} s",
+                missing=outcome.missing,
+                absent=outcome.absent,
+                waited=waited,
             )
-        text = f"{self.title}: {outcome.text}"
-        if outcome.kind == "failed":
-            return CreationError(text)
-        if outcome.kind == "restarted":
-            return WorldRestartedError(text)
-        return PlanMismatchError(text)
+        kinds = {"differs": PlanMismatchError, "restarted": WorldRestartedError}
+        return kinds.get(outcome.kind, CreationError)(f"{self.title}: {outcome.text}")
 
     # ---- in the worker --------------------------------------------------------------------------
 
@@ -368,25 +362,18 @@ class Call(Generic[T]):
             )
         first = ticket.record.first
         if time.monotonic() > self.deadline:
-            return self._arrived_late()
+            late = _late(world.rank)  # the others go on: this rank may join them at its next call
+            return self._decide(late) if first == self._proposal else late
         if first.refusal and first is not self._proposal:
-            return self._follow(protocol.decide(ticket, Outcome("failed", first.refusal)))
+            return self._decide(Outcome("failed", first.refusal))
         text = protocol.first_difference(self._proposal, first)
         if text is not None:
-            outcome = Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name)
-            return self._follow(protocol.decide(ticket, outcome))
+            return self._decide(Outcome("differs", f"{text}; {SAME_CALLS}", token=self.name))
         self._has_arrived = True
         self._perform(protocol.Append(ticket.arrivals, f"{world.rank},"))
         if world.stale:
             self._perform(protocol.Delete(world.take_stale()))
         return None
-
-    def _arrived_late(self) -> Outcome:
-        """Return the outcome for this rank alone: its time was over before it arrived."""
-        ticket, late = self._round, _late(self.scope.world.rank)
-        if ticket.record.first == self._proposal:
-            return self._follow(protocol.decide(ticket, late))
-        return late  # the others go on: this rank may join them at its next call
 
     def _finish(self) -> Outcome:
         ticket = self._round
@@ -409,17 +396,11 @@ class Call(Generic[T]):
             if isinstance(error, dist.DistNetworkError):
                 raise error
             return Outcome("failed", str(error))
-        if isinstance(error, _DeadlineError):
-            outcome = self._follow(self._timed_out())
-        elif isinstance(error, _InterruptedError):
-            outcome = self._interruption()
-        elif isinstance(error, ConnectionFailedError):
-            outcome = self._could_not_connect(error)
-        else:
-            if not isinstance(error, dist.DistNetworkError):  # else the store may be back
-                self._error = error
-            outcome = Outcome("failed", _failed(self._proposal, error))
-        return self._follow(protocol.decide(self._ticket, outcome))
+        if isinstance(error, ConnectionFailedError):
+            return self._decide(self._could_not_connect(error))
+        if not isinstance(error, dist.DistNetworkError):  # else the store may be back
+            self._error = error
+        return self._decide(Outcome("failed", _failed(self._proposal, error)))
 
     def _refusal(self, error: BaseException | None) -> Proposal:
         text = _failed(self._proposal, error or TimeoutError("the store did not answer"))
@@ -507,9 +488,9 @@ class Call(Generic[T]):
         while (value := ready()) is None:
             now = time.monotonic()
             if self._is_interrupted:
-                raise _InterruptedError
+                raise EndedError(self._decide(self._interruption()))
             if now > deadline:
-                raise _DeadlineError
+                raise EndedError(self._decide(self._follow(self._timed_out())))
             if now - begin > self._slow_s and now - last > self._slow_s / 2:
                 self._look()
                 last = time.monotonic()
@@ -523,7 +504,7 @@ class Call(Generic[T]):
         if reason := world.why_ended():
             raise EndedError(Outcome("restarted", reason))
         if found := self.scope.look():
-            raise EndedError(self._follow(protocol.decide(ticket, found)))
+            raise EndedError(self._decide(found))
         outcome = self._follow(protocol.read_outcome(ticket))
         if outcome is not None:
             raise EndedError(outcome)
@@ -539,13 +520,15 @@ class Call(Generic[T]):
         if circle:
             outcome = explain_deadlock(circle)
             for status in circle[1:]:
-                self._end_elsewhere(status, outcome)
-            raise EndedError(self._follow(protocol.decide(ticket, outcome)))
-        for rank in missing[:8] if own.grid else ():
+                record = self._follow(protocol.read_record(status.key))
+                if record is not None and record.round == status.round:
+                    self._follow(protocol.decide(Ticket(status.key, record), outcome))
+            raise EndedError(self._decide(outcome))
+        for rank in missing[:MOST] if own.grid else ():
             peer = self._follow(read_status(world.namespace, rank))
             found = None if peer is None else peer.outcome
             if found and own.grid in found.grids and found.token not in world.reported:
-                raise EndedError(self._follow(protocol.decide(ticket, found)))
+                raise EndedError(self._decide(found))
 
     def _report_waiting(self) -> None:
         """Report that this rank waits, while its worker is in a backend."""
@@ -557,12 +540,6 @@ class Call(Generic[T]):
             key, text = status_key(world.namespace, world.rank), self._status(()).text()
             self._perform(protocol.Write(key, text))
 
-    def _end_elsewhere(self, status: Status, outcome: Outcome) -> None:
-        text = self._perform(protocol.Read(status.key))
-        record = None if text is None else protocol.Record.parse(status.key, text)
-        if record is not None and record.round == status.round:
-            self._follow(protocol.decide(Ticket(status.key, record), outcome))
-
     def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
         scope, ticket = self.scope, self._round
         return Status(
@@ -572,7 +549,7 @@ class Call(Generic[T]):
             scope.grid,
             scope.key,
             ticket.round,
-            waits_for[:8],
+            waits_for[:MOST],
             max(1, sum(call.scope.world is scope.world for call in list(_active))),
             outcome,
             scope.world.title(scope.world.rank),
@@ -644,17 +621,13 @@ def _failed(proposal: Proposal, error: BaseException) -> str:
 # ---- all or none -------------------------------------------------------------------------------
 
 
-def nothing() -> None:
-    """Undo nothing."""
-
-
 def together(
     scope: Scope,
     title: str,
     entries: Entries,
     limit_s: float,
     work: Callable[[Call[T]], T],
-    undo: Callable[[], None] = nothing,
+    undo: Callable[[], None] = lambda: None,
 ) -> Result[T]:
     """Make a call on all ranks of a scope, or on none.
 

@@ -37,7 +37,7 @@ class GridAgreement:
     def text(self) -> str:
         """What must be equal on all ranks of the grid, as JSON."""
         layout = self.layout
-        listed = json.loads(layout.to_json()).get("ranks")
+        listed = layout.to_dict().get("ranks")
         if listed is not None and len(listed) > _MOST_LISTED:
             digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
             listed = f"{len(listed)} ranks with digest {digest}"

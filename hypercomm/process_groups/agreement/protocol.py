@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Generator, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
 from hypercomm.errors import CreationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 # ---- operations ---------------------------------------------------------------------------------
 
@@ -79,6 +82,38 @@ Steps = Generator[Operation, Any, T]
 # ---- what a record holds -----------------------------------------------------------------------
 
 
+V = TypeVar("V", bound="Stored")
+
+
+class Stored:
+    """What a key of the store holds, as JSON."""
+
+    def text(self) -> str:
+        """Return the text that the key holds."""
+        fields: Any = self
+        return json.dumps(attrs.asdict(fields), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Self:
+        """Read what `text` returned.
+
+        Raises:
+            CreationError: The key holds something else.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CreationError(
+                f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; "
+                f"something else writes there, or the ranks have different versions of hypercomm"
+            ) from error
+
+
+def as_tuple(found: Iterable[Any]) -> tuple[Any, ...]:
+    """Convert a field that was read as JSON."""
+    return tuple(found)
+
+
 @attrs.frozen
 class Proposal:
     """What a rank proposes.
@@ -89,12 +124,12 @@ class Proposal:
         entries: What it proposes, in lines that are compared.
         refusal: Why the rank cannot take part; "" if it can.
         number: Distinguishes the proposals of one rank, whose other fields may be equal.
-        title: How errors name the rank; "": by its number.
+        title: How errors name the rank.
     """
 
     rank: int
     host: str
-    entries: tuple[str, ...] = ()
+    entries: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     refusal: str = ""
     number: int = 0
     title: str = ""
@@ -102,11 +137,14 @@ class Proposal:
     @property
     def name(self) -> str:
         """Rank and host in words."""
-        return f"{self.title or f'rank {self.rank}'} (host {self.host})"
+        return f"{self.title} (host {self.host})"
 
     def is_by_rank_of(self, other: Proposal) -> bool:
         """Return whether the same rank has made another proposal; numbers differ with the parts."""
         return (self.rank, self.title) == (other.rank, other.title)
+
+
+_KINDS = ("agreed", "differs", "failed", "missing", "unfinished", "restarted")
 
 
 @attrs.frozen
@@ -124,11 +162,11 @@ class Outcome:
         token: Identifies an outcome that is reported in more than one record.
     """
 
-    kind: str
+    kind: str = attrs.field(validator=attrs.validators.in_(_KINDS))
     text: str = ""
-    missing: tuple[int, ...] = ()
-    absent: tuple[int, ...] = ()
-    grids: tuple[str, ...] = ()
+    missing: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
+    absent: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
+    grids: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     token: str = ""
 
 
@@ -136,11 +174,22 @@ AGREED = Outcome("agreed")
 _MOST_FAILED = 16
 """How many rounds that failed a record holds, for ranks that have not seen them."""
 
-_KINDS = {"agreed", "differs", "failed", "missing", "unfinished", "restarted"}
+
+def as_outcome(found: Any) -> Outcome | None:
+    """Convert a field that was read as JSON."""
+    return Outcome(**found) if isinstance(found, dict) else found
+
+
+def _as_outcomes(found: Iterable[Any]) -> tuple[Outcome, ...]:
+    return tuple(one for one in map(as_outcome, found) if one is not None)
+
+
+def _as_proposal(found: Any) -> Proposal:
+    return Proposal(**found) if isinstance(found, dict) else found
 
 
 @attrs.frozen
-class Record:
+class Record(Stored):
     """What the key of a record holds.
 
     Attributes:
@@ -152,35 +201,10 @@ class Record:
     """
 
     round: int
-    first: Proposal
-    outcome: Outcome | None = None
-    failed: tuple[Outcome, ...] = ()
+    first: Proposal = attrs.field(converter=_as_proposal)
+    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
+    failed: tuple[Outcome, ...] = attrs.field(default=(), converter=_as_outcomes)
     agreed_before: int = -1
-
-    def text(self) -> str:
-        """Return the text that the key holds."""
-        return json.dumps(attrs.asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, key: str, text: str) -> Record:
-        """Read what `text` returned.
-
-        Raises:
-            CreationError: The key holds something else.
-        """
-        try:
-            found = json.loads(text)
-            first = Proposal(**{**found["first"], "entries": tuple(found["first"]["entries"])})
-            record = cls(
-                int(found["round"]),
-                first,
-                _outcome(found["outcome"]),
-                tuple(one for one in map(_outcome, found["failed"]) if one is not None),
-                int(found["agreed_before"]),
-            )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise foreign(key, text) from error
-        return record
 
     @property
     def agreed(self) -> int:
@@ -215,24 +239,6 @@ class Record:
             if outcome is not None and outcome.kind in ("differs", "failed"):
                 return attrs.evolve(self, round=number, outcome=outcome)
         return None
-
-
-def _outcome(fields: Any) -> Outcome | None:
-    if fields is None:
-        return None
-    outcome = Outcome(**fields)
-    if outcome.kind not in _KINDS or not isinstance(outcome.text, str):
-        raise ValueError(outcome.kind)
-    missing, absent = (tuple(map(int, ranks)) for ranks in (outcome.missing, outcome.absent))
-    return attrs.evolve(outcome, missing=missing, absent=absent, grids=tuple(outcome.grids))
-
-
-def foreign(key: str, text: str) -> CreationError:
-    """Return the error for a key of ours that holds what this library did not write."""
-    return CreationError(
-        f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; something "
-        f"else writes there, or the ranks have different versions of hypercomm"
-    )
 
 
 # ---- one round ---------------------------------------------------------------------------------
@@ -317,6 +323,12 @@ def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
         found = record.outcome_of(ticket.round)
         if found is not None:
             return found
+
+
+def read_record(key: str) -> Steps[Record | None]:
+    """Return the record that a key holds; None if there is none."""
+    text = yield Read(key)
+    return None if text is None else Record.parse(key, text)
 
 
 def read_outcome(ticket: Ticket) -> Steps[Outcome | None]:

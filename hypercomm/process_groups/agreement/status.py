@@ -20,17 +20,17 @@ from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.agreement.protocol import (
     Outcome,
     Read,
-    Record,
     Steps,
-    foreign,
+    Stored,
+    as_outcome,
+    as_tuple,
+    differing,
+    read_record,
 )
 from hypercomm.process_groups.world import World
 
-_MOST_ASKED = 8
-"""Missing ranks of one call whose status is read at most."""
-
-_MOST_NAMED = 8
-_DEEPEST = 8
+MOST = 8
+"""Missing ranks of one call that are read, named, or followed to the ranks that they wait for."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def this_host() -> str:
 
 
 @attrs.frozen
-class Status:
+class Status(Stored):
     """What a rank that waits for long reports.
 
     Attributes:
@@ -62,19 +62,15 @@ class Status:
     grid: str
     key: str
     round: int
-    waits_for: tuple[int, ...] = ()
+    waits_for: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
     threads: int = 1
-    outcome: Outcome | None = None
+    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
     title: str = ""
 
     @property
     def name(self) -> str:
         """Rank and host in words."""
-        return f"{self.title or f'rank {self.rank}'} (host {self.host})"
-
-    def text(self) -> str:
-        """Return the text that the key of the rank holds."""
-        return json.dumps(attrs.asdict(self), separators=(",", ":"))
+        return f"{self.title} (host {self.host})"
 
 
 def status_key(namespace: str, rank: int) -> str:
@@ -90,18 +86,7 @@ def read_status(namespace: str, rank: int) -> Steps[Status | None]:
     """
     key = status_key(namespace, rank)
     text = yield Read(key)
-    if not text:
-        return None
-    try:
-        fields = json.loads(text)
-        outcome = fields["outcome"]
-        if outcome is not None:
-            names = ("missing", "absent", "grids")
-            outcome = Outcome(**{**outcome, **{name: tuple(outcome[name]) for name in names}})
-        status = Status(**{**fields, "waits_for": tuple(fields["waits_for"]), "outcome": outcome})
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise foreign(key, text) from error
-    return status
+    return Status.parse(key, text) if text else None
 
 
 def find_deadlock(
@@ -122,8 +107,8 @@ def find_deadlock(
     if any(status.threads > 1 for status in circle):
         return []
     for status in circle[1:]:
-        text = yield Read(status.key)
-        if text is None or Record.parse(status.key, text).outcome_of(status.round) is not None:
+        record = yield from read_record(status.key)
+        if record is None or record.outcome_of(status.round) is not None:
             return []
         if (yield from read_status(namespace, status.rank)) != status:
             return []
@@ -133,10 +118,10 @@ def find_deadlock(
 def _way_back(
     namespace: str, path: list[Status], known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
-    for rank in path[-1].waits_for[:_MOST_ASKED]:
+    for rank in path[-1].waits_for[:MOST]:
         if rank == path[0].rank and len(path) > 1:
             return path
-        if rank in known or len(path) == _DEEPEST:
+        if rank in known or len(path) == MOST:
             continue
         known[rank] = status = yield from read_status(namespace, rank)
         if status is not None and status.outcome is None:
@@ -146,41 +131,29 @@ def _way_back(
     return []
 
 
+SAME_CALLS = "every rank must make the same calls in one order"
+
+
 def explain_deadlock(circle: Sequence[Status]) -> Outcome:
     """Return the outcome for the rounds of all ranks of a circle."""
     own, *others = circle
     waits = "; ".join(
-        f"{status.name} waits in {status.call} for {ahead.title or f'rank {ahead.rank}'}"
+        f"{status.name} waits in {status.call} for {ahead.title}"
         for status, ahead in zip(circle, [*others, own], strict=True)
     )
     token = min(f"{status.key}#{status.round}" for status in circle)
-    different = next(
-        (one for one in others if one.grid and own.grid and one.grid != own.grid), None
-    )
-    if different is None:
+    different = [one for one in others if one.grid and own.grid and one.grid != own.grid]
+    if not different:
         text = f"ranks wait for each other in different calls: {waits}; {SAME_CALLS}"
         return Outcome("differs", text, token=token)
-    grids = tuple(dict.fromkeys(status.grid for status in circle if status.grid))
-    return Outcome(
-        "differs", f"{grid_difference(own, different)}; {waits}", grids=grids, token=token
+    mine, theirs = json.loads(own.grid), json.loads(different[0].grid)
+    fields = [(f"{name}: {mine[name]}", f"{name}: {theirs.get(name)}") for name in mine]
+    text = (
+        f"{differing(fields, own.name, different[0].name)}; ranks have built different grids; "
+        f"every rank must build the same grids in one order, or give each a name=...; {waits}"
     )
-
-
-SAME_CALLS = "every rank must make the same calls in one order"
-
-
-def grid_difference(own: Status, other: Status) -> str:
-    """Return how the grids of two ranks differ."""
-    here, there = own.name, other.name
-    mine, theirs = json.loads(own.grid), json.loads(other.grid)
-    names = [name for name in mine if mine[name] != theirs.get(name)]
-    fields = "; ".join(
-        f"{name}: {mine[name]} on {here}, {theirs.get(name)} on {there}" for name in names
-    )
-    return (
-        f"{fields}; ranks have built different grids; every rank must build the same grids in one "
-        f"order, or give each a name=..."
-    )
+    grids = dict.fromkeys(status.grid for status in circle if status.grid)
+    return Outcome("differs", text, grids=tuple(grids), token=token)
 
 
 def name_missing(
@@ -222,7 +195,7 @@ def name_missing(
 
     def cause_of(rank: int) -> Steps[int]:
         at, seen = rank, {rank, *present}
-        for _ in range(_DEEPEST):
+        for _ in range(MOST):
             status = yield from status_of(at)
             ahead = [] if status is None or not explains(status) else status.waits_for
             ahead = [one for one in ahead if one not in seen]
@@ -233,11 +206,11 @@ def name_missing(
         return at
 
     causes: dict[int, None] = {}
-    for rank in missing[:_MOST_ASKED]:
+    for rank in missing[:MOST]:
         causes[(yield from cause_of(rank))] = None
-    causes |= dict.fromkeys(missing[_MOST_ASKED:])
+    causes |= dict.fromkeys(missing[MOST:])
     names = []
-    for rank in [*causes][:_MOST_NAMED]:
+    for rank in [*causes][:MOST]:
         status = yield from status_of(rank)
         names.append(_name(world, rank, status, layout))
     more = len(causes) - len(names)
@@ -251,6 +224,6 @@ def _name(world: World, rank: int, status: Status | None, layout: RankLayout | N
     if status is not None:
         notes.append(f"host {status.host}")
         if status.outcome is None:
-            others = ", ".join(map(str, status.waits_for[:_MOST_NAMED]))
+            others = ", ".join(map(str, status.waits_for))
             notes.append(f"it waits in {status.call}" + (f" for rank {others}" if others else ""))
     return world.title(rank) + (f" ({'; '.join(notes)})" if notes else "")

@@ -10,11 +10,10 @@ from functools import partial
 from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.calls import Scope, agree, ask
-from hypercomm.process_groups.agreement.driver import perform
+from hypercomm.process_groups.agreement.driver import run
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.protocol import Outcome
+from hypercomm.process_groups.agreement.protocol import Record, read_record
 from hypercomm.process_groups.world import World
 
 
@@ -46,8 +45,8 @@ def find_survivors(
         scope = agreement.scope(world, f"survivors {digest}", ranks)
         if scope.is_alone:
             break
-        found = ask(world, "survivors()", partial(_last_outcome, scope), limit_s)
-        if found is not None and world.rank in found.absent:
+        found = ask(world, "survivors()", partial(_read, scope), limit_s)
+        if found is not None and found.outcome and world.rank in found.outcome.absent:
             raise _too_late(world)
         try:
             agree(scope, "survivors()", lambda: ["survivors()"], limit_s).get()
@@ -66,9 +65,8 @@ def find_survivors(
     return ranks
 
 
-def _last_outcome(scope: Scope) -> Outcome | None:
-    text = perform(protocol.Read(scope.key), scope.world.store)
-    return None if text is None else protocol.Record.parse(scope.key, text).outcome
+def _read(scope: Scope) -> Record | None:
+    return run(read_record(scope.key), scope.world.store)
 
 
 def _too_late(world: World) -> CreationError:

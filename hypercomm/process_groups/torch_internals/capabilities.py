@@ -1,4 +1,4 @@
-"""The installed release of torch, and the replacement of its attributes for a limited time.
+"""The installed torch: its release, its backends, and the replacement of its attributes for a time.
 
 The private names that this folder uses exist in torch 2.10 to 2.15. The function that creates one
 group has a fallback, because every creation depends on it.
@@ -13,12 +13,15 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from hypercomm.errors import MissingPackageError
+from hypercomm.errors import MissingPackageError, NotInitializedError
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +149,195 @@ class Patch:
     def _set(self, value: Any) -> None:
         if self._original is not self._ours:
             setattr(self._owner, self._name, value)
+
+
+# ---- backends, their options, and those of WORLD ------------------------------------------------
+
+NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
+"""torch's names for NCCL, as of 2.15."""
+
+
+def world_group() -> ProcessGroup:
+    """Return WORLD.
+
+    Raises:
+        NotInitializedError: torch.distributed is not initialised.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise NotInitializedError(
+            "torch.distributed is not initialised; call hypercomm.join() or "
+            "torch.distributed.init_process_group() first"
+        )
+    return world
+
+
+def default_backend() -> str:
+    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    return backend_of(world_group())
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """Return the backend of a group.
+
+    If WORLD was created without a backend, torch calls it "undefined"; its parts have names.
+    """
+    name = str(dist.get_backend(group))
+    return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
+
+
+@functools.lru_cache(maxsize=64)
+def pairs_of(backend: str) -> tuple[tuple[str, str], ...]:
+    """List device and backend of each part of a backend string; the device of "gloo" is ""."""
+    pairs = (part.rpartition(":") for part in backend.lower().split(","))
+    return tuple((device.strip(), single.strip()) for device, _, single in pairs)
+
+
+@functools.lru_cache(maxsize=64)
+def single_backends(backend: str) -> tuple[str, ...]:
+    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    return tuple(single for _, single in pairs_of(backend))
+
+
+def known_backends() -> list[str]:
+    """List the backends that the installed torch knows by name.
+
+    From torch 2.14 a package may bring one as an entry point, which is loaded at its first use.
+    """
+    names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
+    return [*names, *(name for name in _entry_points() if name not in names)]
+
+
+def is_known(backend: str) -> bool:
+    """Return whether the installed torch knows a single backend by name."""
+    # Entry points are read from disk, which takes milliseconds: last.
+    listed = backend in dist.Backend.backend_list and backend != "undefined"
+    return listed or backend in _entry_points()
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points() -> tuple[str, ...]:
+    found = entry_points(group="torch.distributed.backends")
+    return tuple(sorted({entry.name.lower() for entry in found}))
+
+
+def why_unavailable(backend: str) -> str | None:
+    """Return why this build of torch cannot run a single backend; None if it can."""
+    if is_other_world():
+        return None  # it is to be run elsewhere
+    # torch registers "fake" when its module is loaded, and calls it available before that too.
+    if backend == "fake":
+        loaded = "FAKE" in dist.Backend._plugins
+        return None if loaded else "is not available outside of hypercomm.testing.fake_world"
+    try:
+        available = bool(dist.is_backend_available(backend))
+    except Exception as error:  # noqa: BLE001 - this loads the code of a third party
+        return f"cannot be loaded ({error.__cause__ or error})"
+    return None if available else "is not available in this build of torch"
+
+
+def why_not_here(backend: str) -> str | None:
+    """Return why an available backend has no device on this host; None if it has one."""
+    if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
+        return "needs a GPU, and torch sees none on this host"
+    return None
+
+
+def takes_options(backend: str) -> bool:
+    """Return whether torch passes `pg_options` to a single backend."""
+    return backend not in {"gloo", "mpi", "ucc", "xccl"}
+
+
+def world_options(backend: str) -> Any:
+    """Return the options of WORLD that hold its timeout, preferably of its part with `backend`.
+
+    None if torch does not show them: a fake backend has no options.
+    """
+    parts, wanted = parts_of_world(), single_backends(backend)
+    for device in sorted(parts, key=lambda device: parts[device] not in wanted):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            options: Any = part_on(torch.device(device)).options
+            if options._timeout:
+                return options
+    return None
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the timeout that torch gives a group by default."""
+    c10d: Any = dist.distributed_c10d
+    nccl: timedelta = c10d.default_pg_nccl_timeout or timedelta(minutes=10)
+    default: timedelta = c10d.default_pg_timeout
+    return nccl if backend in NCCL else default
+
+
+def parts_of_world() -> dict[str, str]:
+    """Return the backend of WORLD on each device, by the name of the device."""
+    return dict(pairs_of(dist.get_backend_config()))
+
+
+def parts_of(backend: str) -> dict[str, str]:
+    """Return the backend of a group on each device, by the name of the device."""
+    return dict(pairs_of(backend_config(backend)))
+
+
+def backend_config(backend: str) -> str:
+    """Return the backend config that torch makes of a backend string."""
+    return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+
+
+def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
+    """Return the backend object of a group, or of WORLD, on a device."""
+    return (group or world_group())._get_backend(device)
+
+
+def device_type(group: ProcessGroup) -> str:
+    """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
+    return _made_for(dict(pairs_of(dist.get_backend_config(group))))
+
+
+def devices_made_for(backend: str) -> str:
+    """Return the type of the devices whose tensors groups of a backend are made for."""
+    return _made_for(parts_of(backend))
+
+
+def _made_for(parts: dict[str, str]) -> str:
+    if len(parts) == 1:
+        return next(iter(parts))
+    backends = set(parts.values()) - {"fake"}  # it is for all devices
+    defaults: dict[str, str] = dist.Backend.default_device_backend_map
+    made_for = [device for device, backend in defaults.items() if backend in backends]
+    return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
+    """Change the timeout of a group, or of WORLD, from now on."""
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+# ---- the job ------------------------------------------------------------------------------------
+
+
+def has_ranks() -> bool:
+    """Return whether other ranks exist: those of a fake world do not."""
+    world = dist.group.WORLD
+    if world is None or not has_other_ranks():
+        return False
+    return "fake" not in single_backends(backend_of(world))
+
+
+def default_store() -> Any:
+    """Return the store that WORLD was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def meeting_place() -> tuple[str, int] | None:
+    """Return address and port of the store of WORLD; None if it is not known."""
+    place = default_store()
+    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
+        place = place.underlying_store
+    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
+        return str(place.host), int(place.port)
+    return None

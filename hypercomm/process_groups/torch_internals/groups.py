@@ -1,36 +1,40 @@
-"""Creating, finding and ending process groups as torch's own functions do, under given names."""
+"""Creating, finding, changing and ending process groups as torch does, under given names."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.errors import GroupOptionsError
 from hypercomm.process_groups.torch_internals import capabilities
-from hypercomm.process_groups.torch_internals.backends import (
+from hypercomm.process_groups.torch_internals.capabilities import (
+    NCCL,
+    Patch,
     backend_of,
     default_timeout,
     part_on,
     parts_of,
     parts_of_world,
+    since,
     single_backends,
 )
-from hypercomm.process_groups.torch_internals.capabilities import since
 from hypercomm.process_groups.torch_internals.gloo import (
     ConnectionFailedError,
     GlooStore,
     Wait,
     lazy_init,
 )
-from hypercomm.process_groups.torch_internals.reconfigure import in_one_place
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
     is_nccl,
@@ -38,6 +42,10 @@ from hypercomm.process_groups.torch_internals.split import (
     named,
     uses_torchcomms,
 )
+
+if TYPE_CHECKING:
+    from hypercomm.process_groups.options import GroupOptions
+    from hypercomm.process_groups.world import World
 
 _torch: Any = dist.distributed_c10d
 
@@ -59,20 +67,7 @@ def why_not_members() -> str | None:
 
 
 def new_group(
-    name: str,
-    ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: Any,
-    group_desc: str,
-    lazily: bool | None,
-    wait: Wait | None,
-    rank: int,
-    store: Any,
-    stale: list[str],
-    is_in_default: bool,
-    enable_reconfigure: bool = False,
+    name: str, ranks: Sequence[int], *, options: GroupOptions, world: World, wait: Wait | None
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -82,46 +77,36 @@ def new_group(
     Args:
         name: The name of the group.
         ranks: Its members.
-        backend: Its backend.
-        timeout: Its timeout; None is torch's default.
-        pg_options: Options of the backend.
-        group_desc: A description.
-        lazily: Whether members connect at their first message; None leaves it to the environment.
-        wait: Waits for the addresses of gloo's members; None lets gloo wait.
-        rank: The calling rank.
-        store: The store that the members meet in.
-        stale: Receives the keys that no member needs any more.
-        is_in_default: Whether the ranks are those of WORLD. torch takes a group of other ranks for
+        options: Its options; without a timeout it has torch's default.
+        world: The world of the ranks. torch takes a group of ranks that are not those of WORLD for
             a default process group, but does not make it that.
-        enable_reconfigure: Whether it is created without members, which `reconfigure` gives it.
+        wait: Waits for the addresses of gloo's members; None lets gloo wait.
     """
-    backend = dist.Backend(backend)
-    if timeout is None:
-        timeout = default_timeout(backend)
-    members = list(ranks)
-    place: Any = store
+    backend = dist.Backend(options.backend or world.backend)
+    timeout = options.timeout or default_timeout(backend)
+    members, lazily, changes = list(ranks), options.lazy_init, options.enable_reconfigure
+    place: Any = world.store
     singles = set(single_backends(backend))
     with (
         lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
-        made_alone(backend, pg_options, timeout, lazily) as (options, device),
-        in_one_place() if enable_reconfigure else contextlib.nullcontext(),
+        made_alone(backend, options.pg_options, timeout, lazily) as (pg_options, device),
+        in_one_place() if changes else contextlib.nullcontext(),
     ):
-        is_gloo = singles == {"gloo"} and not uses_torchcomms()
-        if not (is_lazy or enable_reconfigure) and is_gloo:
-            place = GlooStore(place, len(members), wait, stale)
+        if singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms()):
+            place = GlooStore(place, len(members), wait, world.stale)
         try:
             group, _ = _torch._new_process_group_helper(
                 len(members),
-                members.index(rank),
-                members if is_in_default else [],
+                members.index(world.rank),
+                members if world.is_default else [],
                 backend,
                 place,
                 group_name=name,
-                backend_options=options,
+                backend_options=pg_options,
                 timeout=timeout,
                 device_id=device,
-                group_desc=group_desc,
-                **({"enable_reconfigure": True} if enable_reconfigure else {}),
+                group_desc=options.group_desc,
+                **({"enable_reconfigure": True} if changes else {}),
             )
         except Exception as error:
             if not isinstance(place, GlooStore):
@@ -136,48 +121,20 @@ def new_group(
             if isinstance(place, GlooStore):
                 place.close()
     _kept[group] = place
-    _torch._world.pg_group_ranks[group] = Positions(members)
+    _torch._world.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
     return group  # type: ignore[no-any-return]
 
 
-class Positions(Mapping[int, int]):
-    """The position of each member of a group, computed at the first use: torch seldom needs it."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self._members = members
-
-    @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self._members)}
-
-    def __getitem__(self, rank: int) -> int:
-        return self._positions[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-
 def split_group(
-    name: str | None,
-    ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: timedelta | None,
-    pg_options: Any,
-    group_desc: str | None,
+    name: str | None, ranks: Sequence[int], options: GroupOptions, backend: str
 ) -> ProcessGroup | None:
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
         name: The name of the group, the same on all members; None if the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
+        options: Its options.
         backend: Its backend, or that part of WORLD's.
-        timeout: As for `torch.distributed.split_group`, as are the other two.
-        pg_options: Options of the backend.
-        group_desc: A description.
 
     Returns:
         The group; None if the calling rank is not in it.
@@ -186,9 +143,9 @@ def split_group(
     with named(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
-            timeout=timeout,
-            pg_options=pg_options,
-            group_desc=group_desc,
+            timeout=options.timeout,
+            pg_options=options.pg_options,
+            group_desc=options.group_desc,
             **only,
         )
     return as_member(part)
@@ -270,7 +227,12 @@ def forget_non_members() -> None:
 # ---- the end of groups -------------------------------------------------------------------------
 
 
-def destroy(group: ProcessGroup) -> None:
+def destroy(groups: Iterable[ProcessGroup]) -> None:
+    """Destroy groups in the order given, and raise the first error once all are destroyed."""
+    _end_each(groups, _destroy)
+
+
+def _destroy(group: ProcessGroup) -> None:
     """Destroy a group, and the empty tag that torch leaves for it."""
     tag, tagged = _torch._world.pg_to_tag.get(group), _torch._world.tags_to_pg
     place = _kept.get(group)
@@ -287,22 +249,25 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
     The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
     wait for each other (pytorch issue 119797).
     """
-    errors: list[Exception] = []
     pending = [group for group in groups if is_registered(group)]
     nccl = [group for group in pending if is_nccl(backend_of(group))]
-    if nccl:
-        try:
+    with contextlib.ExitStack() as ends:  # the last one first, and each also after an error
+        ends.callback(_end_each, [one for one in pending if one not in nccl], _destroy)
+        ends.callback(_end_each, nccl, _torch._abort_process_group)
+        if nccl:
             with _at_once(nccl[0]):
                 for group in nccl:
                     group.abort()
-        except Exception as error:  # noqa: BLE001 - the groups must go all the same
-            errors.append(error)
-    for group in pending:
+
+
+def _end_each(groups: Iterable[ProcessGroup], end: Callable[[ProcessGroup], None]) -> None:
+    """End groups that torch still has, and raise the first error once all have ended."""
+    errors: list[Exception] = []
+    for group in groups:
+        if not is_registered(group):
+            continue  # torch destroyed it together with WORLD
         try:
-            if group in nccl:
-                _torch._abort_process_group(group)
-            else:
-                destroy(group)
+            end(group)
         except Exception as error:  # noqa: BLE001 - the other groups must go too
             errors.append(error)
     if errors:
@@ -338,3 +303,192 @@ def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
         group._start_coalescing(device)
         end.callback(group._end_coalescing, device)
     return end
+
+
+# ---- groups whose members change while the object stays (torch 2.14) ----------------------------
+
+# Such a group is created without members. Each member publishes its handle, reads those of the
+# others, and connects: at the creation, and again with other members after a loss. gloo publishes
+# addresses below the name of the group, so that members of several groups could not meet: all
+# groups that may be reconfigured have one prefix there, and each set of members a number.
+
+
+def why_not_reconfigured(backend: str) -> str | None:
+    """Return why groups of a backend cannot get other members; None if they can."""
+    if not since("2.14"):
+        return "torch has it since 2.14"
+    if uses_torchcomms():
+        return "torch creates groups through TorchComms here"
+    others = [name for name in single_backends(backend) if name not in {"gloo", *NCCL}]
+    return f"backend {others[0]!r} cannot do it" if others else None
+
+
+_PLACE = "hypercomm/reconfigure/"
+_prefix = Patch("PrefixStore")
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def in_one_place() -> Iterator[None]:
+    """Let members of groups that this thread creates in a `with` block meet in one place."""
+    with _prefix.applied(_torch, _prefixed):
+        _here.is_set = True
+        try:
+            yield
+        finally:
+            _here.is_set = False
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    is_ours = getattr(_here, "is_set", False)
+    return _prefix.original(_torch)(_PLACE if is_ours else prefix, store)
+
+
+def reconfigure(
+    group: ProcessGroup,
+    name: str,
+    ranks: Sequence[int],
+    *,
+    timeout: timedelta | None,
+    world: World,
+    wait: Wait | None,
+) -> None:
+    """Give a group these members; each of them calls this.
+
+    Args:
+        group: The group of the calling rank.
+        name: A new name for the group with these members, the same on all of them.
+        ranks: The members, in the order of their numbers in the group.
+        timeout: How long they may take to connect; None is torch's default.
+        world: The world of the ranks.
+        wait: Waits for the handles of the others; None if there are none.
+    """
+    if not _any(group).supports_reconfigure:
+        raise GroupOptionsError(
+            f"backend {backend_of(group)!r} of this torch does not support enable_reconfigure=True"
+        )
+    keys = [f"{name}/handle/{member}" for member in ranks]
+    own, store = keys[list(ranks).index(world.rank)], world.store
+    store.set(own, _any(group).get_reconfigure_handle())
+    world.stale.append(own)
+    if wait is not None:
+        wait(lambda: store.check(keys) or None)
+    handles = [store.get(key).decode() for key in keys]
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    _reconfigure(group, number, handles, timeout)
+    _torch._world.pg_group_ranks[group] = {member: at for at, member in enumerate(ranks)}
+
+
+def isolate(group: ProcessGroup) -> None:
+    """Leave the calling rank alone in its group; collectives of the others in it fail."""
+    handle = _any(group).get_reconfigure_handle()
+    _reconfigure(group, uuid4().int >> 72, [handle], None)
+
+
+def _reconfigure(
+    group: ProcessGroup, number: int, handles: list[str], timeout: timedelta | None
+) -> None:
+    options = _torch.ReconfigureOptions()
+    options.uuid, options.handles = number, handles
+    if timeout is not None:
+        options.timeout = timeout
+    _any(group).reconfigure(options).wait()
+
+
+def _any(thing: Any) -> Any:
+    return thing  # torch before 2.14 has no types for it
+
+
+# ---- meshes, and the methods of groups that communicate -----------------------------------------
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers of the meshes that it has seen.
+
+    It caches the results of operations with the mesh of their first use, and takes meshes with
+    equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
+    useless. Each thread has a cache; this clears that of the calling thread.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    remembered.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def keeps_mesh_order(mesh: Any) -> bool:
+    """Return whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
+    return bool(getattr(mesh, "_preserve_rank_order", False))
+
+
+def keep_mesh_order(mesh: Any) -> None:
+    """Mark a DeviceMesh, before it is compared, as one whose groups have its order."""
+    if "_preserve_rank_order" in type(mesh).__annotations__:
+        mesh._preserve_rank_order = True
+
+
+def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
+    """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
+
+    Args:
+        mesh: A mesh that is not part of another.
+        dims: Adjacent dims of the mesh, in its order.
+        name: Their common name.
+        group: Their group.
+    """
+    from torch.distributed import device_mesh
+
+    meshes: Any = device_mesh
+    part = mesh[tuple(dims)]
+    of_one = meshes.DeviceMesh.from_group(
+        group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
+    )
+    more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
+    flat = meshes.DeviceMesh(
+        mesh.device_type,
+        _layout=_as_one_dim(part._layout),
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=mesh,
+        _init_backend=False,
+        **more,
+    )
+    flat._dim_group_names = of_one._dim_group_names
+    mesh._flatten_mapping[name] = flat
+
+
+def _as_one_dim(layout: Any) -> Any:
+    """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
+    if hasattr(layout, "collapse"):
+        return type(layout)([layout.collapse()])
+    joint = layout.coalesce()  # torch 2.10
+    return joint.nest() if len(joint) > 1 else joint
+
+
+_CALLS = {
+    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "reduce_scatter")},
+    **{name: name for name in ("barrier", "monitored_barrier", "send", "recv", "recv_anysource")},
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "gather_single": "gather",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+}
+
+
+def calls_of_groups() -> dict[str, str]:
+    """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
+    return {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}

@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from hypercomm.process_groups.torch_internals.backends import (
+from hypercomm.process_groups.torch_internals.capabilities import (
     NCCL,
+    Patch,
     part_on,
     parts_of,
     parts_of_world,
+    since,
     single_backends,
     why_unavailable,
 )
-from hypercomm.process_groups.torch_internals.capabilities import Patch, since
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""
@@ -39,16 +40,6 @@ def bound_device() -> torch.device | None:
     """Return the device that WORLD is bound to, hidden or not; None if it is bound to none."""
     device: torch.device | None = _bound.original(dist.group.WORLD)
     return device
-
-
-@contextlib.contextmanager
-def unbound() -> Iterator[None]:
-    """Hide the device from torch within a `with` block, which other threads may enter, too."""
-    if bound_device() is None:
-        yield
-        return
-    with _bound.applied(dist.group.WORLD, None):
-        yield
 
 
 def split_device() -> torch.device | None:
@@ -116,7 +107,7 @@ def made_alone(
     elif lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         yield lazy_options(backend, pg_options, timeout), device
     elif is_bound:
-        with unbound():
+        with _bound.applied(dist.group.WORLD, None):  # hides the device from torch
             yield pg_options, None if lazily else device
     elif lazily is False and is_nccl(backend):
         yield pg_options, torch.device("cuda", torch.cuda.current_device())

@@ -12,47 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
-
-from hypercomm.process_groups.torch_internals.backends import backend_of, single_backends
-from hypercomm.process_groups.torch_internals.capabilities import has_other_ranks
-
 _ABSENT = "absent"
-
-
-def has_ranks() -> bool:
-    """Return whether other ranks exist: those of a fake world do not."""
-    world = dist.group.WORLD
-    if world is None or not has_other_ranks():
-        return False
-    return "fake" not in single_backends(backend_of(world))
-
-
-def default_store() -> Any:
-    """Return the store that WORLD was made with."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None if it is not known."""
-    place = default_store()
-    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
-        place = place.underlying_store
-    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
-        return str(place.host), int(place.port)
-    return None
-
-
-def exchange(store: Any, key: str, expected: str, text: str) -> str:
-    """Set a key of a store if it holds `expected` ("": nothing); return its value."""
-    found: bytes = store.compare_set(key, expected, text)
-    return found.decode(errors="replace")
-
-
-def read(store: Any, key: str) -> str | None:
-    """Return the value of a key of a store; None if it is not set."""
-    found = read_bytes(store, key)
-    return None if found is None else found.decode(errors="replace")
 
 
 def read_bytes(store: Any, key: str) -> bytes | None:
@@ -61,41 +21,15 @@ def read_bytes(store: Any, key: str) -> bytes | None:
     return None if found == _ABSENT.encode() else found
 
 
-def write(store: Any, key: str, text: str) -> None:
-    """Set a key of a store; does not wait for a reply."""
-    store.set(key, text)
-
-
-def append(store: Any, key: str, text: str) -> None:
-    """Append to the text in a key of a store; does not wait for a reply if the store can."""
-    if store.has_extended_api():
-        store.append(key, text)
-        return
-    old = read(store, key) or ""
-    while (found := exchange(store, key, old, old + text)) != old + text:
-        old = found
-
-
 def forget(store: Any, keys: Iterable[str]) -> None:
     """Delete keys of a store."""
     for key in keys:
         store.delete_key(key)
 
 
-def count_up(store: Any, key: str) -> int:
-    """Increment the number in a key of a store, and return it."""
-    return int(store.add(key, 1))
-
-
 # ---- in time -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
-
-USUAL_S = 60.0
-"""The default limit of an operation, in seconds: in a large job many arrive together."""
-
-_in_thread = threading.local()
-
 
 _Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
 
@@ -127,7 +61,6 @@ class Workers:
         inbox.put((action, done))
 
     def _work(self, inbox: _Inbox) -> None:
-        ask_here()
         while True:
             action, done = inbox.get()
             action()
@@ -138,11 +71,6 @@ class Workers:
 
 workers = Workers()
 """Of this process."""
-
-
-def ask_here() -> None:
-    """Mark this thread as a worker: its store operations run inline."""
-    _in_thread.is_set = True
 
 
 class Task(Generic[T]):
@@ -203,17 +131,3 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
     if not task.wait(min(limit_s, threading.TIMEOUT_MAX)):
         raise LateError(f"not done within {limit_s:.1f} s")
     return task.result()
-
-
-def answer(question: Callable[[], T], limit_s: float = USUAL_S) -> T:
-    """Run a store operation with a time limit; nested operations run inline.
-
-    Raises:
-        DistNetworkError: It did not return in time, or the store is gone.
-    """
-    if getattr(_in_thread, "is_set", False):
-        return question()
-    try:
-        return in_time(question, limit_s)
-    except LateError as error:
-        raise dist.DistNetworkError("the store does not answer") from error
