@@ -57,7 +57,7 @@ def _method(roles: tuple[str, ...], fact: str) -> Callable[[Mpu], Any]:
     words, answer = _FACTS[fact]
 
     def get(self: Mpu) -> Any:
-        return answer(self._find(*roles))
+        return answer(self._find(roles))
 
     get.__doc__ = f"Return {words} {' x '.join(roles)} group."
     return get
@@ -155,12 +155,11 @@ class Mpu:
         self.grid = grid
         roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
         self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
-        wanted = {self._dims(*parts): self._request(*parts) for parts in _NAMES.values()}
         held = {(key.dims, key.name) for key in grid.pgs}
-        missing = [
-            request
-            for dims, request in wanted.items()
-            if (dims or grid.layout.dim_names[:1], request.get("name")) not in held
+        missing: list[GroupArguments] = [
+            {"dims": dims, "name": name, "derive": _each_alone if name else None}
+            for dims, name in dict.fromkeys(map(self._key, _NAMES.values()))
+            if (dims, name) not in held
         ]
         grid.create_pgs(missing, share="identical")
 
@@ -168,10 +167,10 @@ class Mpu:
         roles = ", ".join(f"{part}={'+'.join(dims) or 1}" for part, dims in self.roles.items())
         return f"Mpu({roles}) of {self.grid.layout}"
 
-    def _find(self, *parts: str) -> ProcessGroup:
+    def _find(self, parts: tuple[str, ...]) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
-        request = self._request(*parts)
-        group = self.grid.get_pg(request["dims"], name=request.get("name"))
+        dims, name = self._key(parts)
+        group = self.grid.get_pg(dims, name=name)
         if group is None:
             raise RankOutsideError(
                 f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
@@ -179,16 +178,11 @@ class Mpu:
             )
         return group
 
-    def _dims(self, *parts: str) -> tuple[str, ...]:
+    def _key(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+        """Return the dims and the name of a group; without dims each rank is a group."""
         names = {name for part in parts for name in self.roles[part]}
-        return tuple(name for name in self.grid.dim_names if name in names)
-
-    def _request(self, *parts: str) -> GroupArguments:
-        """Return the arguments of a group; without dims each rank is a group."""
-        dims = self._dims(*parts)
-        if dims:
-            return {"dims": dims}
-        return {"dims": self.grid.dim_names[0], "name": _ALONE, "derive": _each_alone}
+        dims = tuple(name for name in self.grid.dim_names if name in names)
+        return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
 
     if TYPE_CHECKING:
 
@@ -197,7 +191,7 @@ class Mpu:
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the ranks of the calling rank's dp group."""
-        return dist.get_process_group_ranks(self._find("dp"))
+        return dist.get_process_group_ranks(self._find(_NAMES["data"]))
 
     def model_parallel_is_initialized(self) -> bool:
         """Return whether the groups exist: until the grid is destroyed."""
