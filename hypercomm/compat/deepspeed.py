@@ -6,6 +6,7 @@ DeepSpeed itself is imported only when a topology is made.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -252,21 +253,15 @@ def topology_axes(
     roles = _read_roles(layout, {"pp": pp, "dp": dp, "tp": tp})
     axes = {_AXES[part]: dims for part, dims in roles.items() if dims or part != "tp"}
     sizes = {axis: math.prod(map(layout.size_of, dims)) for axis, dims in axes.items()}
-
-    def speed(axis: str) -> int:
-        places = [(layout.size_of(dim) > 1, layout.dim_names.index(dim)) for dim in axes[axis]]
-        return max(places)[1] if places else len(layout.dim_names)
-
-    slowest_first = sorted(axes, key=speed, reverse=True)
-    numbering = RankLayout({axis: sizes[axis] for axis in reversed(slowest_first)})
-    for axis, dims in axes.items():
-        if dims and layout.groups(*dims) != numbering.groups(axis):
-            raise LayoutError(
-                f"dims {dims} of {layout!r} cannot be DeepSpeed's axis {axis!r}: DeepSpeed numbers "
-                f"the ranks from 0 on without gaps, as {numbering}; take a layout of the whole "
-                f"world in which the dims of each axis are neighbours"
-            )
-    return {axis: sizes[axis] for axis in slowest_first}
+    groups = {axis: layout.groups(*dims) for axis, dims in axes.items() if dims}
+    for slowest_first in itertools.permutations(axes):
+        numbering = RankLayout({axis: sizes[axis] for axis in reversed(slowest_first)})
+        if all(numbering.groups(axis) == groups[axis] for axis in groups):
+            return {axis: sizes[axis] for axis in slowest_first}
+    raise LayoutError(
+        f"DeepSpeed cannot number the ranks of {layout!r}, from 0 on without gaps, along {axes}; "
+        f"take a layout of the whole world in which the dims of each axis are neighbours"
+    )
 
 
 def process_topology(

@@ -29,7 +29,6 @@ from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
-from hypercomm.layout.parsing import misfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,11 +130,7 @@ class TensorParallelState(ModuleState):
         else:
             grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
             requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
-            try:
-                groups = grid.create_pgs(requests, timeout=given["timeout"])
-            except BaseException:
-                grid.destroy()
-                raise
+            groups = grid.create_pgs(requests, timeout=given["timeout"])
             self.grid = grid
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
             self.fill({name: group, ranks: own[dim]})
@@ -152,20 +147,14 @@ class TensorParallelState(ModuleState):
 
 def _fitting_layout(given: dict[str, Any]) -> RankLayout:
     """Return the layout of sizes of tp, cp and pp, with the remaining ranks along dp."""
-    world_size = dist.get_world_size()
     names = [f"{_GROUPS[dim][0]}_size" for dim in ("tp", "cp", "pp")]
-    sizes = {name: positive(given[name], name) for name in names}
-    if (wanted := sizes["tensor_parallel_size"]) > world_size:
-        warnings.warn(
-            f"tensor_parallel_size={wanted} is larger than the world of {world_size} ranks; "
-            f"using {world_size}",
-            stacklevel=5,
-        )
-        sizes["tensor_parallel_size"] = world_size
-    problem = misfit(sizes, world_size)
-    if problem is not None:
-        raise ConfigurationError(problem)
-    return RankLayout([*sizes.values(), -1], ["tp", "cp", "pp", "dp"], world_size=world_size)
+    size, *others = [positive(given[name], name) for name in names]
+    world_size = dist.get_world_size()
+    if size > world_size:
+        problem = f"tensor_parallel_size={size} is larger than the world of {world_size} ranks"
+        warnings.warn(f"{problem}; using {world_size}", stacklevel=5)
+    shape = [min(size, world_size), *others, -1]
+    return RankLayout(shape, ["tp", "cp", "pp", "dp"], world_size=world_size)
 
 
 current: CurrentState[TensorParallelState] = CurrentState("ezpz.tp", TensorParallelState)
