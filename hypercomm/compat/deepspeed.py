@@ -9,7 +9,6 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -154,8 +153,8 @@ class Mpu:
         if not isinstance(grid, GridView):
             raise LayoutError(f"Mpu() takes a HyperCommGrid or a view of one, got {shown(grid)}")
         self.grid = grid
-        roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
-        self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
+        given = {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
+        self.roles: Mapping[str, tuple[str, ...]] = _read_roles(grid.layout, given)
         held = {(key.dims, key.name) for key in grid.pgs}
         missing: list[GroupArguments] = [
             {"dims": dims, "name": name, "derive": _each_alone if name else None}

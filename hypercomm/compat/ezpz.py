@@ -126,7 +126,7 @@ class TensorParallelState(ModuleState):
         backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
         own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
         if dist.group.WORLD is None:  # a unit test has put a mock in the place of torch.distributed
-            groups = [dist.new_group(own[dim], backend=backends[dim]) for dim in _GROUPS]
+            groups = [dist.new_group(own[dim], given["timeout"], backends[dim]) for dim in _GROUPS]
         else:
             grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
             requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
