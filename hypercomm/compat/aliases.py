@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from hypercomm.errors import StateError
@@ -35,7 +35,9 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             f"{loaded} was imported before install(), and what it imported cannot be replaced; "
             f"call install() before the first import of {loaded}"
         )
-    for package in filter(_is_missing, packages):
+    for package in packages:
+        if importlib.util.find_spec(package) is not None:
+            continue
         module = sys.modules[package] = ModuleType(package)
         module.__path__ = []
         parent, _, name = package.rpartition(".")
@@ -43,13 +45,6 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             setattr(sys.modules[parent], name, module)
     sys.meta_path.insert(0, _Aliases(homes))
     return True
-
-
-def _is_missing(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is None
-    except Exception:  # noqa: BLE001 - it is there, and its parent raises when it is imported
-        return False
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -64,11 +59,9 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        for finder in sys.meta_path:
-            theirs = None if finder is self else finder.find_spec(fullname, path, target)
-            if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable
-                spec.submodule_search_locations = theirs.submodule_search_locations
-                break
+        theirs = PathFinder.find_spec(fullname, path, target)
+        if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable
+            spec.submodule_search_locations = theirs.submodule_search_locations
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -77,8 +70,4 @@ class _Aliases(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None and spec.name in self.homes:
-            module.__spec__ = spec.loader_state
-            if spec.submodule_search_locations is not None:
-                module.__path__ = spec.submodule_search_locations
+        module.__spec__ = getattr(module.__spec__, "loader_state", None)

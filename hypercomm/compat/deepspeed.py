@@ -6,9 +6,9 @@ DeepSpeed itself is imported only when a topology is made.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def _method(roles: tuple[str, ...], fact: str) -> Callable[[Mpu], Any]:
     words, answer = _FACTS[fact]
 
     def get(self: Mpu) -> Any:
-        return answer(self._find(*roles))
+        return answer(self._find(roles))
 
     get.__doc__ = f"Return {words} {' x '.join(roles)} group."
     return get
@@ -153,14 +153,13 @@ class Mpu:
         if not isinstance(grid, GridView):
             raise LayoutError(f"Mpu() takes a HyperCommGrid or a view of one, got {shown(grid)}")
         self.grid = grid
-        roles = _read_roles(grid.layout, {"tp": tp, "pp": pp, "dp": dp, "sp": sp})
-        self.roles: Mapping[str, tuple[str, ...]] = MappingProxyType(roles)
-        wanted = {self._dims(*parts): self._request(*parts) for parts in _NAMES.values()}
+        given = {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
+        self.roles: Mapping[str, tuple[str, ...]] = _read_roles(grid.layout, given)
         held = {(key.dims, key.name) for key in grid.pgs}
-        missing = [
-            request
-            for dims, request in wanted.items()
-            if (dims or grid.layout.dim_names[:1], request.get("name")) not in held
+        missing: list[GroupArguments] = [
+            {"dims": dims, "name": name, "derive": _each_alone if name else None}
+            for dims, name in dict.fromkeys(map(self._key, _NAMES.values()))
+            if (dims, name) not in held
         ]
         grid.create_pgs(missing, share="identical")
 
@@ -168,10 +167,10 @@ class Mpu:
         roles = ", ".join(f"{part}={'+'.join(dims) or 1}" for part, dims in self.roles.items())
         return f"Mpu({roles}) of {self.grid.layout}"
 
-    def _find(self, *parts: str) -> ProcessGroup:
+    def _find(self, parts: tuple[str, ...]) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
-        request = self._request(*parts)
-        group = self.grid.get_pg(request["dims"], name=request.get("name"))
+        dims, name = self._key(parts)
+        group = self.grid.get_pg(dims, name=name)
         if group is None:
             raise RankOutsideError(
                 f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
@@ -179,16 +178,11 @@ class Mpu:
             )
         return group
 
-    def _dims(self, *parts: str) -> tuple[str, ...]:
+    def _key(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+        """Return the dims and the name of a group; without dims each rank is a group."""
         names = {name for part in parts for name in self.roles[part]}
-        return tuple(name for name in self.grid.dim_names if name in names)
-
-    def _request(self, *parts: str) -> GroupArguments:
-        """Return the arguments of a group; without dims each rank is a group."""
-        dims = self._dims(*parts)
-        if dims:
-            return {"dims": dims}
-        return {"dims": self.grid.dim_names[0], "name": _ALONE, "derive": _each_alone}
+        dims = tuple(name for name in self.grid.dim_names if name in names)
+        return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
 
     if TYPE_CHECKING:
 
@@ -197,7 +191,7 @@ class Mpu:
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the ranks of the calling rank's dp group."""
-        return dist.get_process_group_ranks(self._find("dp"))
+        return dist.get_process_group_ranks(self._find(_NAMES["data"]))
 
     def model_parallel_is_initialized(self) -> bool:
         """Return whether the groups exist: until the grid is destroyed."""
@@ -258,21 +252,15 @@ def topology_axes(
     roles = _read_roles(layout, {"pp": pp, "dp": dp, "tp": tp})
     axes = {_AXES[part]: dims for part, dims in roles.items() if dims or part != "tp"}
     sizes = {axis: math.prod(map(layout.size_of, dims)) for axis, dims in axes.items()}
-
-    def speed(axis: str) -> int:
-        places = [(layout.size_of(dim) > 1, layout.dim_names.index(dim)) for dim in axes[axis]]
-        return max(places)[1] if places else len(layout.dim_names)
-
-    slowest_first = sorted(axes, key=speed, reverse=True)
-    numbering = RankLayout({axis: sizes[axis] for axis in reversed(slowest_first)})
-    for axis, dims in axes.items():
-        if dims and layout.groups(*dims) != numbering.groups(axis):
-            raise LayoutError(
-                f"dims {dims} of {layout!r} cannot be DeepSpeed's axis {axis!r}: DeepSpeed numbers "
-                f"the ranks from 0 on without gaps, as {numbering}; take a layout of the whole "
-                f"world in which the dims of each axis are neighbours"
-            )
-    return {axis: sizes[axis] for axis in slowest_first}
+    groups = {axis: layout.groups(*dims) for axis, dims in axes.items() if dims}
+    for slowest_first in itertools.permutations(axes):
+        numbering = RankLayout({axis: sizes[axis] for axis in reversed(slowest_first)})
+        if all(numbering.groups(axis) == groups[axis] for axis in groups):
+            return {axis: sizes[axis] for axis in slowest_first}
+    raise LayoutError(
+        f"DeepSpeed cannot number the ranks of {layout!r}, from 0 on without gaps, along {axes}; "
+        f"take a layout of the whole world in which the dims of each axis are neighbours"
+    )
 
 
 def process_topology(

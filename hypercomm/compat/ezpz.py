@@ -13,10 +13,7 @@ Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairsca
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,16 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from hypercomm.compat import aliases
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job, name_functions
-from hypercomm.errors import ConfigurationError, HyperCommError, LayoutError, StateError
+from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_int, positive
-from hypercomm.layout.parsing import misfit
-from hypercomm.layout.text import shown
+from hypercomm.layout.checks import positive
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,15 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "tp"]
 
-logger = logging.getLogger(__name__)
-
 _GROUPS = {
-    "dp": ("data parallel", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
-    "tp": ("tensor parallel", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
-    "pp": ("pipeline parallel", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
-    "cp": ("context parallel", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
+    "dp": ("data_parallel", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_RANKS"),
+    "tp": ("tensor_parallel", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
+    "pp": ("pipeline_parallel", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
+    "cp": ("context_parallel", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
 }
-"""For each dim, in the order of creation: the words for it, and its globals: group and ranks."""
+"""For each dim, in the order of creation: ezpz's name of it, and its globals: group and ranks."""
 
 _GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
 
@@ -115,25 +107,15 @@ class TensorParallelState(ModuleState):
         check_job()
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
-        given = call.arguments
-        sizes = {
-            name: given[name]
-            for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
-        }
-        backends = {
-            dim: given[f"{words.replace(' ', '_')}_backend"] for dim, (words, *_) in _GROUPS.items()
-        }
-        timeout = given["timeout"]
         try:
-            self._create(_fitting_layout(sizes), backends, timeout)
+            self._create(call.arguments)
+        except AssertionError:
+            raise
         except HyperCommError as error:
-            if isinstance(error, AssertionError):
-                raise
             raise ConfigurationError(str(error)) from error
 
-    def _create(
-        self, layout: RankLayout, backends: dict[str, str | None], timeout: timedelta | None
-    ) -> None:
+    def _create(self, given: dict[str, Any]) -> None:
+        layout = _fitting_layout(given)
         taken = [name for name in _GLOBALS if self.values[name] is not None]
         if taken:
             raise StateError(
@@ -141,20 +123,17 @@ class TensorParallelState(ModuleState):
                 f"destroy_tensor_parallel() first, or hold a second state with "
                 f"TensorParallelState.create() and use()"
             )
-        grid, rank = None, dist.get_rank()
+        backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
+        own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
         if dist.group.WORLD is None:  # a unit test has put a mock in the place of torch.distributed
-            groups = [_by_new_group(layout, dim, backends[dim], timeout) for dim in _GROUPS]
+            groups = [dist.new_group(own[dim], given["timeout"], backends[dim]) for dim in _GROUPS]
         else:
             grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
             requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
-            try:
-                groups = grid.create_pgs(requests, timeout=timeout)
-            except BaseException:
-                grid.destroy()
-                raise
-        self.grid = grid
+            groups = grid.create_pgs(requests, timeout=given["timeout"])
+            self.grid = grid
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
-            self.fill({name: group, ranks: list(layout.groups(dim).of(rank))})
+            self.fill({name: group, ranks: own[dim]})
         current.keep(self)
 
     def destroy(self) -> None:
@@ -166,54 +145,22 @@ class TensorParallelState(ModuleState):
             grid.destroy()
 
 
-def _by_new_group(
-    layout: RankLayout, dim: str, backend: str | None, timeout: timedelta | None
-) -> ProcessGroup | None:
-    """Create groups one after the other, and return the calling rank's."""
-    own, rank = None, dist.get_rank()
-    for ranks in layout.groups(dim):
-        group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-        own = group if rank in ranks else own
-    return own
-
-
-def _fitting_layout(sizes: dict[str, int]) -> RankLayout:
+def _fitting_layout(given: dict[str, Any]) -> RankLayout:
     """Return the layout of sizes of tp, cp and pp, with the remaining ranks along dp."""
+    names = [f"{_GROUPS[dim][0]}_size" for dim in ("tp", "cp", "pp")]
+    size, *others = [positive(given[name], name) for name in names]
     world_size = dist.get_world_size()
-    sizes = {name: positive(size, name) for name, size in sizes.items()}
-    if (wanted := sizes["tensor_parallel_size"]) > world_size:
-        warnings.warn(
-            f"tensor_parallel_size={wanted} is larger than the world of {world_size} ranks; "
-            f"using {world_size}",
-            stacklevel=4,
-        )
-        sizes["tensor_parallel_size"] = world_size
-    problem = misfit(sizes, world_size)
-    if problem is not None:
-        raise ConfigurationError(problem)
-    shape = [*sizes.values(), world_size // math.prod(sizes.values())]
-    layout = RankLayout(shape, ["tp", "cp", "pp", "dp"])
-    if dist.get_rank() == 0:
-        logger.info("tensor parallel grid: %s", layout)
-    return layout
+    if size > world_size:
+        problem = f"tensor_parallel_size={size} is larger than the world of {world_size} ranks"
+        warnings.warn(f"{problem}; using {world_size}", stacklevel=5)
+    shape = [min(size, world_size), *others, -1]
+    return RankLayout(shape, ["tp", "cp", "pp", "dp"], world_size=world_size)
 
 
 current: CurrentState[TensorParallelState] = CurrentState("ezpz.tp", TensorParallelState)
 """The state that the functions of this module act on."""
 
-
-def use(
-    state: TensorParallelState,
-) -> contextlib.AbstractContextManager[TensorParallelState]:
-    """Make the getters and globals of this module act on `state` within a `with` block.
-
-    The block is context-local, as that of `hypercomm.compat.megatron.parallel_state.use`.
-    `initialize_tensor_parallel` and `destroy_tensor_parallel` always act on the default state.
-
-    Raises:
-        StateError: `state` is not a TensorParallelState.
-    """
-    return current.use(state)
+use = current.use
 
 
 # ---- creation -----------------------------------------------------------------------------------
@@ -274,58 +221,51 @@ def tensor_parallel_is_initialized() -> bool:
 
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
+_ANSWERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "group": ("calling rank's group", lambda group: group),
+    "ranks": ("ranks of the group", lambda ranks: ranks),
+    "world_size": ("size of the group", lambda group: group.size()),
+    "rank": ("calling rank's position in its group", lambda group: group.rank()),
+}
+"""What the getters return of a group, or of its ranks, with the words for it."""
 
-def _getter(words: str, name: str, answer: Callable[[Any], Any], doc: str) -> Callable[[], Any]:
-    """Return a getter of what a function answers about the value of a global."""
+_DEFAULTS = {"get_tensor_parallel_world_size": 1, "get_tensor_parallel_rank": 0}
+"""The answers of getters that need no group."""
+
+
+def _getter(kind: str, what: str, name: str) -> Callable[[], Any]:
+    """Return a getter of what is known about the value of a global."""
+    words, answer = _ANSWERS[what]
+    default = _DEFAULTS.get(f"get_{kind}_{what}")
 
     def get() -> Any:
         value = current.get().read(name)
-        if value is None:
-            raise StateError(
-                f"{words} group is not initialized: {name} is None; call "
-                f"initialize_tensor_parallel() first, or make the state in use with "
-                f"TensorParallelState.create()"
-            )
-        return answer(value)
+        if value is not None:
+            return answer(value)
+        if default is not None:
+            return default
+        raise StateError(
+            f"{kind.replace('_', ' ')} group is not initialized: {name} is None; call "
+            f"initialize_tensor_parallel() first, or make the state in use with "
+            f"TensorParallelState.create()"
+        )
 
-    get.__doc__ = doc
+    get.__doc__ = f"Return the {words}, {kind.replace('_', ' ')}."
+    if default is not None:
+        get.__doc__ += f" Without a group: {default}."
     return get
 
 
-def _getters() -> dict[str, Callable[[], Any]]:
-    """Return the getters of the group, the ranks, the size and the position along each dim."""
-    made = {}
-    for words, group, ranks in _GROUPS.values():
-        for what, name, answer, doc in [
-            ("group", group, lambda held: held, f"Return the calling rank's {words} group."),
-            ("ranks", ranks, lambda held: held, f"Return the ranks of the {words} group."),
-            (
-                "world_size",
-                group,
-                lambda held: held.size(),
-                f"Return the size of the {words} group.",
-            ),
-            ("rank", group, lambda held: held.rank(), f"Return the rank in the {words} group."),
-        ]:
-            made[f"get_{words.replace(' ', '_')}_{what}"] = _getter(words, name, answer, doc)
-    return made
-
-
-def get_tensor_parallel_world_size() -> int:
-    """Return the size of the tensor parallel group; 1 without one."""
-    group = current.get().values["_TENSOR_PARALLEL_GROUP"]
-    return 1 if group is None else int(group.size())
-
-
-def get_tensor_parallel_rank() -> int:
-    """Return the calling rank's position in its tensor parallel group; 0 without one."""
-    group = current.get().values["_TENSOR_PARALLEL_GROUP"]
-    return 0 if group is None else int(group.rank())
+for _kind, _group, _ranks in _GROUPS.values():
+    for _what in _ANSWERS:
+        globals()[f"get_{_kind}_{_what}"] = _getter(
+            _kind, _what, _ranks if _what == "ranks" else _group
+        )
 
 
 def get_tensor_parallel_src_rank() -> int:
     """Return the first rank of the calling rank's tensor parallel group."""
-    size = get_tensor_parallel_world_size()
+    size: int = tp.get_tensor_parallel_world_size()
     return dist.get_rank() // size * size
 
 
@@ -336,8 +276,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raise unless one number divides another.
 
     Raises:
-        ConfigurationError: `denominator` does not divide `numerator`, or one of them is not an int
-            (an AssertionError).
+        ConfigurationError: `denominator` does not divide `numerator` (an AssertionError).
 
     Example:
         >>> ensure_divisibility(7, 2)
@@ -345,11 +284,6 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
             ...
         hypercomm.errors.ConfigurationError: 7 is not divisible by 2
     """
-    try:
-        as_int(numerator, "numerator")
-        as_int(denominator, "denominator")
-    except LayoutError as error:
-        raise ConfigurationError(str(error)) from None
     if denominator == 0 or numerator % denominator != 0:
         raise ConfigurationError(f"{numerator} is not divisible by {denominator}")
 
@@ -382,24 +316,17 @@ def split_tensor_along_last_dim(
         Views of the tensor, or copies.
 
     Raises:
-        ConfigurationError: The last dim cannot be split so (an AssertionError).
+        ConfigurationError: `num_partitions` does not divide the last dim (an AssertionError).
 
     Example:
         >>> [part.tolist() for part in split_tensor_along_last_dim(torch.arange(6), 3)]
         [[0, 1], [2, 3], [4, 5]]
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-        raise ConfigurationError(f"tensor must be a tensor with dims, got {shown(tensor)}")
     size = divide_and_check_no_remainder(tensor.size(-1), num_partitions)
-    if num_partitions < 1:
-        raise ConfigurationError(f"num_partitions must be at least 1, got {num_partitions}")
     parts = torch.split(tensor, size, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
-for _name, _function in _getters().items():
-    globals().setdefault(_name, _function)
-del _name, _function
 tp = sys.modules[__name__]
 name_functions(globals(), __name__)
 current.bind(tp, _GLOBALS)

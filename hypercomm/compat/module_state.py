@@ -127,8 +127,7 @@ class CurrentState(Generic[State]):
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
         """Start with an empty default state within a block, as a new process does."""
-        kept = vars(self).copy()
-        token = self._scoped.set(None)
+        kept, token = vars(self).copy(), self._scoped.set(None)
         self._begin()
         try:
             yield
@@ -190,8 +189,8 @@ class CurrentState(Generic[State]):
     def _count(self, change: int) -> None:
         with self._lock:
             self._open += change
-            others = [state for state in self._alive if state is not self.default]
-            self.alone = None if self._open or others else self.default
+            is_alone = all(state is self.default for state in self._alive)
+            self.alone = self.default if is_alone and not self._open else None
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""

@@ -7,22 +7,20 @@ mesh is called "loss_mesh" there, and "loss" here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
+from hypercomm.grid.arguments import GroupArguments, SetArguments
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_world_size, check_choice
-from hypercomm.layout.parsing import OPEN, as_size, close_sizes
+from hypercomm.layout.checks import check_choice, positive
+from hypercomm.layout.parsing import OPEN
 from hypercomm.layout.text import shown
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
-    from hypercomm.grid import HyperCommGrid
 
 __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 
@@ -31,25 +29,27 @@ SpmdBackend = Literal["partial_dtensor", "spmd_types"]
 _GRID = "training"
 _VIEWS = {
     "dataloading": ("pp", "batch", "cp", "tp"),
+    "loss": ("pp", "loss", "tp"),
     "dense": ("pp", "dp_replicate", "fsdp", "tp"),
     "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
     "spmd": ("pp", "dp", "cp", "tp"),
 }
-"""The views of the grid, the last dim varying fastest."""
+"""The views of the grid, the last dim varying fastest; one dim of each takes the open size."""
 
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
-    "partial_dtensor": {name: (name, _VIEWS[name]) for name in ("dataloading", "dense", "sparse")},
-    "spmd_types": {
+    "partial_dtensor": {
         "dataloading": ("dataloading", _VIEWS["dataloading"]),
-        "dense": (None, ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
+        "loss": ("loss", ("loss",)),
+        "dense": ("dense", _VIEWS["dense"]),
         "sparse": ("sparse", _VIEWS["sparse"]),
-        "spmd_dense_for_fwdbwd": ("spmd", ("dp", "cp", "tp")),
-        "spmd_sparse_for_fwdbwd": ("sparse", ("dp_replicate", "efsdp", "ep")),
-    },
+    }
+}
+_MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
+    "dense": (None, ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
+    "spmd_dense_for_fwdbwd": ("spmd", ("dp", "cp", "tp")),
+    "spmd_sparse_for_fwdbwd": ("sparse", ("dp_replicate", "efsdp", "ep")),
 }
 """torchtitan's meshes by backend: their view, or None for the grid itself, and their dims."""
-
-_LOSS = "loss"
 
 
 def torchtitan_grids(
@@ -66,10 +66,10 @@ def torchtitan_grids(
     """Return the grid of one of torchtitan's models, "training", whose views are its meshes.
 
     The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first varying fastest. In its
-    view "dataloading" batch is dp_replicate with dp_shard, in "dense" fsdp is dp_shard with cp, in
-    "sparse" ep and efsdp divide tp, cp and dp_shard, and in "spmd" dp is dp_replicate with
-    dp_shard. Dims of one name have one process group in all views. No group is created;
-    `torchtitan_meshes` creates them.
+    view "dataloading" batch is dp_replicate with dp_shard, in "loss" loss is batch with cp, in
+    "dense" fsdp is dp_shard with cp, in "sparse" ep and efsdp divide tp, cp and dp_shard, and in
+    "spmd" dp is dp_replicate with dp_shard. Dims of one name have one process group in all views.
+    No group is created; `torchtitan_meshes` creates them.
 
     Args:
         dp_replicate: Ranks that hold the same weights (HSDP's replicas).
@@ -92,38 +92,21 @@ def torchtitan_grids(
         >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
-    check_keywords("torchtitan_grids", arguments, [*_NAMES, *SetArguments.__annotations__])
-    total = as_world_size(size_of_world(world_size))
     given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
-    sizes = {dim: as_size(dim, size) for dim, size in given.items()}
-    for dim, size in sizes.items():
-        if size == OPEN and dim != "dp_shard":
-            raise LayoutError(f"only dp_shard may be unspecified (-1), not {dim}; give its size")
-    sizes = close_sizes(sizes, total, f"torchtitan's sizes must fit on {total}")
-    experts = as_size("ep", ep)
-    inner = sizes["tp"] * sizes["cp"] * sizes["dp_shard"]
-    if experts == OPEN or inner % experts:
-        raise WorldSizeError(
-            f"ep={shown(ep)} must divide dp_shard * cp * tp = {sizes['dp_shard']} * "
-            f"{sizes['cp']} * {sizes['tp']} = {inner}"
-        )
-    known = sizes | {
-        "batch": sizes["dp_shard"] * sizes["dp_replicate"],
-        "dp": sizes["dp_shard"] * sizes["dp_replicate"],
-        "fsdp": sizes["dp_shard"] * sizes["cp"],
-        "ep": experts,
-        "efsdp": inner // experts,
-    }
-    layout = RankLayout(list(sizes.values()), list(sizes))
+    for dim, size in (given | {"ep": ep}).items():
+        if dim != "dp_shard" or size != OPEN:
+            positive(size, dim)
+    total = size_of_world(world_size)
+    layout = RankLayout(list(given.values()), list(given), world_size=total)
+    if (inner := layout.size_of("tp", "cp", "dp_shard")) % ep:
+        raise WorldSizeError(f"ep={ep} must divide dp_shard * cp * tp = {inner} ({layout})")
     grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
+    sizes = layout.sizes | {"ep": ep}
     for name, dims in _VIEWS.items():
         order = list(reversed(dims))
-        shared = [dim for dim in order if dim in sizes]
-        grids[_GRID].register_view(name, [known[dim] for dim in order], order, shared)
+        shared = [dim for dim in order if dim in given]
+        grids[_GRID].register_view(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
     return grids
-
-
-_NAMES = tuple(torchtitan_grids.__kwdefaults__ or {})
 
 
 def torchtitan_meshes(
@@ -157,46 +140,24 @@ def torchtitan_meshes(
         ('dp', 'cp', 'tp')
         True
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(grids, GridSet) or _GRID not in grids:
-        raise LayoutError(f"grids must be what torchtitan_grids() makes, got {shown(grids)}")
-    grid: HyperCommGrid = grids[_GRID]
     check_choice("spmd_backend", spmd_backend, tuple(_MESHES))
-    if not set(_VIEWS) <= set(grid.views):
-        raise LayoutError(
-            f"grid {_GRID!r} must have the views {tuple(_VIEWS)}, as torchtitan_grids() makes it"
-        )
+    grid = grids[_GRID] if isinstance(grids, GridSet) and _GRID in grids else None
+    if grid is None or not set(_VIEWS) <= set(grid.views):
+        raise LayoutError(f"grids must be what torchtitan_grids() makes, got {shown(grids)}")
     wanted = _MESHES[spmd_backend].copy()
     if grid.views["sparse"].size_of("ep") == 1:
         wanted.pop("spmd_sparse_for_fwdbwd", None)
-    grid.create_pgs(_requests(grid, list(wanted.values())))
-    meshes = {
+    requests: dict[str, Any] = {}
+    for view, dims in wanted.values():
+        for dim in dims:
+            request: GroupArguments = {"dims": dim}
+            if dim not in grid.dim_names:
+                request["view"] = view
+            if dim in ("batch", "dp"):  # one group under two names
+                request["share"] = "identical"
+            requests.setdefault(dim, request)
+    grid.create_pgs(requests.values())
+    return {
         name: (grid if view is None else grid.view(view)).device_mesh(*dims)
         for name, (view, dims) in wanted.items()
     }
-    together = grid.view("dataloading").device_mesh(("batch", "cp"))
-    meshes[_LOSS] = DeviceMesh.from_group(
-        together.get_group(),
-        together.device_type,
-        mesh=together.mesh,
-        mesh_dim_names=(_LOSS,),
-    )
-    return meshes
-
-
-def _requests(
-    grid: HyperCommGrid, meshes: list[tuple[str | None, tuple[str, ...]]]
-) -> list[GroupArguments]:
-    """List the groups of meshes, each once: the grid's own dims first, then those of its views."""
-    own = [dim for dim in grid.dim_names if any(dim in dims for _, dims in meshes)]
-    requests: list[GroupArguments] = [{"dims": dim} for dim in own]
-    for view, dims in meshes:
-        for dim in dims:
-            if dim not in own and view is not None:
-                own.append(dim)
-                same = dim in {"batch", "dp"}  # one group under two names
-                request: GroupArguments = {"dims": dim, "view": view}
-                requests.append(request | {"share": "identical"} if same else request)
-    requests.append({"dims": ["batch", "cp"], "view": "dataloading"})
-    return requests

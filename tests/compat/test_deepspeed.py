@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -38,7 +37,7 @@ PARTS = {
     "sequence": ("sp",),
     "sequence_data": ("sp", "dp"),
 }
-FACTS = ("group", "rank", "world_size", "src_rank", "group_ranks")
+FACTS = ("group", "rank", "world_size", "src_rank")
 
 
 def plain(group):
@@ -79,20 +78,15 @@ def test_membership(drawn):
         for name, of in PARTS.items():
             axes = [axis for axis, part in enumerate(parts) if part in of]
             ranks = line_through(shape, rank, axes)
-            expected = {
-                "group": ranks,
+            get = {fact: getattr(mpu, f"get_{name}_parallel_{fact}") for fact in FACTS}
+            assert plain(get.pop("group")()) == ranks
+            assert {fact: answer() for fact, answer in get.items()} == {
                 "rank": ranks.index(rank),
                 "world_size": len(ranks),
                 "src_rank": ranks[0],
-                "group_ranks": ranks,
             }
-            found = {}
-            for fact in FACTS:
-                ask = getattr(mpu, f"get_{name}_parallel_{fact}", None)
-                if ask is not None:
-                    found[fact] = plain(ask()) if fact == "group" else ask()
-            assert found == {fact: expected[fact] for fact in found}
-            assert {"group", "rank", "world_size"} <= set(found)
+            if name == "data":
+                assert mpu.get_data_parallel_group_ranks() == ranks
 
 
 # Every name that DeepSpeed's sources ask an mpu for is there, but for two: one that says that there
@@ -282,19 +276,7 @@ def test_their_coordinates(theirs, layout, data):
 # ---- on real ranks ------------------------------------------------------------------------------
 
 
-NAMES = ("tensor_model", "pipeline_model", "model", "data", "sequence", "sequence_data")
 STEPS, BATCH, SEQUENCE, HEADS, SIZE = 4, 4, 8, 2, 4
-
-
-def sums_of_groups():
-    """An all-reduce over every group; 10 to the power of each member's rank tells who was there."""
-    with HyperCommGrid([2, 2, 2], ["shard", "seq", "replica"]) as grid:
-        mpu = Mpu(grid, tp="shard", sp="seq", dp="replica")
-        number = 10 ** dist.get_rank()
-        return {
-            name: all_reduce_of(number, getattr(mpu, f"get_{name}_parallel_group")())
-            for name in NAMES
-        }
 
 
 def beside_deepspeed(shape, dims):
@@ -318,15 +300,6 @@ def _is_asked(name):
 def _plain(answer):
     is_group = isinstance(answer, dist.ProcessGroup)
     return sorted(dist.get_process_group_ranks(answer)) if is_group else answer
-
-
-# One all-reduce over each group reaches its members and nobody else.
-def test_every_group_communicates():
-    roles = {"tp": [0], "sp": [1], "dp": [2]}
-    for rank, sums in enumerate(run_ranks(sums_of_groups, 8)):
-        for name in NAMES:
-            axes = [axis for part in PARTS[name] for axis in roles.get(part, [])]
-            assert sums[name] == sum(10**member for member in line_through([2, 2, 2], rank, axes))
 
 
 # An Mpu answers as DeepSpeed's own grid does, on a topology made from the same layout.

@@ -1,5 +1,6 @@
 """ezpz.tp on a grid: all sizes against numpy, states, globals, bad calls, and real ranks."""
 
+import contextlib
 import textwrap
 from datetime import timedelta
 
@@ -19,17 +20,11 @@ from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.testing import fake_world
 
 NAMES = ("tensor", "context", "pipeline", "data")
-DIMS = dict(zip(NAMES, ("tp", "cp", "pp", "dp"), strict=True))
-GLOBALS = [
-    "_TENSOR_PARALLEL_GROUP",
-    "_TENSOR_PARALLEL_RANKS",
-    "_DATA_PARALLEL_GROUP",
-    "_DATA_PARALLEL_RANKS",
-    "_PIPELINE_PARALLEL_GROUP",
-    "_PIPELINE_PARALLEL_RANKS",
-    "_CONTEXT_PARALLEL_GROUP",
-    "_CONTEXT_PARALLEL_GROUP_RANKS",
-]
+GROUPS = {name: f"_{name.upper()}_PARALLEL_GROUP" for name in NAMES}
+RANKS = {name: f"_{name.upper()}_PARALLEL_RANKS" for name in NAMES} | {
+    "context": "_CONTEXT_PARALLEL_GROUP_RANKS"
+}
+GLOBALS = [*GROUPS.values(), *RANKS.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -100,27 +95,19 @@ def test_tensor_size_above_the_world():
 
 
 # Uninitialised, the tensor rank is 0 of 1; every other getter is an AssertionError.
-@pytest.mark.parametrize("world", [False, True])
-def test_uninitialised(world):
-    def look():
+@pytest.mark.parametrize("when", ["no world", "before", "destroyed"])
+def test_uninitialised(when):
+    with contextlib.nullcontext() if when == "no world" else fake_world(4, rank=2):
+        if when == "destroyed":
+            tp.initialize_tensor_parallel(2)
+            tp.destroy_tensor_parallel()
         assert not tp.tensor_parallel_is_initialized()
         assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
         for name in NAMES:
-            for what in ("group", "ranks", "rank", "world_size"):
-                if (name, what) in {("tensor", "rank"), ("tensor", "world_size")}:
-                    continue
+            for what in ("group", "ranks", "rank", "world_size")[: 2 if name == "tensor" else 4]:
                 with pytest.raises(AssertionError, match=f"{name} parallel group is not init"):
                     ask(name, what)
-
-    if not world:
-        look()
-        return
-    with fake_world(4, rank=2):
-        look()
-        assert tp.get_tensor_parallel_src_rank() == 2
-        tp.initialize_tensor_parallel(2)
-        tp.destroy_tensor_parallel()
-        look()
+        assert when == "no world" or tp.get_tensor_parallel_src_rank() == 2
 
 
 # Every global is None at rest, is what the getters answer, and is followed when it is written.
@@ -128,15 +115,15 @@ def test_globals():
     assert [getattr(tp, name) for name in GLOBALS] == [None] * len(GLOBALS)
     with fake_world(8, rank=5):
         tp.initialize_tensor_parallel(2, 2)
-        for name, dim in DIMS.items():
-            group, ranks = (item for item in GLOBALS if item.startswith(f"_{name.upper()}_"))
+        for name in NAMES:
+            group, ranks = GROUPS[name], RANKS[name]
             assert getattr(tp, group) is ask(name, "group")
             assert getattr(tp, ranks) is ask(name, "ranks")
             own = dist.new_group([1, 3, 5])
             setattr(tp, group, own)
             setattr(tp, ranks, [1, 3, 5])
             assert ask(name, "group") is own
-            assert (ask(name, "rank"), ask(name, "world_size")) == (2, 3), dim
+            assert (ask(name, "rank"), ask(name, "world_size")) == (2, 3), name
             assert ask(name, "ranks") == [1, 3, 5]
             setattr(tp, group, None)
             assert not tp.tensor_parallel_is_initialized()
@@ -256,99 +243,70 @@ EZPZ = {
 }
 
 
-def run(tmp_path, program, *, with_ezpz=True):
-    for name, text in EZPZ.items() if with_ezpz else ():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-    done = fresh_programs.run(textwrap.dedent(program), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_install_without_ezpz(tmp_path):
-    run(
-        tmp_path,
-        """
-        import importlib.util
-        assert importlib.util.find_spec("ezpz") is None
-        from hypercomm.compat import ezpz as compat
-        compat.install()
-        compat.install()
-        import ezpz.tp
-        from ezpz import tp
-        from ezpz.tp import get_tensor_parallel_rank
-        assert ezpz.tp is tp is compat.tp
-        assert tp.__spec__.name == "hypercomm.compat.ezpz"
-        assert get_tensor_parallel_rank() == 0
-        """,
-        with_ezpz=False,
-    )
+INSTALL = """
+import importlib.util
+from hypercomm.compat.ezpz import install, tp
+found = importlib.util.find_spec("ezpz") is not None
+install()
+install()
+import ezpz.tp
+from ezpz.tp import get_tensor_parallel_rank
+assert ezpz.tp is tp
+assert tp.__spec__.name == "hypercomm.compat.ezpz"
+assert get_tensor_parallel_rank() == 0
+if found:
+    import ezpz.tp.layers
+    assert (ezpz.NAME, ezpz.tp.layers.rank()) == ("ezpz", 0)
+"""
 
 
 # After install() ezpz's other modules, also those within ezpz.tp, use ours.
-def test_install_before_ezpz(tmp_path):
-    run(
-        tmp_path,
-        """
-        from hypercomm.compat.ezpz import install, tp
-        install()
-        import ezpz
-        import ezpz.tp.layers
-        assert (ezpz.NAME, ezpz.tp, ezpz.tp.layers.rank()) == ("ezpz", tp, 0)
-        """,
-    )
+@pytest.mark.parametrize("has_ezpz", [False, True])
+def test_install(tmp_path, has_ezpz):
+    for name, text in EZPZ.items() if has_ezpz else ():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    done = fresh_programs.run(f"{INSTALL}\nassert found == {has_ezpz}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- real gloo ranks ----------------------------------------------------------------------------
-
-
-def groups():
-    return {name: getattr(tp, f"get_{name}_parallel_group")() for name in NAMES}
-
-
-def sums_of_groups():
-    """An all-reduce over every group; 10 to the power of each member's rank tells who was there."""
-    rank = dist.get_rank()
-    tp.initialize_tensor_parallel(2, 2, 2, timeout=timedelta(seconds=60))
-    found = {name: all_reduce_of(10**rank, group) for name, group in groups().items()}
-    tp.destroy_tensor_parallel()
-    return found
-
-
-def cycles(count):
-    """Initialise, use every group, destroy; groups, threads and files after once and after all."""
-
-    def cycle():
-        tp.initialize_tensor_parallel(2, 2)
-        for group in groups().values():
-            all_reduce_of(1, group)
-        tp.destroy_tensor_parallel()
-
-    cycle()
-    dist.barrier()
-    before = len(registered()[0]), threads_and_files()
-    for _ in range(count - 1):
-        cycle()
-    dist.barrier()
-    return before, (len(registered()[0]), given_back(before[1]))
 
 
 # Eight ranks as (pp, cp, tp), the last one fastest, as in ezpz; dp is left with one.
 WORLD = np.arange(8).reshape(1, 2, 2, 2)
 
 
-# One all-reduce over each group reaches its members and nobody else.
-def test_every_group_communicates():
-    for rank, sums in enumerate(run_ranks(sums_of_groups, 8)):
+def cycles(count):
+    """Initialise, all-reduce over every group, destroy; groups, threads and files after each end.
+
+    10 to the power of each member's rank tells who was there.
+    """
+
+    def cycle():
+        tp.initialize_tensor_parallel(2, 2, 2, timeout=timedelta(seconds=60))
+        sums = {name: all_reduce_of(10 ** dist.get_rank(), ask(name, "group")) for name in NAMES}
+        tp.destroy_tensor_parallel()
+        return sums
+
+    sums = cycle()
+    dist.barrier()
+    before = len(registered()[0]), threads_and_files()
+    for _ in range(count - 1):
+        assert cycle() == sums
+    dist.barrier()
+    return sums, before, (len(registered()[0]), given_back(before[1]))
+
+
+# One all-reduce over each group reaches its members and nobody else. Many initialisations leave as
+# many groups, threads and files as one.
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_every_group_communicates(count):
+    for rank, (sums, before, after) in enumerate(run_ranks(cycles, 8, args=(count,))):
         place = np.unravel_index(rank, WORLD.shape)
         for axis, name in enumerate(("data", "pipeline", "context", "tensor")):
             line = tuple(slice(None) if at == axis else place[at] for at in range(4))
             assert sums[name] == sum(10**member for member in WORLD[line].tolist())
-
-
-# Fifty times leave as many groups, threads and files as one.
-@pytest.mark.slow
-def test_cycles():
-    for before, after in run_ranks(cycles, 4, args=(50,)):
         assert after == before
         assert before[0] == 1  # WORLD

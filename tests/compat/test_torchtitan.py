@@ -20,66 +20,54 @@ SIZES = [
 WORLD = 32
 
 
-def expected(rank, *, dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1):
+EVERY = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
+BACKENDS = ["partial_dtensor", "spmd_types"]
+
+
+def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
     """The meshes that torchtitan unflattens a world into, cut at a rank's stage and so on."""
     dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
     inner = dp_shard * cp * tp
     ranks = np.arange(WORLD)
     dataloading = ranks.reshape(pp, dp_replicate * dp_shard, cp, tp)
     stage, *_, at = np.argwhere(dataloading == rank)[0]
-    return {
+    meshes = {
         "dataloading": dataloading,
         "dense": ranks.reshape(pp, dp_replicate, dp_shard * cp, tp),
         "sparse": ranks.reshape(pp, dp_replicate, inner // ep, ep),
         "loss": dataloading[stage, :, :, at].ravel(),
     }
+    if backend == "spmd_types":  # parameters are stored on all dims, types checked on (dp, cp, tp)
+        meshes["dense"] = ranks.reshape(pp, dp_replicate, dp_shard, cp, tp)
+        meshes["spmd_dense_for_fwdbwd"] = dataloading[stage]
+        if ep > 1:
+            meshes["spmd_sparse_for_fwdbwd"] = meshes["sparse"][stage]
+    return meshes
 
 
 # Each mesh has torchtitan's ranks, and the dims of one name in several have one group.
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rank", [0, 13, 31])
-def test_meshes(sizes, rank):
+def test_meshes(sizes, rank, backend):
     with fake_world(WORLD, rank), torchtitan_grids(**sizes) as grids:
-        meshes = torchtitan_meshes(grids)
-        wanted = expected(rank, **sizes)
+        meshes = torchtitan_meshes(grids, backend)
+        wanted = expected(rank, backend, **EVERY | sizes)
         assert meshes.keys() == wanted.keys()
         for name, mesh in meshes.items():
             np.testing.assert_array_equal(mesh.mesh.numpy(), wanted[name], err_msg=name)
-        for one, other, dim in [
-            ("dataloading", "dense", "tp"),
-            ("dataloading", "dense", "pp"),
-            ("dense", "sparse", "dp_replicate"),
-        ]:
-            assert meshes[one].get_group(dim) is meshes[other].get_group(dim)
-        assert (
-            len(registered_groups()) == 1 + 9
-        )  # WORLD; tp cp pp dp_replicate, batch fsdp ep efsdp, loss
+        dense, data = meshes["dense"], meshes["dataloading"]
+        assert data.get_group("tp") is dense.get_group("tp")
+        assert data.get_group("pp") is dense.get_group("pp")
+        assert dense.get_group("dp_replicate") is meshes["sparse"].get_group("dp_replicate")
+        if backend == "spmd_types":
+            types = meshes["spmd_dense_for_fwdbwd"]
+            assert types.mesh_dim_names == ("dp", "cp", "tp")
+            assert types.get_group("dp") is data.get_group("batch")
+            assert types.get_group("tp") is data.get_group("tp")
+        # tp cp pp dp_replicate batch ep efsdp loss, and fsdp or dp_shard
+        assert len(registered_groups() - {dist.group.WORLD}) == 9
     assert not dist.is_initialized()
-
-
-# The meshes of "spmd_types": parameters are stored on (dp_replicate, dp_shard, cp, tp),
-# types are checked on (dp, cp, tp), and dp has the group of batch.
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_spmd_types(sizes):
-    every = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | sizes
-    replicas, cp, tp, pp, ep = (every[dim] for dim in ("dp_replicate", "cp", "tp", "pp", "ep"))
-    shards = WORLD // (replicas * cp * tp * pp)
-    ranks = np.arange(WORLD)
-    with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
-        meshes = torchtitan_meshes(grids, "spmd_types")
-        wanted = expected(13, **sizes) | {"dense": ranks.reshape(pp, replicas, shards, cp, tp)}
-        stage = 13 // (WORLD // pp)
-        wanted["spmd_dense_for_fwdbwd"] = ranks.reshape(pp, replicas * shards, cp, tp)[stage]
-        if ep > 1:
-            wanted["spmd_sparse_for_fwdbwd"] = wanted["sparse"][stage]
-        assert meshes.keys() == wanted.keys()
-        for name, mesh in meshes.items():
-            np.testing.assert_array_equal(mesh.mesh.numpy(), wanted[name], err_msg=name)
-        types = meshes["spmd_dense_for_fwdbwd"]
-        assert types.mesh_dim_names == ("dp", "cp", "tp")
-        data = meshes["dataloading"]
-        assert types.get_group("dp") is data.get_group("batch")
-        assert types.get_group("tp") is meshes["dense"].get_group("tp") is data.get_group("tp")
 
 
 # spmd_types takes our groups, as a list or by name, and our meshes, and checks types over them.
@@ -104,7 +92,7 @@ def test_types_over_a_grid(way):
 
 # torchtitan's own meshes have the same ranks and names, from more groups.
 @pytest.mark.clients
-@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_beside_torchtitan(sizes, backend):
     named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
@@ -112,8 +100,7 @@ def test_beside_torchtitan(sizes, backend):
     with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
         meshes = torchtitan_meshes(grids, backend)
         ours = len(registered_groups())
-        every = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | sizes
-        theirs = dims.ParallelDims(**every, world_size=WORLD, spmd_backend=backend)
+        theirs = dims.ParallelDims(**EVERY | sizes, world_size=WORLD, spmd_backend=backend)
         theirs.build_mesh()
         assert len(registered_groups()) - ours > ours - 1  # WORLD is ours and theirs
         assert theirs._global_meshes.keys() == meshes.keys()
