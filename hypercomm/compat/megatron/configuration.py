@@ -1,4 +1,4 @@
-"""Configuration: the checked arguments of `initialize_model_parallel`, and their layouts."""
+"""The checked arguments of `initialize_model_parallel`, their layouts, and `RankGenerator`."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class Configuration:
     create_gloo_process_groups: bool = True
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
-    hybrid_context_parallel: bool = attrs.field(default=False, kw_only=True)
-    create_all_gather_group: bool = attrs.field(default=False, kw_only=True)
+    hybrid_context_parallel: bool = attrs.field(default=False, converter=bool, kw_only=True)
+    create_all_gather_group: bool = attrs.field(default=False, converter=bool, kw_only=True)
     gtp_remat_size: int = attrs.field(default=1, kw_only=True)
     expert_gtp_remat_size: int = attrs.field(default=1, kw_only=True)
     rank_offset: int = attrs.field(default=0, kw_only=True)
     local_world_size: int | None = attrs.field(default=None, kw_only=True)
     share: Share = attrs.field(default="never", kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
-    version: version.Version = attrs.field(factory=version.current, init=False)
+    changes: frozenset[str] = attrs.field(factory=version.changes, init=False)
 
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"
@@ -98,6 +98,10 @@ class Configuration:
                 f"{name}={instances}"
             )
 
+    def has(self, option: str) -> bool:
+        """Return whether an argument was given another value than its default."""
+        return bool(getattr(self, option) != _DEFAULTS[option])
+
     @property
     def has_gtp(self) -> bool:
         """Whether dense layers or experts have GTP peers."""
@@ -106,7 +110,7 @@ class Configuration:
     @property
     def answers_gtp(self) -> bool:
         """Whether data parallel getters return groups with GTP peers by default."""
-        return self.has_gtp or version.has("gtp_remat", self.version)
+        return self.has_gtp or "gtp_remat" in self.changes
 
     def creates_gloo(self, grid: str) -> bool:
         """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
@@ -143,7 +147,7 @@ class Configuration:
                     f"virtual_pipeline_model_parallel_size={stages} needs a "
                     f"pipeline_model_parallel_size of at least 2, got 1"
                 )
-        anchor = "cp" if version.has("cp_before_gtp_remat", self.version) else "tp"
+        anchor = "cp" if "cp_before_gtp_remat" in self.changes else "tp"
         layouts = Layouts(
             order_layout(self.order, {**dense, "ep": 1}, self.rank_offset, anchor),
             order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
@@ -229,6 +233,8 @@ class Configuration:
                 )
 
 
+_DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration)}
+
 # A TypeError names the function that the arguments were given to.
 Configuration.__init__.__qualname__ = "initialize_model_parallel"
 
@@ -286,3 +292,124 @@ def inject_gtp(order_str: str, after: str = "tp") -> str:
         return order_str
     place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
     return "-".join([*names[:place], GTP, *names[place:]])
+
+
+# ---- Megatron's enumerations of groups -----------------------------------------------------------
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
+
+    Args:
+        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
+        parallel_size: The size of each dim.
+        mask: For each dim, whether the groups span it.
+
+    Returns:
+        A list of the ranks of each group, ascending.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the lengths differ.
+        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
+
+    Example:
+        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    names = [f"d{axis}" for axis in range(len(mask))]
+    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
+    layout = RankLayout([*parallel_size, 1], [*names, "one"])
+    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
+    groups = layout.groups(*spanned, "one")
+    count = world_size // groups.group_size
+    if count > len(groups):
+        raise ConfigurationError(
+            f"parallel_size {list(parallel_size)} multiplies to {layout.size} ranks, which do not "
+            f"fill world_size {world_size}"
+        )
+    return groups.to_array()[:count].tolist()  # type: ignore[no-any-return]
+
+
+@attrs.define(slots=False, eq=False)
+class RankGenerator:
+    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
+
+    Args:
+        tp: Tensor parallel size.
+        ep: Expert parallel size.
+        dp: Data parallel size.
+        pp: Pipeline parallel size.
+        cp: Context parallel size; this or `ep` is 1.
+        order: The dims, the first one varying fastest; those of size 1 may be left out.
+        rank_offset: The smallest rank.
+        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
+            megatron-core 0.19 on.
+
+    Raises:
+        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
+        UnknownDimError: The order names an unknown dim.
+
+    Example:
+        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
+    """
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+    cp: int
+    order: str
+    rank_offset: int = 0
+    gtp_remat: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        self.name_to_size = {
+            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
+        }
+        if self.gtp_remat == 1 and not version.has("gtp_remat"):
+            del self.name_to_size[GTP]
+        if self.ep > 1 and self.cp > 1:
+            raise ConfigurationError(
+                f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator; "
+                f"make one for the dense layers, with cp, and one for the experts, with ep"
+            )
+        self._layout = order_layout(self.order, self.name_to_size, self.rank_offset)
+        self.world_size, self.ordered_size = self._layout.size, list(self._layout.shape)
+        self.order = "-".join(self._layout.dim_names)
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each dim of `order` whether `token` names it.
+
+        Raises:
+            UnknownDimError: `token` names a dim that `order` does not.
+        """
+        dims, wanted = order.split("-"), token.split("-")
+        for dim in wanted:
+            if dim not in dims:
+                raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
+        return [dim in wanted for dim in dims]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
+        self.get_mask(self.order, token)
+        return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Enumerate the groups of GTP peers; with a size of 1, each rank is a group.
+
+        Raises:
+            ConfigurationError: `gtp_remat_size` is not that of the generator.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise ConfigurationError(
+                f"gtp_remat_size must be that of the generator, {self.gtp_remat}, "
+                f"got {gtp_remat_size}"
+            )
+        if GTP in self.name_to_size:
+            return self.get_ranks(GTP)
+        return [[rank] for rank in self._layout.ranks]

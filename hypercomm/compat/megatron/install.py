@@ -36,7 +36,7 @@ def install() -> None:
         'hypercomm.compat.megatron.parallel_state'
     """
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
-        version.installed.cache_clear()
+        version.changes.cache_clear()
         _warn_of_newer()
 
 

@@ -16,29 +16,20 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import configuration as _configuration
-from hypercomm.compat.megatron import nccl, rank_generator, table
+from hypercomm.compat.megatron import nccl, table
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
-from hypercomm.compat.megatron.state import (
-    GLOBALS,
-    NO_PART,
-    RANK,
-    SIZE,
-    STAGE,
-    STAGES,
-    ParallelState,
-    current,
-)
+from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
 from hypercomm.compat.megatron.table import (
     DP,
     DP_CP,
@@ -54,19 +45,25 @@ from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
 
+    def __getattr__(name: str) -> Any:
+        """Stand for the functions and globals that the table's rows bring."""
+
+
+P = ParamSpec("P")
 
 _state = current.get
 
-RankGenerator = rank_generator.RankGenerator
-generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
+RankGenerator = _configuration.RankGenerator
+generate_masked_orthogonal_rank_groups = _configuration.generate_masked_orthogonal_rank_groups
 _inject_gtp_remat_axis = _configuration.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = nccl.get_nccl_options
 overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = _states.GlobalMemoryBuffer
+ParallelState = _states.ParallelState
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -228,12 +225,12 @@ _WITH_PEERS = {name: name + WITH_GTP for name in _PART} | {
 """The part of a data parallel group in one optimizer instance, and the group with GTP peers."""
 
 
+_STAGE_RANKS = "_PIPELINE_GLOBAL_RANKS"
+_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
+
+
 def _held(name: str, check_initialized: bool = True) -> Any:
-    state = current.alone or _state()
-    held = state.values[name]
-    if held is None and check_initialized:
-        raise state.missing(name)
-    return held
+    return _state().require(name, check_initialized)
 
 
 def _getter(name: str) -> Callable[..., Any]:
@@ -268,97 +265,50 @@ def _fact(name: str, fact: str) -> Callable[[], int]:
     return get
 
 
-def _facts(name: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return the getters of the size of a group, and of the calling rank's position in it."""
-    return _fact(name, SIZE), _fact(name, RANK)
-
-
-def _set_size(name: str) -> Callable[[int | None], None]:
+def _setter(name: str) -> Callable[[int | None], None]:
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
 
-    set_world_size.__doc__ = f"Set {name}, which getters prefer to the size of the group."
-    return set_world_size
-
-
-def _set_rank(name: str) -> Callable[[int | None], None]:
     def set_rank(rank: int | None) -> None:
         _state().write(name, rank)
 
-    set_rank.__doc__ = f"Set {name}, which getters prefer to the position in the group."
-    return set_rank
+    setter = set_rank if name.endswith(RANK) else set_world_size
+    setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
+    return setter
 
 
 def _words(name: str) -> str:
     return name.strip("_").replace("_", " ").lower()
 
 
-_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
+def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each function that differs from others only in its global, and its name.
 
-_Group: TypeAlias = Callable[..., ProcessGroup]
-_Ranks: TypeAlias = Callable[..., list[int]]
+    The name follows from the global. Other names are those of Megatron-DeepSpeed, to which the
+    ranks that share a sequence are those of context parallel. There is no
+    initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
+    """
+    rows = {row.name.strip("_").lower(): row for row in table.TABLE if row.field is not None}
+    rows["inter_distributed_optimizer_instance_group"] = table.ROWS[table.INTER_INSTANCES]
+    rows["sequence_parallel_group"] = table.ROWS[table.CP]
+    rows["sequence_data_parallel_group"] = table.ROWS[DP_CP]
+    for name, row in rows.items():
+        stem = f"get_{name.removesuffix('_group')}"
+        if not name.endswith("_with_cp"):
+            yield f"get_{name}", _getter(row.name)
+        if name.endswith(("_parallel_group", "_remat_group")):
+            yield f"{stem}_world_size", _fact(row.name, SIZE)
+            yield f"{stem}_rank", _fact(row.name, RANK)
+            if row.ranks is not None:
+                yield f"{stem}_global_ranks", _getter(row.ranks)
+                yield f"{stem}_src_rank", _first(row.ranks)
+    for override in (*_states.OVERRIDES, STAGES):
+        yield f"set{override.removeprefix('_MPU').lower()}", _setter(override)
 
-get_tensor_model_parallel_group: _Group = _getter(table.TP)
-get_pipeline_model_parallel_group: _Group = _getter(table.PP)
-get_context_parallel_group: _Group = _getter(table.CP)
-get_hierarchical_context_parallel_groups: Callable[..., list[ProcessGroup]] = _getter(table.HCP)
-get_model_parallel_group: _Group = _getter(table.MP)
-get_embedding_group: _Group = _getter("_EMBEDDING_GROUP")
-get_position_embedding_group: _Group = _getter("_POSITION_EMBEDDING_GROUP")
-get_tensor_and_context_parallel_group: _Group = _getter(table.TP_CP)
-get_gtp_weight_remat_group: _Group = _getter(table.GTP_GROUP)
-get_expert_model_parallel_group: _Group = _getter(table.EP)
-get_expert_tensor_parallel_group: _Group = _getter(table.EXPERT_TP)
-get_expert_tensor_and_model_parallel_group: _Group = _getter(table.TP_EP)
-get_expert_gtp_weight_remat_group: _Group = _getter(table.EXPERT_GTP_GROUP)
-get_inter_distributed_optimizer_instance_group: _Group = _getter(table.INTER_INSTANCES)
-get_intra_distributed_optimizer_instance_group: _Group = _getter(table.INSTANCE)
 
-get_context_parallel_global_ranks: _Ranks = _getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_gtp_weight_remat_global_ranks: _Ranks = _getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_expert_gtp_weight_remat_global_ranks: _Ranks = _getter("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_tensor_model_parallel_src_rank = _first("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = _first("_MODEL_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = _first("_EXPERT_MODEL_PARALLEL_RANKS")
-get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
-
-get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _facts(table.TP)
-get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = _facts(table.PP)
-get_context_parallel_world_size, get_context_parallel_rank = _facts(table.CP)
-get_model_parallel_world_size, get_model_parallel_rank = _facts(table.MP)
-get_tensor_and_context_parallel_world_size, get_tensor_and_context_parallel_rank = _facts(
-    table.TP_CP
-)
-get_gtp_weight_remat_world_size, get_gtp_weight_remat_rank = _facts(table.GTP_GROUP)
-get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _facts(table.EP)
-get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = _facts(table.EXPERT_TP)
-get_expert_tensor_and_model_parallel_world_size = _fact(table.TP_EP, SIZE)
-get_expert_tensor_and_model_parallel_rank = _fact(table.TP_EP, RANK)
-get_expert_gtp_weight_remat_world_size, get_expert_gtp_weight_remat_rank = _facts(
-    table.EXPERT_GTP_GROUP
-)
-
-set_tensor_model_parallel_world_size = _set_size("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-set_pipeline_model_parallel_world_size = _set_size("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_model_parallel_world_size = _set_size("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_tensor_parallel_world_size = _set_size("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
-set_virtual_pipeline_model_parallel_world_size = _set_size(STAGES)
-set_tensor_model_parallel_rank = _set_rank("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-set_pipeline_model_parallel_rank = _set_rank("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
-set_data_parallel_rank = _set_rank("_MPU_DATA_PARALLEL_RANK")
-set_expert_model_parallel_rank = _set_rank("_MPU_EXPERT_MODEL_PARALLEL_RANK")
-set_expert_tensor_parallel_rank = _set_rank("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
-
-_stages, _stage = _facts(table.PP)
-
-# Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
-# is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
-get_sequence_parallel_group = get_context_parallel_group
-get_sequence_parallel_world_size = get_context_parallel_world_size
-get_sequence_parallel_rank = get_context_parallel_rank
-get_sequence_parallel_src_rank = _first("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_sequence_data_parallel_group: _Group = _getter(DP_CP)
-get_sequence_data_parallel_world_size, get_sequence_data_parallel_rank = _facts(DP_CP)
+globals().update(_functions_of_rows())
+_stages, _stage = _fact(table.PP, SIZE), _fact(table.PP, RANK)
+get_pipeline_model_parallel_first_rank = _first(_STAGE_RANKS)
 
 
 def get_data_parallel_group(
@@ -385,10 +335,7 @@ def get_data_parallel_group(
     state = current.alone or _state()
     if with_gtp_remat and state.answers_gtp:
         name = _WITH_PEERS[name]
-    held = state.values.get(name)
-    if held is None:
-        raise state.missing(name)
-    return held
+    return state.require(name)
 
 
 def get_data_parallel_group_gloo(
@@ -398,8 +345,6 @@ def get_data_parallel_group_gloo(
     name = DP_CP if with_context_parallel else DP
     if partial_data_parallel:
         name = _PART[name]
-        if name == NO_PART:
-            raise _state().missing(name)
     return _held(name + GLOO)
 
 
@@ -530,11 +475,10 @@ get_expert_data_parallel_world_size, get_expert_data_parallel_rank = map(_expert
 
 def get_all_ranks() -> str:
     """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
-    module: Any = sys.modules[__name__]
     peers = ["gtp_weight_remat"] * _state().answers_gtp
     names = ("tensor_model_parallel", *peers, "data_parallel", "context_parallel")
     names = (*names, "pipeline_model_parallel", "expert_model_parallel")
-    return "_".join(str(getattr(module, f"get_{name}_rank")() or 0) for name in names)
+    return "_".join(str(globals()[f"get_{name}_rank"]() or 0) for name in names)
 
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
@@ -542,13 +486,13 @@ def get_all_ranks() -> str:
 
 def _pipeline(step: int) -> Any:
     """Return the rank some stages after that of the calling rank, which come round."""
-    ranks = _held("_PIPELINE_GLOBAL_RANKS")
+    ranks = _held(_STAGE_RANKS)
     return ranks[(_stage() + step) % _stages()]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _held("_PIPELINE_GLOBAL_RANKS")[_stages() - 1]
+    return _held(_STAGE_RANKS)[_stages() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -637,14 +581,8 @@ _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
 
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the memory buffer."""
-    return _state().require(_MEMORY)
-
-
-def get_global_symmetric_memory_buffer() -> Any:
-    """Return the symmetric memory buffer."""
-    return _state().require(_SYMMETRIC)
+get_global_memory_buffer = _getter(_MEMORY)
+get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
@@ -736,7 +674,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     check_given_timeout(timeout)
     if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
         raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
-    groups = [pg] if pg is not None else _state().require("_global_process_group_list")
+    groups = [pg] if pg is not None else _held("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -745,4 +683,4 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 name_functions(globals(), __name__)
-current.bind(sys.modules[__name__], GLOBALS)
+current.bind(sys.modules[__name__], _states.GLOBALS)

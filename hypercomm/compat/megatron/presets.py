@@ -228,7 +228,7 @@ def megatron_requests(
     has_experts = layouts.expert.size_of("ep", default=1) > 1
     table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
     requests: dict[object, GroupArguments] = {}
-    for wanted in rows(configuration, layouts, options, view=view, table=table, lone_peers=False):
+    for wanted in rows(configuration, layouts, options, view=view, table=table):
         given = wanted.arguments
         key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
         requests.setdefault(key, given)

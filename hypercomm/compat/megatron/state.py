@@ -56,7 +56,7 @@ RANK: Final = "RANK"
 
 _LIST = "_global_process_group_list"
 STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
-_OVERRIDES = [
+OVERRIDES = [
     f"_MPU_{what}_PARALLEL_{fact}"
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
     for fact in (SIZE, RANK)
@@ -66,7 +66,7 @@ _OVERRIDES = [
 _RANKS = [row.ranks for row in TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys((*ROWS, *_RANKS, *_OVERRIDES, *_OTHERS), lambda: None),
+    **dict.fromkeys((*ROWS, *_RANKS, *OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
@@ -185,7 +185,7 @@ class ParallelState(ModuleState):
         """Set every global to its empty value."""
         self.configuration: Configuration | None = None
         self.grids: dict[str, GridView] = {}
-        self.answers_gtp = version.has("gtp_remat")
+        self.answers_gtp = "gtp_remat" in version.changes()
         self.strict = False
         super().reset()
 
@@ -245,8 +245,7 @@ class ParallelState(ModuleState):
         layouts = configuration.layouts(dist.get_world_size())
         options = nccl.options_by_key(configuration)
         self._check_empty()
-        has_gtp = version.has("gtp_remat", configuration.version)
-        wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
+        wanted = list(rows(configuration, layouts, options))
         with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
             grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
             grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
@@ -330,21 +329,21 @@ class ParallelState(ModuleState):
 
     # ---- what getters read ----------------------------------------------------------------------
 
-    def require(self, name: str) -> Any:
-        """Return the value of a global that is set.
+    def require(self, name: str, check_initialized: bool = True) -> Any:
+        """Return the value of a global.
 
         Raises:
-            StateError: It is None.
+            StateError: It is None, unless `check_initialized` is False.
         """
-        value = self.read(name)
-        if value is None:
+        value = self.values.get(name)
+        if value is None and check_initialized:
             raise self.missing(name)
         return value
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
         words = name.strip("_").replace("_", " ").lower()
-        if name == NO_PART:
+        if name.removesuffix(GLOO) == NO_PART:
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
@@ -352,7 +351,7 @@ class ParallelState(ModuleState):
             reason = "nothing has set it"
         elif name.endswith(GLOO) and not self.configuration.creates_gloo(ROWS[name].grid):
             reason = "the state was initialised with create_gloo_process_groups=False, or with GTP"
-        elif ROWS[name].option is not None:
+        elif ROWS[name].option is not None and not ROWS[name].otherwise:
             reason = f"the state was initialised without {ROWS[name].option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"

@@ -126,32 +126,12 @@ def _part(config: Configuration, groups: RankGroups) -> int:
     return groups.group_size // instances
 
 
-# ---- which groups there are, depending on the configuration -------------------------------------
-
-Size = Callable[[], int]
-
-ONE = (None,)
-"""The parts of a row that makes one group."""
-
-
-def _if_all_gather(config: Configuration, _: Size) -> Iterable[Any]:
-    return ONE if config.create_all_gather_group else ()
-
-
-def _if_instances(config: Configuration, _: Size) -> Iterable[Any]:
-    return ONE if config.num_distributed_optimizer_instances > 1 else ()
-
-
-def _levels(config: Configuration, _: Size) -> Iterable[Any]:
+def _levels(config: Configuration, _: int) -> Iterable[int]:
     return range(len(config.hierarchical_context_parallel_sizes or ()))
 
 
-def _sizes(config: Configuration, size: Size) -> Iterable[Any]:
-    return hybrid_sizes(size()) if config.hybrid_context_parallel else ()
-
-
-def _never(_: Configuration, __: Size) -> Iterable[Any]:
-    return ()
+def _sizes(_: Configuration, size: int) -> Iterable[int]:
+    return hybrid_sizes(size)
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -169,12 +149,12 @@ class Row:
         name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        parts: Lists the groups of the row; takes a function that returns the size of a group over
-            `dims`; default: one.
+        parts: Lists the positions or sizes of the groups of a row of several; takes the size of a
+            group over `dims`.
         derive: Derives the groups of one part from those over `dims`; default: these.
         gtp: Whether the group exists because of GTP.
         otherwise: Globals whose group is used if there is none: the first that was created.
-        option: The argument that enables these groups, for error messages.
+        option: The argument that enables these groups; by its default there are none.
         overlaps: Whether the group exists so that its traffic overlaps that of another.
         part: Prefix of the position or size of one group, for a row of several groups.
     """
@@ -186,7 +166,7 @@ class Row:
     name: str
     ranks: str | None = None
     gloo: bool = False
-    parts: Callable[[Configuration, Size], Iterable[Any]] | None = None
+    parts: Callable[[Configuration, int], Iterable[Any]] | None = None
     derive: Callable[[Configuration, RankGroups, Any], RankGroups] | None = None
     gtp: bool = False
     otherwise: tuple[str, ...] = ()
@@ -226,9 +206,9 @@ _INSTANCES = "num_distributed_optimizer_instances"
 TABLE = (
     _dense("dp-cp", "dp_cp", "dp_cp", DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
     _dense("dp-cp", "dp_cp", "dp_cp_ag", DP_CP_AG,
-           parts=_if_all_gather, option="create_all_gather_group", overlaps=True),
+           option="create_all_gather_group", overlaps=True),
     _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
-           gloo=True, parts=_if_instances, derive=one_instance, otherwise=(DP_CP,)),
+           gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(DP_CP,)),
     _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
            parts=_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
     _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
@@ -237,8 +217,8 @@ TABLE = (
     _dense("gtp_remat-dp", "gtp_remat_dp", None, DP + WITH_GTP, gtp=True, otherwise=(DP,)),
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", "dp_cp_gtp_remat", DP_CP + WITH_GTP,
            gtp=True, otherwise=(DP_CP,)),
-    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP,
-           parts=_never, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
+    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP, gtp=True,
+           option=_INSTANCES, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
     _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     _dense("cp", "hcp", "hcp", HCP, parts=_levels,
            derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
@@ -262,20 +242,28 @@ TABLE = (
             f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=(EXPERT_MP,)),
     _expert("dp", "ep_dp", "expt_dp", EXPERT_DP, gloo=True),
     _expert("dp", "intra_ep_dp", "intra_expt_dp", INTRA_EXPERT_DP,
-            gloo=True, parts=_if_instances, derive=one_instance, otherwise=(EXPERT_DP,)),
+            gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(EXPERT_DP,)),
     _expert("dp", "inter_ep_dp", "inter_dist_opt", INTER_INSTANCES,
-            parts=_if_instances, derive=across_instances, option=_INSTANCES),
+            option=_INSTANCES, derive=across_instances),
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", "expt_dp_gtp_remat", EXPERT_DP + WITH_GTP,
             gtp=True, otherwise=(EXPERT_DP,)),
-    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP,
-            parts=_never, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
+    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP, gtp=True,
+            option=_INSTANCES, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
             INSTANCE, derive=whole_instance),
 )
 # fmt: on
 
-EXPERT_ALL_GATHER = _expert(
-    *("dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG"), parts=_if_all_gather, overlaps=True
+ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
+"""The row of each global that holds a group."""
+
+EXPERT_ALL_GATHER = attrs.evolve(
+    ROWS[DP_CP_AG],
+    grid="expert",
+    dims="dp",
+    key="ep_dp",
+    field="expt_dp_ag",
+    name=EXPERT_DP + "_AG",
 )
 """The expert group of `create_all_gather_groups`, which no global holds."""
 
@@ -287,9 +275,6 @@ FIELD_ROWS = {row.field: row for row in (*TABLE, EXPERT_ALL_GATHER) if row.field
 
 FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
 """The global of each field."""
-
-ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
-"""The row of each global that holds a group."""
 
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
@@ -361,7 +346,6 @@ def rows(
     *,
     view: str | None = EXPERT,
     table: Iterable[Row] = TABLE,
-    lone_peers: bool = True,
 ) -> Iterator[WantedGroup]:
     """Yield each group of a model with the arguments that create it, in Megatron's order.
 
@@ -371,7 +355,6 @@ def rows(
         options: The backend options of NCCL keys.
         view: The view of the expert layers; None: they are laid out as the dense ones.
         table: The rows.
-        lone_peers: Whether each rank is a GTP group if there are no peers.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -391,11 +374,7 @@ def rows(
         if row.derive is whole_instance and config.num_distributed_optimizer_instances > 1:
             asked = "dp"  # which is cut
         dims = tuple(compress(own, map(asked.split("-").__contains__, own.values())))
-        if row.gtp and GTP not in own.values():
-            is_needed = lone_peers and row.dims == GTP
-        else:  # no caller needs a group of one rank without a field
-            is_needed = bool(dims) or row.field is not None or row.part is not None
-        if not is_needed:
+        if not _is_needed(row, config, dims, GTP in own.values()):
             continue
         spanned = dims or layout.dim_names[:1]
         common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
@@ -403,7 +382,7 @@ def rows(
             common["view"] = view
         if not dims or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
-        for part in row.parts(config, partial(layout.size_of, dims)) if row.parts else ONE:
+        for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
             name, given = row.name_in_grid(dims, part), common.copy()
             if not dims or row.derive is not None:
                 given["derive"] = _Derive(row, config, not dims, part)
@@ -413,6 +392,15 @@ def rows(
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
                 yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
+
+
+def _is_needed(row: Row, config: Configuration, dims: tuple[str, ...], has_peers: bool) -> bool:
+    if row.gtp and not has_peers:  # before 0.19, there are no groups of one peer
+        return row.dims == GTP and "gtp_remat" in config.changes
+    if row.option is not None and row.dims != GTP and not config.has(row.option):
+        return False
+    # No caller needs a group of one rank without a field.
+    return bool(dims) or row.field is not None or row.part is not None
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
