@@ -13,8 +13,8 @@ from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, Share
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_sizes, as_world_size, check_choice, positive
-from hypercomm.layout.parsing import misfit, nearest_divisors, parse_order
+from hypercomm.layout.checks import as_world_size, check_choice, positive
+from hypercomm.layout.parsing import misfit, parse_order
 from hypercomm.process_groups.options import check_given_timeout
 
 GTP = "gtp_remat"
@@ -153,7 +153,6 @@ class Configuration:
             order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
         )
         self._check_pipelines(layouts)
-        self._check_derived(dense["dp"] * dense["cp"], expert["dp"])
         if (backend := self.pipeline_model_parallel_comm_backend) is not None:
             name = "pipeline_model_parallel_comm_backend"
             check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
@@ -205,32 +204,6 @@ class Configuration:
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances of at "
                 f"least 2, got {instances}"
             )
-
-    def _check_derived(self, replicas: int, expert_replicas: int) -> None:
-        """Check optimizer instances, levels of cp, and hybrid groups."""
-        instances = self.num_distributed_optimizer_instances
-        for what, size in [("dp * cp", replicas), ("expert dp", expert_replicas)]:
-            if size % instances:
-                raise ConfigurationError(
-                    f"num_distributed_optimizer_instances={instances} does not divide the {what} "
-                    f"size {size}; use {nearest_divisors(size, instances)}"
-                )
-        if levels := self.hierarchical_context_parallel_sizes:
-            name = "hierarchical_context_parallel_sizes"
-            product = math.prod(as_sizes(levels, name))
-            if product != self.context_parallel_size:
-                raise ConfigurationError(
-                    f"{name} {list(levels)} multiply to {product}, but context_parallel_size is "
-                    f"{self.context_parallel_size}"
-                )
-        if self.hybrid_context_parallel:
-            sizes = hybrid_sizes(replicas) or [2]
-            if any(replicas % size for size in sizes):
-                raise ConfigurationError(
-                    f"hybrid_context_parallel=True cuts the {replicas} ranks of dp * cp into "
-                    f"groups of {sizes}, which must divide them; "
-                    f"choose sizes for which dp * cp is a power of 2"
-                )
 
 
 _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration)}

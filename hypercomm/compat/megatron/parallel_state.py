@@ -16,18 +16,19 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import configuration as _configuration
-from hypercomm.compat.megatron import nccl, table
 from hypercomm.compat.megatron import state as _states
-from hypercomm.compat.megatron.configuration import Configuration
+from hypercomm.compat.megatron import table
+from hypercomm.compat.megatron.configuration import Configuration, Layouts
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
 from hypercomm.compat.megatron.table import (
@@ -40,7 +41,7 @@ from hypercomm.compat.megatron.table import (
     WITH_GTP,
 )
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
+from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 _state = current.get
 
@@ -60,8 +62,8 @@ generate_masked_orthogonal_rank_groups = _configuration.generate_masked_orthogon
 _inject_gtp_remat_axis = _configuration.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
-get_nccl_options = nccl.get_nccl_options
-overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
+get_nccl_options = _states.get_nccl_options
+overwrite_nccl_comm_cfgs = _states.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = _states.GlobalMemoryBuffer
 ParallelState = _states.ParallelState
 
@@ -89,12 +91,12 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
 
 
 def _with_arguments_of(
-    kind: Callable[P, Configuration],
-) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Return a decorator for a function that takes the arguments of a configuration."""
+    other: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Return a decorator for a function that takes the arguments of another one."""
 
-    def decorate(function: Callable[..., None]) -> Callable[P, None]:
-        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -160,10 +162,8 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     theirs = sys.modules.get("megatron.core.parallel_state")
     if theirs is not None and theirs is not sys.modules[__name__]:
         warnings.warn(
-            "megatron.core.parallel_state is loaded, and is not ours: layers and collections of "
-            "megatron.core look for their groups there and find none. If you use them, call "
-            "hypercomm.compat.megatron.install() before megatron.core is imported; layers of your "
-            "own need only an import of ours",
+            "megatron.core.parallel_state is loaded, and is not ours: layers find no groups. Call "
+            "hypercomm.compat.megatron.install() before megatron.core is imported",
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
@@ -206,23 +206,23 @@ def _has(*names: str) -> bool:
 
 def is_unitialized() -> bool:
     """Return whether the parallel state is not initialised (deprecated: use `is_initialized`)."""
-    _deprecated("is_unitialized is deprecated, use is_initialized instead")
+    _deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 
 
-def _deprecated(message: str) -> None:
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
+def _deprecated(name: str, other: str) -> None:
+    warnings.warn(f"{name} is deprecated, use {other}", DeprecationWarning, stacklevel=3)
 
 
 # ---- groups -----------------------------------------------------------------------------------
 
-_PART = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
-_WITH_PEERS = {name: name + WITH_GTP for name in _PART} | {
-    NO_PART: NO_PART,
-    INTRA_DP_CP: INTRA_DP_CP + WITH_GTP,
-    INTRA_EXPERT_DP: INTRA_EXPERT_DP + WITH_GTP,
-}
-"""The part of a data parallel group in one optimizer instance, and the group with GTP peers."""
+_SAME = {DP: DP, DP_CP: DP_CP, EXPERT_DP: EXPERT_DP}
+_PARTS = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
+_DATA = [
+    (names, {name: own if own == NO_PART else own + WITH_GTP for name, own in names.items()})
+    for names in (_SAME, _PARTS)
+]
+"""The data parallel group, or its part in one optimizer instance; without and with GTP peers."""
 
 
 _STAGE_RANKS = "_PIPELINE_GLOBAL_RANKS"
@@ -327,25 +327,19 @@ def get_data_parallel_group(
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
-    name = DP_CP if with_context_parallel else DP
-    if partial_data_parallel:
-        name = _PART[name]
-    elif independent_all_gather and with_context_parallel:
-        return _held(table.DP_CP_AG)
     state = current.alone or _state()
-    if with_gtp_remat and state.answers_gtp:
-        name = _WITH_PEERS[name]
-    return state.require(name)
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
+        return state.require(table.DP_CP_AG)
+    names = _DATA[partial_data_parallel][with_gtp_remat and state.answers_gtp]
+    return state.require(names[DP_CP if with_context_parallel else DP])
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
-    name = DP_CP if with_context_parallel else DP
-    if partial_data_parallel:
-        name = _PART[name]
-    return _held(name + GLOO)
+    names = _PARTS if partial_data_parallel else _SAME
+    return _held(names[DP_CP if with_context_parallel else DP] + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
@@ -412,10 +406,8 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     state = current.alone or _state()
-    name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
-    if with_gtp_remat and state.answers_gtp:
-        name = _WITH_PEERS[name]
-    return _held(name, check_initialized)
+    names = _DATA[partial_expert_data_parallel][with_gtp_remat and state.answers_gtp]
+    return state.require(names[EXPERT_DP], check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -427,9 +419,7 @@ def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Return the expert data parallel group (deprecated: `get_expert_data_parallel_group`)."""
-    _deprecated(
-        "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group"
-    )
+    _deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
@@ -443,12 +433,9 @@ def _data_fact(fact: str) -> Callable[..., int]:
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> int:
-        name = DP_CP if with_context_parallel else DP
-        if partial_data_parallel:
-            name = _PART[name]
         state = current.alone or _state()
-        if with_gtp_remat and state.answers_gtp:
-            name = _WITH_PEERS[name]
+        names = _DATA[partial_data_parallel][with_gtp_remat and state.answers_gtp]
+        name = names[DP_CP if with_context_parallel else DP]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
@@ -458,10 +445,9 @@ def _data_fact(fact: str) -> Callable[..., int]:
 
 def _expert_data_fact(fact: str) -> Callable[..., int]:
     def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
         state = current.alone or _state()
-        if with_gtp_remat and state.answers_gtp:
-            name = _WITH_PEERS[name]
+        names = _DATA[partial_expert_data_parallel][with_gtp_remat and state.answers_gtp]
+        name = names[EXPERT_DP]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
@@ -557,7 +543,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that was set, if any."""
-    return _state().values[STAGE]
+    return _held(STAGE, check_initialized=False)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -568,10 +554,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
-    _deprecated(
-        "set_virtual_pipeline_model_parallel_rank is deprecated, pass vp_stage to "
-        "is_pipeline_first_stage, is_pipeline_last_stage and the others"
-    )
+    _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
     _state().write(STAGE, rank)
 
 
@@ -580,26 +563,25 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
-
 get_global_memory_buffer = _getter(_MEMORY)
 get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
-    _check_absent(_MEMORY)
-    _state().write(_MEMORY, GlobalMemoryBuffer())
+    _fill_once(_MEMORY, GlobalMemoryBuffer)
 
 
 def _set_global_symmetric_memory_buffer() -> None:
     """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
-    _check_absent(_SYMMETRIC)
-    kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, _held(table.TP)))
+    utils: Any = importlib.import_module("megatron.core.utils")
+    group = _held(table.TP)
+    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
 
 
-def _check_absent(name: str) -> None:
-    if _state().values[name] is not None:
+def _fill_once(name: str, make: Callable[[], Any]) -> None:
+    if _held(name, check_initialized=False) is not None:
         raise StateError(f"{name} is already initialized; destroy it first")
+    _state().write(name, make())
 
 
 def destroy_global_memory_buffer() -> None:
@@ -615,26 +597,13 @@ def destroy_global_symmetric_memory_buffer() -> None:
 # ---- groups outside the state -----------------------------------------------------------------
 
 
-def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-) -> Any:
+@_with_arguments_of(dist.new_group)
+def create_group(*args: Any, **kwargs: Any) -> Any:
     """Create one group as `torch.distributed.new_group` does, and list it for `update_pg_timeout`.
 
     Every rank of the world must call this; the caller destroys the group.
     """
-    group = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    group = dist.new_group(*args, **kwargs)
     own = c10d.as_member(group)
     if own is not None:
         _state().list_groups([own])
@@ -660,8 +629,29 @@ def create_all_gather_groups(
             ValueError).
         ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """
-    nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
-    return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)
+    state = _state()
+    if state.configuration is None:
+        raise NotInitializedError(
+            "create_all_gather_groups() needs data parallel groups; call "
+            "initialize_model_parallel() first"
+        )
+    config = attrs.evolve(state.configuration, create_all_gather_group=True)
+    layouts = Layouts(*[grid.layout for grid in state.grids.values()])
+    rows = [table.ROWS[table.DP_CP_AG]]
+    if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
+        rows.append(table.EXPERT_ALL_GATHER)
+    options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in rows}
+    groups: list[ProcessGroup | None] = []
+    for wanted in table.rows(config, layouts, options, table=rows):
+        arguments: dict[str, Any] = {
+            **wanted.arguments,
+            "timeout": config.timeout if timeout is None else timeout,
+            "group_desc": wanted.name.lstrip("_"),
+        }
+        groups.append(state.grids["dense"].ensure_pg(**arguments))
+        state.write(wanted.name, groups[-1])
+    state.list_groups(groups)
+    return groups[0], groups[1] if len(groups) > 1 else None
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hypercomm.compat.megatron import nccl
 from hypercomm.compat.megatron.configuration import (
     DIMS,
     GTP,
@@ -18,6 +17,7 @@ from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
+from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.compat.megatron.table import (
     EXPERT,
     EXPERT_ALL_GATHER,
@@ -135,15 +135,13 @@ def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> La
     """Return the layouts of a model's dense and expert layers."""
     given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
     dense, expert = Configuration(**given, order=order).layouts(world_size, _NAMES)
-    expert = _without(expert, "cp")
-    names = {dim: f"expt_{dim}" for dim in expert.dim_names if dim not in {"ep", "pp"}}
-    return Layouts(_without(dense, "ep"), expert.rename(**names))
-
-
-def _without(layout: RankLayout, dim: str) -> RankLayout:
-    """Return the same numbering without a dim of size 1."""
-    names = [name for name in layout.dim_names if name != dim]
-    return RankLayout([layout.size_of(name) for name in names], names)
+    names = {"ep": "ep", "pp": "pp"}
+    return Layouts(
+        RankLayout({dim: size for dim, size in dense.sizes.items() if dim != "ep"}),
+        RankLayout(
+            {names.get(dim, f"expt_{dim}"): n for dim, n in expert.sizes.items() if dim != "cp"}
+        ),
+    )
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------
@@ -224,7 +222,7 @@ def megatron_requests(
             *own_dims(layouts.expert, GTP, "expert"), default=1
         ),
     )
-    options = nccl.options_by_key(configuration)
+    options = options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1
     table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
     requests: dict[object, GroupArguments] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -37,8 +37,24 @@ Group = ProcessGroup | None
 """A group in a collection; None if it was not set, and on a rank that is in none of them."""
 
 
-@dataclass(init=False, repr=False, eq=False)
-class ProcessGroupCollection:
+NAMES = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep"),
+    *("tp_ep_pp", "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat"),
+    *("dp_cp_ag", "gtp_remat", "expt_gtp_remat", "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag"),
+    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+)
+"""The fields of a collection, in Megatron's order; the table has the group of each."""
+
+_Fields: Any = make_dataclass(
+    "_Fields",
+    [(name, Group, field(init=False)) for name in NAMES],
+    init=False,
+    repr=False,
+    eq=False,
+)
+
+
+class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields of the table
     """The process groups of one model; a field that was not set is None.
 
     With megatron-core 0.16 reading it raises AttributeError, as there. Other attributes can be set.
@@ -59,37 +75,10 @@ class ProcessGroupCollection:
         ProcessGroupCollection(tp(2), dp(4))
     """
 
-    tp: Group = field(init=False)
-    pp: Group = field(init=False)
-    mp: Group = field(init=False)
-    embd: Group = field(init=False)
-    pos_embd: Group = field(init=False)
-    cp: Group = field(init=False)
-    tp_cp: Group = field(init=False)
-    hcp: list[ProcessGroup] | None = field(init=False)
-    ep: Group = field(init=False)
-    expt_tp: Group = field(init=False)
-    tp_ep: Group = field(init=False)
-    tp_ep_pp: Group = field(init=False)
-    tp_ep_pp_with_egtp_remat: Group = field(init=False)
-    tp_dp_cp: Group = field(init=False)
-    dp: Group = field(init=False)
-    dp_cp: Group = field(init=False)
-    dp_cp_gtp_remat: Group = field(init=False)
-    dp_cp_ag: Group = field(init=False)
-    gtp_remat: Group = field(init=False)
-    expt_gtp_remat: Group = field(init=False)
-    expt_dp: Group = field(init=False)
-    expt_dp_gtp_remat: Group = field(init=False)
-    expt_dp_ag: Group = field(init=False)
-    intra_dp_cp: Group = field(init=False)
-    intra_expt_dp: Group = field(init=False)
-    inter_dist_opt: Group = field(init=False)
-    intra_dist_opt: Group = field(init=False)
-
     def __init__(self, **kwargs: Any) -> None:
         _check_fields(type(self), "Unknown attribute", *kwargs)
-        vars(self).update(kwargs)
+        for name, group in kwargs.items():
+            setattr(self, name, group)
 
     def __getattr__(self, name: str) -> None:
         _check_fields(type(self), "Unknown attribute", name)
@@ -100,9 +89,9 @@ class ProcessGroupCollection:
             )
 
     def __repr__(self) -> str:
-        groups = {item.name: vars(self).get(item.name, self) for item in fields(self)}
-        hidden = (self, None) if version.has("unset_is_none") else (self,)
-        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg not in hidden]
+        hidden = None if version.has("unset_is_none") else self
+        groups = {item.name: vars(self).get(item.name, hidden) for item in fields(self)}
+        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not hidden]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -127,11 +116,7 @@ class ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
         wanted = FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
-        collection = cls()
-        for name in wanted:
-            take = state.require if name in _NEEDED else state.values.get
-            setattr(collection, name, take(FIELDS[name]))
-        return collection
+        return cls(**{name: state.require(FIELDS[name], name in _NEEDED) for name in wanted})
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
@@ -162,9 +147,7 @@ class ProcessGroupCollection:
         """
         if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
             expert = grid.view(EXPERT)
-        collection = cls()
-        vars(collection).update(_fields_of(grid, expert))
-        return collection
+        return cls(**_fields_of(grid, expert))
 
     @classmethod
     def setup_process_groups_for_optimizer(
@@ -270,8 +253,7 @@ _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
 
 def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: str) -> None:
     known = [item.name for item in fields(kind)]
-    unknown = [name for name in names if name not in known]
-    if unknown:
+    if unknown := [name for name in names if name not in known]:
         raise UnknownFieldError(f"{complaint}: {unknown}; {kind.__name__} has {known}")
 
 
@@ -294,11 +276,10 @@ def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
         grid: The dense layers.
         expert: The expert layers; None without them.
     """
-    sources = {"dense": grid, "expert": expert}
     held: dict[str, dict[Any, Group]] = {}
     table = []
     for row in FIELD_ROWS.values():
-        source = sources[row.grid]
+        source = grid if row.grid == "dense" else expert
         groups = {} if source is None else _groups_of(source, row)
         if groups:
             held[row.name] = groups

@@ -1,28 +1,29 @@
-"""ParallelState: one Megatron configuration, as a grid with the groups of the table."""
+"""ParallelState: one Megatron configuration, as a grid with the groups of the table.
+
+Also the options of NCCL, and the environment of SHARP and UCC, with which they are created.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import nccl, version
-from hypercomm.compat.megatron.configuration import Configuration, Layouts
+from hypercomm.compat.megatron import version
+from hypercomm.compat.megatron.configuration import Configuration
 from hypercomm.compat.megatron.table import (
     DP_CP,
-    DP_CP_AG,
     EXPERT,
     EXPERT_ALL_GATHER,
     EXPERT_GTP_GROUP,
@@ -31,6 +32,7 @@ from hypercomm.compat.megatron.table import (
     GTP_GROUP,
     INTER_INSTANCES,
     MP,
+    NCCL_KEYS,
     PP,
     ROWS,
     TABLE,
@@ -40,8 +42,11 @@ from hypercomm.compat.megatron.table import (
     values_of,
 )
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
-from hypercomm.errors import NotInitializedError, StateError
+from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.layout.checks import as_ordered, check_choice
+from hypercomm.layout.text import shown
+from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,13 +94,6 @@ _OVERRIDES_OF = {
     for fact in (SIZE, RANK)
 }
 """The global that overrides a fact about a group, by the global of the group."""
-
-_AFFECTED: dict[str, list[str]] = {}
-"""The groups whose facts change with a global."""
-for _own in _OVERRIDES_OF.values():
-    for _name, _override in _own.items():
-        _AFFECTED.setdefault(_override, []).append(_name)
-        _AFFECTED.setdefault(_name, []).append(_name)
 
 
 class GlobalMemoryBuffer:
@@ -148,13 +146,142 @@ def destroy_users_of_groups() -> None:
     """Destroy Megatron's objects that use process groups; an error is logged."""
     for module, path in _USERS:
         try:
-            destroy = attrgetter(path)(sys.modules[module])
-        except (KeyError, AttributeError):  # not imported, or a release without it
-            continue
-        try:
-            destroy()
-        except Exception:
-            logger.warning("%s of %s failed", path, module, exc_info=True)
+            attrgetter(path)(sys.modules.get(module))()
+        except Exception:  # most often, it is not imported, or the release lacks it
+            logger.debug("%s of %s failed", path, module, exc_info=True)
+
+
+# ---- NCCL, SHARP and UCC -----------------------------------------------------------------------
+
+NcclConfig = dict[str, dict[str, Any]]
+
+_COLLNET = "NCCL_COLLNET_ENABLE"
+_PRIORITY = "is_high_priority_stream"
+_UCC_ENVIRONMENT = {
+    "NSYS_UCP_COMM_PARAMS": "1",
+    "UCC_CL_BASIC_TLS": "^sharp,nccl",
+    "UCX_NET_DEVICES": "all",
+    "UCX_RNDV_THRESH": "0",
+}
+_UCC_DEFAULTS = {
+    "TORCH_UCC_BLOCKING_WAIT": "none",
+    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
+    "UCX_TLS": "ib,cuda_copy",
+}
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
+
+    Raises:
+        ConfigurationError: NCCL does not take an option, or this torch was built without NCCL.
+    """
+    own = nccl_comm_cfgs.get(pg_name)
+    if own is None:
+        return None
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise ConfigurationError(
+            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
+        )
+    try:
+        given = dict(own)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop(_PRIORITY, False))
+        for name, value in given.items():
+            setattr(options.config, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"NCCL does not take the options {own} of group {pg_name!r}: {error}"
+        ) from error
+    return options
+
+
+def options_by_key(config: Configuration) -> dict[str, Any]:
+    """Return the options of groups by key, from the file of a configuration and its priorities.
+
+    Equal options are one object, so that groups with them can be shared. Options that the backend
+    of WORLD does not take are left out with a warning in the log.
+
+    Raises:
+        OSError: The file cannot be read.
+        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
+            the extra `nccl-config` installs, is missing.
+        NotInitializedError: There are options, but no job, whose backend decides if they have an
+            effect.
+    """
+    path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
+    options: NcclConfig = {} if path is None else _read(path)
+    for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
+        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+    if not options:
+        return {}
+    for key in options:
+        check_choice("a group of the NCCL configuration", key, NCCL_KEYS, ConfigurationError)
+    backend = c10d.default_backend()
+    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
+        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+        return {}
+    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
+    return {key: made[repr(own)] for key, own in options.items()}
+
+
+def _read(path: str) -> NcclConfig:
+    try:
+        import yaml
+
+        content = yaml.safe_load(Path(path).read_bytes())
+    except ImportError as error:
+        raise ConfigurationError(
+            f"nccl_communicator_config_path={path!r} needs pyyaml; "
+            f"pip install 'hypercomm[nccl-config]'"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not yaml: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
+    return content
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: NcclConfig, pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one option of one group in an NCCL configuration.
+
+    Example:
+        >>> config = {}
+        >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
+        >>> config
+        {'dp': {'max_ctas': 8}}
+    """
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+@contextlib.contextmanager
+def environment(pipeline_backend: str | None) -> Iterator[None]:
+    """Set the environment variables of the backends; restore them if the block fails.
+
+    Raises:
+        ConfigurationError: UCC would have only one hardware queue.
+    """
+    ucc = pipeline_backend == "ucc"
+    if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "pipeline_model_parallel_comm_backend='ucc' needs the environment's "
+            "CUDA_DEVICE_MAX_CONNECTIONS to be more than 1, or not set"
+        )
+    before = dict(os.environ)
+    os.environ.pop(_COLLNET, None)
+    if ucc:
+        os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
+    try:
+        yield
+    except BaseException:
+        os.environ.clear()
+        os.environ.update(before)
+        raise
+
+
+# ---- the state ----------------------------------------------------------------------------------
 
 
 class ParallelState(ModuleState):
@@ -192,14 +319,13 @@ class ParallelState(ModuleState):
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals, and update the facts about their groups."""
         super().fill(values)
-        for name in {group for each in values for group in _AFFECTED.get(each, ())}:
-            group: Any = self.values.get(name)
-            is_real = issubclass(type(group), ProcessGroup)  # no mock, whose answers may change
-            for fact, known in self.facts.items():
-                given = self.values.get(_OVERRIDES_OF[fact][name])
-                if given is None and is_real:
-                    given = group.size() if fact == SIZE else group.rank()
-                known[name] = given
+        for fact, known in self.facts.items():
+            for name, override in _OVERRIDES_OF[fact].items():
+                group: Any = self.values.get(name)
+                known[name] = self.values.get(override)
+                # Not of a mock, whose answers may change.
+                if known[name] is None and issubclass(type(group), ProcessGroup):
+                    known[name] = group.size() if fact == SIZE else group.rank()
 
     def ask(self, fact: str, name: str) -> Any:
         """Return a fact that is not known: of a mock, of no group, or without torch.distributed.
@@ -207,9 +333,6 @@ class ParallelState(ModuleState):
         Raises:
             StateError: There is no group.
         """
-        given = self.values.get(_OVERRIDES_OF[fact][name])
-        if given is not None:
-            return given
         if name not in _NEED_A_JOB and not dist.is_initialized():
             return 0
         group = self.values.get(name)
@@ -243,10 +366,10 @@ class ParallelState(ModuleState):
         """
         check_job()
         layouts = configuration.layouts(dist.get_world_size())
-        options = nccl.options_by_key(configuration)
+        options = options_by_key(configuration)
         self._check_empty()
         wanted = list(rows(configuration, layouts, options))
-        with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
+        with environment(configuration.pipeline_model_parallel_comm_backend):
             grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
             grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
             try:
@@ -280,49 +403,11 @@ class ParallelState(ModuleState):
         dense, expert = (grid.layout for grid in self.grids.values())
         return f"{dense}, experts {expert}"
 
-    def all_gather_groups(
-        self,
-        for_expert_parallelism: bool,
-        timeout: timedelta | None,
-        nccl_config: Mapping[str, Mapping[str, Any]],
-    ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """Create second data parallel groups; see `parallel_state.create_all_gather_groups`.
-
-        Raises:
-            NotInitializedError: The state is empty.
-            GroupOptionsError, ConfigurationError: An option is wrong, or the groups exist and were
-                created with other options.
-        """
-        config = self.configuration
-        if config is None:
-            raise NotInitializedError(
-                "create_all_gather_groups() needs data parallel groups; call "
-                "initialize_model_parallel() first"
-            )
-        grid, layouts = self.grids["dense"], Layouts(*(each.layout for each in self.grids.values()))
-        table = [ROWS[DP_CP_AG]]
-        if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
-            table.append(EXPERT_ALL_GATHER)
-        options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
-        config = attrs.evolve(config, create_all_gather_group=True)
-        groups: list[ProcessGroup | None] = []
-        for wanted in rows(config, layouts, options, table=table):
-            arguments: dict[str, Any] = {
-                **wanted.arguments,
-                "timeout": config.timeout if timeout is None else timeout,
-                "group_desc": wanted.name.lstrip("_"),
-            }
-            groups.append(grid.ensure_pg(**arguments))
-            self.write(wanted.name, groups[-1])
-        self.list_groups(groups)
-        return groups[0], groups[1] if len(groups) > 1 else None
-
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
         listed = self.values[_LIST]
         if listed is None:
-            listed = [None]  # WORLD
-            self.write(_LIST, listed)
+            listed = self.values[_LIST] = [None]  # WORLD
         for group in groups:
             if group not in listed:
                 listed.append(group)
@@ -370,26 +455,33 @@ class ParallelState(ModuleState):
 def _create(
     grid: HyperCommGrid, wanted: list[WantedGroup], config: Configuration
 ) -> list[ProcessGroup | None]:
-    """Create all groups in one call, except that the one with SHARP is created on its own."""
+    """Create all groups in one call, except that the one with SHARP is created on its own.
+
+    NCCL uses SHARP for the first communicator, which exists only after its first collective.
+    """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    before: list[ProcessGroup | None] = []
     requests: list[dict[str, Any]] = []
     timeout, is_shared = config.timeout, config.share == "identical"
     for each in wanted:
-        request: dict[str, Any] = {**each.arguments, "timeout": timeout}
+        requests.append({**each.arguments, "timeout": timeout})
         if not is_shared or each.name == sharp or each.row.overlaps:
             name = each.name.lstrip("_").replace("GROUPS", "GROUP")
-            request["group_desc"] = (
-                name if each.part is None else f"{name}_{each.row.part}{each.part}"
-            )
-        if each.name == sharp:
-            alone = [request | {"share": "never"}]
-            before = grid.create_pgs(requests)
-            before += nccl.create_with_sharp(partial(grid.create_pgs, alone))
-            requests = []
-        else:
-            requests.append(request)
-    return before + grid.create_pgs(requests)
+            requests[-1]["group_desc"] = each.row.numbered(name, each.part)
+    if sharp is None:
+        return grid.create_pgs(requests)
+    place = [each.name for each in wanted].index(sharp)
+    before = grid.create_pgs(requests[:place])
+    os.environ[_COLLNET] = "1"
+    try:
+        (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
+        if group is not None:
+            device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+            dist.barrier(group=group, device_ids=device)
+            if device is not None:
+                torch.cuda.synchronize()
+    finally:
+        os.environ.pop(_COLLNET, None)
+    return [*before, group, *grid.create_pgs(requests[place + 1 :])]
 
 
 def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> dict[str, Any]:

@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
-from operator import attrgetter
 from typing import Any, Literal, cast
 
 import attrs
 import numpy as np
 
 from hypercomm.compat.megatron.configuration import GTP, Configuration, Layouts, hybrid_sizes
-from hypercomm.errors import LayoutError
+from hypercomm.errors import ConfigurationError, LayoutError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_ordered
-from hypercomm.layout.groups import Axis, StridedGroups
-from hypercomm.layout.parsing import nearest_divisors
+from hypercomm.layout.groups import ArrayGroups
 
 EXPERT = "expert"
 """The view of a grid over the dims of the expert layers."""
@@ -36,9 +34,9 @@ Side = Literal["dense", "expert"]
 # ---- groups derived from those over some dims ---------------------------------------------------
 
 
-def hierarchy(config: Configuration, groups: RankGroups, level: Any) -> RankGroups:
+def hierarchy(config: Configuration, groups: RankGroups, level: int) -> RankGroups:
     """Return one level of hierarchical context parallelism, 0 the innermost."""
-    return groups.levels(config.hierarchical_context_parallel_sizes or ())[int(level)]
+    return groups.levels(config.hierarchical_context_parallel_sizes or ())[level]
 
 
 def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
@@ -87,43 +85,32 @@ def _picked(groups: RankGroups, function: Callable[[list[int]], Sequence[int]]) 
 
 def one_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return the part of each group within one optimizer instance."""
-    return groups.chunks(_part(config, groups))
+    return _by_instance(config, groups)[0]
 
 
 def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return groups of the ranks with equal positions in all optimizer instances."""
-    return groups.levels([_part(config, groups), config.num_distributed_optimizer_instances])[1]
+    return _by_instance(config, groups)[1]
 
 
-def whole_instance(config: Configuration, groups: RankGroups, _: Any = None) -> RankGroups:
+def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return groups of all ranks of each optimizer instance.
 
     Example:
         >>> config = Configuration(num_distributed_optimizer_instances=2)
-        >>> list(whole_instance(config, RankLayout.parse("tp=2,dp=4").groups("dp")))
+        >>> list(whole_instance(config, RankLayout.parse("tp=2,dp=4").groups("dp"), None))
         [(0, 1, 2, 3), (4, 5, 6, 7)]
     """
-    instances, part = config.num_distributed_optimizer_instances, _part(config, groups)
+    instances = config.num_distributed_optimizer_instances
     if instances == 1:
         return groups
-    if isinstance(groups, StridedGroups) and len(groups.inner) == 1:
-        step = groups.inner[0].stride
-        members = sorted([Axis(part, step), *groups.outer], key=attrgetter("stride"))
-        return StridedGroups(groups.origin, [Axis(instances, part * step)], members)
-    parts = groups.to_array().reshape(len(groups), instances, part).swapaxes(0, 1)
-    ranks = np.sort(parts.reshape(instances, -1), axis=1)
-    layout = RankLayout([ranks.shape[1], instances], ["rank", "instance"], ranks=ranks.ravel())
-    return layout.groups("rank")
+    parts = _by_instance(config, groups)[0].to_array().reshape(len(groups), instances, -1)
+    return ArrayGroups(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
 
 
-def _part(config: Configuration, groups: RankGroups) -> int:
+def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups, ...]:
     instances = config.num_distributed_optimizer_instances
-    if groups.group_size % instances:
-        raise LayoutError(
-            f"num_distributed_optimizer_instances={instances} does not divide the "
-            f"{groups.group_size} ranks of dp; use {nearest_divisors(groups.group_size, instances)}"
-        )
-    return groups.group_size // instances
+    return groups.levels([groups.group_size // instances, instances])
 
 
 def _levels(config: Configuration, _: int) -> Iterable[int]:
@@ -178,8 +165,11 @@ class Row:
         """Return the name of the group over `dims` in a grid; None for a group without a name."""
         if dims and self.derive is None and not self.overlaps and part is None:
             return None
-        own = self.field or self.key
-        return own if part is None else f"{own}_{self.part}{part}"
+        return self.numbered(self.field or self.key, part)
+
+    def numbered(self, name: str, part: object) -> str:
+        """Return a name with the position or size of a group, for a row of several groups."""
+        return name if part is None else f"{name}_{self.part}{part}"
 
 
 _dense, _expert = partial(Row, "dense"), partial(Row, "expert")
@@ -193,10 +183,6 @@ MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
 TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-HCP, INSTANCE = (
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-)
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -220,8 +206,8 @@ TABLE = (
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP, gtp=True,
            option=_INSTANCES, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
     _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", HCP, parts=_levels,
-           derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
+    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+           parts=_levels, derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
     _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("pp", "pp", "pp", PP, "_PIPELINE_GLOBAL_RANKS"),
@@ -250,7 +236,7 @@ TABLE = (
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP, gtp=True,
             option=_INSTANCES, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
-            INSTANCE, derive=whole_instance),
+            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
 )
 # fmt: on
 
@@ -385,7 +371,7 @@ def rows(
         for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
             name, given = row.name_in_grid(dims, part), common.copy()
             if not dims or row.derive is not None:
-                given["derive"] = _Derive(row, config, not dims, part)
+                given["derive"] = partial(_derive, row, config, not dims, part)
             named_group = given if name is None else {**given, "name": name}
             arguments = cast("GroupArguments", named_group | extra.get(row.key, {}))
             yield WantedGroup(row, part, row.name, arguments)
@@ -437,27 +423,23 @@ def values_of(
     return values
 
 
-@attrs.frozen
-class _Derive:
-    """Derives the groups of a row from those over its dims, for any sizes of these.
+def _derive(
+    row: Row, config: Configuration, is_alone: bool, part: Any, groups: RankGroups
+) -> RankGroups:
+    """Derive the groups of a row from those over its dims, for any sizes of these.
 
-    Attributes:
+    Args:
         row: The row.
         config: The configuration that the row's function reads.
         is_alone: Whether the layout has none of the row's dims, so that each rank is alone.
         part: The position or size of one of several groups; None for a row of one group.
+        groups: The groups over the dims.
     """
-
-    row: Row
-    config: Configuration
-    is_alone: bool
-    part: Any
-
-    def __call__(self, groups: RankGroups) -> RankGroups:
-        groups = groups.chunks(1) if self.is_alone else groups
-        if self.row.derive is None:
-            return groups
-        try:
-            return self.row.derive(self.config, groups, self.part)
-        except (LayoutError, LookupError) as error:
-            raise LayoutError(f"{self.row.option or self.row.field}: {error}") from error
+    groups = groups.chunks(1) if is_alone else groups
+    if row.derive is None:
+        return groups
+    try:
+        return row.derive(config, groups, part)
+    except (LayoutError, LookupError) as error:
+        given = f"{row.option}={getattr(config, row.option)}" if row.option else row.field
+        raise ConfigurationError(f"{given}: {error}") from error

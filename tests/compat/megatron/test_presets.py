@@ -137,8 +137,8 @@ def test_all_gather_group_of_experts():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"num_distributed_optimizer_instances": 3}, LayoutError),
-        ({"hierarchical_context_parallel_sizes": [3]}, LayoutError),
+        ({"num_distributed_optimizer_instances": 3}, ConfigurationError),
+        ({"hierarchical_context_parallel_sizes": [3]}, ConfigurationError),
         ({"num_distributed_optimizer_instances": 0}, LayoutError),
         ({"timeout": 3}, GroupOptionsError),
         ({"backend": "bogus"}, GroupOptionsError),
