@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import configuration as _configuration
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table
-from hypercomm.compat.megatron.configuration import Configuration, Layouts
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
 from hypercomm.compat.megatron.table import (
@@ -57,9 +55,9 @@ R = TypeVar("R")
 
 _state = current.get
 
-RankGenerator = _configuration.RankGenerator
-generate_masked_orthogonal_rank_groups = _configuration.generate_masked_orthogonal_rank_groups
-_inject_gtp_remat_axis = _configuration.inject_gtp
+RankGenerator = table.RankGenerator
+generate_masked_orthogonal_rank_groups = table.generate_masked_orthogonal_rank_groups
+_inject_gtp_remat_axis = table.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = _states.get_nccl_options
@@ -102,7 +100,7 @@ def _with_arguments_of(
     return decorate
 
 
-@_with_arguments_of(Configuration)
+@_with_arguments_of(table.Configuration)
 def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
@@ -167,7 +165,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    current.default.initialize(Configuration(*args, **kwargs))
+    current.default.initialize(table.Configuration(*args, **kwargs))
 
 
 def destroy_model_parallel() -> None:
@@ -233,10 +231,10 @@ def _held(name: str, check_initialized: bool = True) -> Any:
     return _state().require(name, check_initialized)
 
 
-def _getter(name: str) -> Callable[..., Any]:
+def _getter(name: str, required: bool = True) -> Callable[..., Any]:
     """Return a getter of a global; as `_held`, whose call would double its time."""
 
-    def get(check_initialized: bool = True) -> Any:
+    def get(check_initialized: bool = required) -> Any:
         state = current.alone or _state()
         held = state.values[name]
         if held is None and check_initialized:
@@ -309,6 +307,8 @@ def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
 globals().update(_functions_of_rows())
 _stages, _stage = _fact(table.PP, SIZE), _fact(table.PP, RANK)
 get_pipeline_model_parallel_first_rank = _first(_STAGE_RANKS)
+get_virtual_pipeline_model_parallel_rank = _getter(STAGE, required=False)
+get_virtual_pipeline_model_parallel_world_size = _getter(STAGES, required=False)
 
 
 def get_data_parallel_group(
@@ -541,17 +541,6 @@ def is_rank_in_position_embedding_group() -> bool:
     return ranks is not None and rank in ranks
 
 
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the virtual stage that was set, if any."""
-    return _held(STAGE, check_initialized=False)
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return the number of virtual stages of each rank, if the pipeline is virtual."""
-    state = current.alone or _state()
-    return state.values[STAGES]
-
-
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
     _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
@@ -632,11 +621,10 @@ def create_all_gather_groups(
     state = _state()
     if state.configuration is None:
         raise NotInitializedError(
-            "create_all_gather_groups() needs data parallel groups; call "
-            "initialize_model_parallel() first"
+            "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
         )
     config = attrs.evolve(state.configuration, create_all_gather_group=True)
-    layouts = Layouts(*[grid.layout for grid in state.grids.values()])
+    layouts = table.Layouts(*[grid.layout for grid in state.grids.values()])
     rows = [table.ROWS[table.DP_CP_AG]]
     if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
         rows.append(table.EXPERT_ALL_GATHER)

@@ -13,18 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.configuration import GTP
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.state import ParallelState, current
-from hypercomm.compat.megatron.table import (
-    EXPERT,
-    FIELD_ROWS,
-    FIELDS,
-    GLOO,
-    Row,
-    own_dims,
-    values_of,
-)
 from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
@@ -114,9 +104,9 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
-        wanted = FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
+        wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
-        return cls(**{name: state.require(FIELDS[name], name in _NEEDED) for name in wanted})
+        return cls(**{name: state.require(table.FIELDS[name], name in _NEEDED) for name in wanted})
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
@@ -145,8 +135,8 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
             ...     print(collection.tp.size(), collection.dp_cp.size(), collection.tp_dp_cp.size())
             2 4 8
         """
-        if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
-            expert = grid.view(EXPERT)
+        if expert is None and isinstance(grid, HyperCommGrid) and table.EXPERT in grid.views:
+            expert = grid.view(table.EXPERT)
         return cls(**_fields_of(grid, expert))
 
     @classmethod
@@ -187,7 +177,7 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
             )
         has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
         for name in ("intra_dp_cp", "intra_expt_dp"):
-            gloo = current.get().require(FIELDS[name] + GLOO) if has_gloo else None
+            gloo = current.get().require(table.FIELDS[name] + table.GLOO) if has_gloo else None
             named[f"{name}_group_gloo"] = gloo
         return named
 
@@ -244,7 +234,7 @@ def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_exp
     name = "expt_gtp_remat" if is_expert else "gtp_remat"
     if pg_collection is not None and name in vars(pg_collection):
         return vars(pg_collection)[name]  # type: ignore[no-any-return]
-    return current.get().read(FIELDS[name])  # type: ignore[no-any-return]
+    return current.get().read(table.FIELDS[name])  # type: ignore[no-any-return]
 
 
 _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
@@ -277,27 +267,27 @@ def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
         expert: The expert layers; None without them.
     """
     held: dict[str, dict[Any, Group]] = {}
-    table = []
-    for row in FIELD_ROWS.values():
+    used = []
+    for row in table.FIELD_ROWS.values():
         source = grid if row.grid == "dense" else expert
         groups = {} if source is None else _groups_of(source, row)
         if groups:
             held[row.name] = groups
-        elif row.gtp and source is not None and own_dims(source.layout, GTP, row.grid):
+        elif row.gtp and source is not None and table.own_dims(source.layout, table.GTP, row.grid):
             continue  # the group of the peers was not created
         elif row.gtp and not row.otherwise:
             held[row.name] = {None: None}  # there are no peers
-        table.append(row)
-    values = values_of(held, table)
-    return {field: values[name] for field, name in FIELDS.items() if name in values}
+        used.append(row)
+    values = table.values_of(held, used)
+    return {field: values[name] for field, name in table.FIELDS.items() if name in values}
 
 
-def _groups_of(grid: GridView, row: Row) -> dict[Any, Group]:
+def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
     """Return the groups of a row by part; none if they were not created.
 
     A group over the dims of the row needs no name. A derived group has the name of the field.
     """
-    dims, is_grid = own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
+    dims, is_grid = table.own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
     created = {key: group for key, group in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is None:
         name = row.name_in_grid(dims)
@@ -343,7 +333,7 @@ class _State:
 
     def __getattr__(self, name: str) -> Any:
         state = current.get()
-        return (state.values.get if name in _PEERS else state.require)(FIELDS[name])
+        return (state.values.get if name in _PEERS else state.require)(table.FIELDS[name])
 
 
 def _take(source: Any, name: str) -> Any:

@@ -20,27 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.configuration import Configuration
-from hypercomm.compat.megatron.table import (
-    DP_CP,
-    EXPERT,
-    EXPERT_ALL_GATHER,
-    EXPERT_GTP_GROUP,
-    EXPERT_TP,
-    GLOO,
-    GTP_GROUP,
-    INTER_INSTANCES,
-    MP,
-    NCCL_KEYS,
-    PP,
-    ROWS,
-    TABLE,
-    TP,
-    WantedGroup,
-    rows,
-    values_of,
-)
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
@@ -68,10 +48,10 @@ OVERRIDES = [
 ]
 """Sizes and ranks set by callers, which win over those of the groups."""
 
-_RANKS = [row.ranks for row in TABLE if row.ranks]
+_RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys((*ROWS, *_RANKS, *OVERRIDES, *_OTHERS), lambda: None),
+    **dict.fromkeys((*table.ROWS, *_RANKS, *OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
@@ -79,17 +59,17 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
 """Stands for a part of the data parallel group without context parallel, which does not exist."""
 
-_SHARP = {"dp": DP_CP, "dp_replica": INTER_INSTANCES}
+_SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
-_NEED_A_JOB = (TP, PP, MP, EXPERT_TP)
+_NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
 _OVERRIDES_OF = {
     fact: {
         name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
-        for name in (*ROWS, EXPERT_ALL_GATHER.name, NO_PART)
+        for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
     }
     for fact in (SIZE, RANK)
 }
@@ -195,7 +175,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     return options
 
 
-def options_by_key(config: Configuration) -> dict[str, Any]:
+def options_by_key(config: table.Configuration) -> dict[str, Any]:
     """Return the options of groups by key, from the file of a configuration and its priorities.
 
     Equal options are one object, so that groups with them can be shared. Options that the backend
@@ -215,7 +195,7 @@ def options_by_key(config: Configuration) -> dict[str, Any]:
     if not options:
         return {}
     for key in options:
-        check_choice("a group of the NCCL configuration", key, NCCL_KEYS, ConfigurationError)
+        check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
     backend = c10d.default_backend()
     if not any(map(c10d.takes_options, c10d.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
@@ -231,8 +211,7 @@ def _read(path: str) -> NcclConfig:
         content = yaml.safe_load(Path(path).read_bytes())
     except ImportError as error:
         raise ConfigurationError(
-            f"nccl_communicator_config_path={path!r} needs pyyaml; "
-            f"pip install 'hypercomm[nccl-config]'"
+            f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
         ) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path} is not yaml: {error}") from error
@@ -266,8 +245,7 @@ def environment(pipeline_backend: str | None) -> Iterator[None]:
     ucc = pipeline_backend == "ucc"
     if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigurationError(
-            "pipeline_model_parallel_comm_backend='ucc' needs the environment's "
-            "CUDA_DEVICE_MAX_CONNECTIONS to be more than 1, or not set"
+            "pipeline_model_parallel_comm_backend='ucc' needs CUDA_DEVICE_MAX_CONNECTIONS above 1"
         )
     before = dict(os.environ)
     os.environ.pop(_COLLNET, None)
@@ -310,7 +288,7 @@ class ParallelState(ModuleState):
 
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self.configuration: Configuration | None = None
+        self.configuration: table.Configuration | None = None
         self.grids: dict[str, GridView] = {}
         self.answers_gtp = "gtp_remat" in version.changes()
         self.strict = False
@@ -338,9 +316,9 @@ class ParallelState(ModuleState):
         group = self.values.get(name)
         if group is not None:
             return group.size() if fact == SIZE else group.rank()
-        if name == EXPERT_TP:
-            return self.values[_OVERRIDES_OF[fact][TP]]
-        if name in (GTP_GROUP, EXPERT_GTP_GROUP):
+        if name == table.EXPERT_TP:
+            return self.values[_OVERRIDES_OF[fact][table.TP]]
+        if name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP):
             return 0
         raise self.missing(name)
 
@@ -355,10 +333,10 @@ class ParallelState(ModuleState):
             HyperCommError: As for `initialize_model_parallel`.
         """
         state = cls()
-        state.initialize(Configuration(**arguments))
+        state.initialize(table.Configuration(**arguments))
         return state
 
-    def initialize(self, configuration: Configuration) -> None:
+    def initialize(self, configuration: table.Configuration) -> None:
         """Create all groups of a configuration; a failure leaves everything unchanged.
 
         Raises:
@@ -368,17 +346,17 @@ class ParallelState(ModuleState):
         layouts = configuration.layouts(dist.get_world_size())
         options = options_by_key(configuration)
         self._check_empty()
-        wanted = list(rows(configuration, layouts, options))
+        wanted = list(table.rows(configuration, layouts, options))
         with environment(configuration.pipeline_model_parallel_comm_backend):
             grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
-            grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
+            grid.register_view(table.EXPERT, list(expert.shape), expert.dim_names)
             try:
                 groups = _create(grid, wanted, configuration)
             except BaseException:
                 grid.destroy()
                 raise
         self.configuration = configuration
-        self.grids = {"dense": grid, "expert": grid.view(EXPERT)}
+        self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
         self.answers_gtp = configuration.answers_gtp
         self.strict = bool(configuration.strict)
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
@@ -427,33 +405,32 @@ class ParallelState(ModuleState):
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
-        words = name.strip("_").replace("_", " ").lower()
-        if name.removesuffix(GLOO) == NO_PART:
+        words, row = name.strip("_").replace("_", " ").lower(), table.ROWS.get(name)
+        if name.removesuffix(table.GLOO) == NO_PART:
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
-        elif name not in ROWS:
+        elif row is None:
             reason = "nothing has set it"
-        elif name.endswith(GLOO) and not self.configuration.creates_gloo(ROWS[name].grid):
+        elif name.endswith(table.GLOO) and not self.configuration.creates_gloo(row.grid):
             reason = "the state was initialised with create_gloo_process_groups=False, or with GTP"
-        elif ROWS[name].option is not None and not ROWS[name].otherwise:
-            reason = f"the state was initialised without {ROWS[name].option}"
+        elif row.option is not None and not row.otherwise:
+            reason = f"the state was initialised without {row.option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
         return StateError(f"{words} is not initialized: {reason}")
 
     def _check_empty(self) -> None:
-        taken = [name for name in (*ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
+        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
         if taken:
             raise StateError(
                 f"the parallel state is already initialized: {taken[0]} is set; call "
-                f"destroy_model_parallel() first, or hold a second state with "
-                f"ParallelState.create() and parallel_state.use()"
+                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
             )
 
 
 def _create(
-    grid: HyperCommGrid, wanted: list[WantedGroup], config: Configuration
+    grid: HyperCommGrid, wanted: list[table.WantedGroup], config: table.Configuration
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call, except that the one with SHARP is created on its own.
 
@@ -484,7 +461,9 @@ def _create(
     return [*before, group, *grid.create_pgs(requests[place + 1 :])]
 
 
-def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> dict[str, Any]:
+def _values_of(
+    wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
+) -> dict[str, Any]:
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
@@ -494,7 +473,7 @@ def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> 
             parts[each.part] = group
         if group is not None and each.row.ranks and each.name == each.row.name:
             values[each.row.ranks] = dist.get_process_group_ranks(group)
-    return values | values_of(held)
+    return values | table.values_of(held)
 
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)
