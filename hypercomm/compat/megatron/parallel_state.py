@@ -214,21 +214,22 @@ def _deprecated(name: str, other: str) -> None:
 
 # ---- groups -----------------------------------------------------------------------------------
 
-_SAME = {DP: DP, DP_CP: DP_CP, EXPERT_DP: EXPERT_DP}
 _PARTS = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
-_DATA = [
-    (names, {name: own if own == NO_PART else own + WITH_GTP for name, own in names.items()})
-    for names in (_SAME, _PARTS)
-]
-"""The data parallel group, or its part in one optimizer instance; without and with GTP peers."""
+"""The part of a data parallel group in one optimizer instance."""
 
+_PEERS = {name: name + WITH_GTP for name in (*_PARTS, *_PARTS.values())} | {NO_PART: NO_PART}
+"""The data parallel group that includes the GTP peers."""
 
 _STAGE_RANKS = "_PIPELINE_GLOBAL_RANKS"
 _FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
 
 
 def _held(name: str, check_initialized: bool = True) -> Any:
-    return _state().require(name, check_initialized)
+    state = current.alone or _state()
+    held = state.values.get(name)
+    if held is None and check_initialized:
+        raise state.missing(name)
+    return held
 
 
 def _getter(name: str, required: bool = True) -> Callable[..., Any]:
@@ -330,16 +331,20 @@ def get_data_parallel_group(
     state = current.alone or _state()
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return state.require(table.DP_CP_AG)
-    names = _DATA[partial_data_parallel][with_gtp_remat and state.answers_gtp]
-    return state.require(names[DP_CP if with_context_parallel else DP])
+    name = DP_CP if with_context_parallel else DP
+    if partial_data_parallel:
+        name = _PARTS[name]
+    if with_gtp_remat and state.answers_gtp:
+        name = _PEERS[name]
+    return state.values.get(name) or state.require(name)
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
-    names = _PARTS if partial_data_parallel else _SAME
-    return _held(names[DP_CP if with_context_parallel else DP] + GLOO)
+    name = DP_CP if with_context_parallel else DP
+    return _held((_PARTS[name] if partial_data_parallel else name) + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
@@ -406,8 +411,10 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     state = current.alone or _state()
-    names = _DATA[partial_expert_data_parallel][with_gtp_remat and state.answers_gtp]
-    return state.require(names[EXPERT_DP], check_initialized)
+    name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+    if with_gtp_remat and state.answers_gtp:
+        name = _PEERS[name]
+    return state.values.get(name) or state.require(name, check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -434,8 +441,11 @@ def _data_fact(fact: str) -> Callable[..., int]:
         partial_data_parallel: bool = False,
     ) -> int:
         state = current.alone or _state()
-        names = _DATA[partial_data_parallel][with_gtp_remat and state.answers_gtp]
-        name = names[DP_CP if with_context_parallel else DP]
+        name = DP_CP if with_context_parallel else DP
+        if partial_data_parallel:
+            name = _PARTS[name]
+        if with_gtp_remat and state.answers_gtp:
+            name = _PEERS[name]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
@@ -446,8 +456,9 @@ def _data_fact(fact: str) -> Callable[..., int]:
 def _expert_data_fact(fact: str) -> Callable[..., int]:
     def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
         state = current.alone or _state()
-        names = _DATA[partial_expert_data_parallel][with_gtp_remat and state.answers_gtp]
-        name = names[EXPERT_DP]
+        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+        if with_gtp_remat and state.answers_gtp:
+            name = _PEERS[name]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 

@@ -300,10 +300,12 @@ class ParallelState(ModuleState):
         for fact, known in self.facts.items():
             for name, override in _OVERRIDES_OF[fact].items():
                 group: Any = self.values.get(name)
-                known[name] = self.values.get(override)
+                given = self.values.get(override)
                 # Not of a mock, whose answers may change.
-                if known[name] is None and issubclass(type(group), ProcessGroup):
-                    known[name] = group.size() if fact == SIZE else group.rank()
+                if given is None and issubclass(type(group), ProcessGroup):
+                    given = group.size() if fact == SIZE else group.rank()
+                is_lone = group is None and name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
+                known[name] = 0 if given is None and is_lone else given
 
     def ask(self, fact: str, name: str) -> Any:
         """Return a fact that is not known: of a mock, of no group, or without torch.distributed.
@@ -318,8 +320,6 @@ class ParallelState(ModuleState):
             return group.size() if fact == SIZE else group.rank()
         if name == table.EXPERT_TP:
             return self.values[_OVERRIDES_OF[fact][table.TP]]
-        if name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP):
-            return 0
         raise self.missing(name)
 
     @classmethod
@@ -443,7 +443,8 @@ def _create(
         requests.append({**each.arguments, "timeout": timeout})
         if not is_shared or each.name == sharp or each.row.overlaps:
             name = each.name.lstrip("_").replace("GROUPS", "GROUP")
-            requests[-1]["group_desc"] = each.row.numbered(name, each.part)
+            numbered = name if each.part is None else each.row.numbered(name, each.part)
+            requests[-1]["group_desc"] = numbered
     if sharp is None:
         return grid.create_pgs(requests)
     place = [each.name for each in wanted].index(sharp)

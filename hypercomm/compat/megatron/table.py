@@ -104,9 +104,9 @@ class Configuration:
                 f"GTP sizes above 1 work with one optimizer instance only, got {name}={instances}"
             )
 
-    def has(self, option: str) -> bool:
-        """Return whether an argument was given another value than its default."""
-        return bool(getattr(self, option) != _DEFAULTS[option])
+    def given(self) -> set[str]:
+        """Return the arguments that have another value than their default."""
+        return {name for name, value in _DEFAULTS.items() if getattr(self, name) != value}
 
     @property
     def has_gtp(self) -> bool:
@@ -209,7 +209,7 @@ class Configuration:
             )
 
 
-_DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration)}
+_DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) if field.init}
 
 # A TypeError names the function that the arguments were given to.
 Configuration.__init__.__qualname__ = "initialize_model_parallel"
@@ -535,11 +535,12 @@ class Row:
         """Return the name of the group over `dims` in a grid; None for a group without a name."""
         if dims and self.derive is None and not self.overlaps and part is None:
             return None
-        return self.numbered(self.field or self.key, part)
+        own = self.field or self.key
+        return own if part is None else self.numbered(own, part)
 
     def numbered(self, name: str, part: object) -> str:
-        """Return a name with the position or size of a group, for a row of several groups."""
-        return name if part is None else f"{name}_{self.part}{part}"
+        """Return the name of one of several groups of a row."""
+        return f"{name}_{self.part}{part}"
 
 
 _dense, _expert = partial(Row, "dense"), partial(Row, "expert")
@@ -719,6 +720,7 @@ def rows(
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
     extra, layout_of = _options(config, options), layouts._asdict()
+    chosen = config.given()
     has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
     named = {
         "dense": _megatron_dims(layouts.dense, "dense"),
@@ -726,11 +728,16 @@ def rows(
     }
     for row in table:
         layout, own = layout_of[row.grid], named[row.grid]
-        asked = row.dims
-        if row.derive is whole_instance and config.num_distributed_optimizer_instances > 1:
-            asked = "dp"  # which is cut
-        dims = tuple(compress(own, map(asked.split("-").__contains__, own.values())))
-        if not _is_needed(row, config, dims, GTP in own.values()):
+        is_cut = row.derive is whole_instance and _INSTANCES in chosen
+        asked = ("dp" if is_cut else row.dims).split("-")
+        dims = tuple(compress(own, map(asked.__contains__, own.values())))
+        if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
+            is_needed = row.dims == GTP and "gtp_remat" in config.changes
+        elif row.option is not None and row.dims != GTP:
+            is_needed = row.option in chosen
+        else:  # no caller needs a group of one rank without a field
+            is_needed = bool(dims) or row.field is not None
+        if not is_needed:
             continue
         spanned = dims or layout.dim_names[:1]
         common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
@@ -748,15 +755,6 @@ def rows(
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
                 yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
-
-
-def _is_needed(row: Row, config: Configuration, dims: tuple[str, ...], has_peers: bool) -> bool:
-    if row.gtp and not has_peers:  # before 0.19, there are no groups of one peer
-        return row.dims == GTP and "gtp_remat" in config.changes
-    if row.option is not None and row.dims != GTP and not config.has(row.option):
-        return False
-    # No caller needs a group of one rank without a field.
-    return bool(dims) or row.field is not None or row.part is not None
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
