@@ -177,18 +177,18 @@ def megatron_requests(
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
-        LayoutError: `grid` has none of Megatron's dims, or cannot be cut like this.
+        LayoutError: `grid` has none of Megatron's dims.
         TypeError: A choice does not exist.
-        ConfigurationError: There are several optimizer instances with GTP, or the NCCL
-            configuration cannot be used.
+        ConfigurationError: `grid` cannot be cut like this, there are several optimizer instances
+            with GTP, or the NCCL configuration cannot be used.
         FileNotFoundError: The NCCL configuration is not there.
         NotInitializedError: There are NCCL options, but no job.
 
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request.get("name") or request["dims"] for request in wanted[:6]]
-        ['dp', 'cp', ('tp', 'pp'), 'tp', 'pp', 'embd']
+        >>> [request["dims"] for request in wanted if "name" not in request][:5]
+        ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = table.EXPERT if table.EXPERT in grid.views else None
@@ -244,7 +244,7 @@ def create_megatron_pgs(
         Megatron's collection of each grid that the calling rank is in, by name.
 
     Raises:
-        LayoutError: A grid has none of Megatron's dims, or cannot be cut like this.
+        LayoutError: A grid has none of Megatron's dims.
         HyperCommError: As for `megatron_requests` and `GridSet.create_pgs`.
 
     Example:
