@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import re
 import warnings
 from pathlib import Path
 
@@ -36,12 +36,15 @@ def install() -> None:
         'hypercomm.compat.megatron.parallel_state'
     """
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
-        version.installed.cache_clear()
+        version.changes.cache_clear()
         _warn_of_newer()
 
 
 class MegatronNotReplacedWarning(UserWarning):
     """megatron.core has its own parallel state, in which its layers find no groups."""
+
+
+_PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
 
 
 def _warn_of_newer() -> None:
@@ -51,7 +54,7 @@ def _warn_of_newer() -> None:
     lacking = [
         f"{name}.{missing}"
         for name in ("parallel_state", "process_groups_config", "hyper_comm_grid")
-        for missing in _names_in(folder / f"{name}.py")
+        for missing in _PUBLIC.findall(_text_of(folder / f"{name}.py"))
         if not hasattr(importlib.import_module(f"{_OURS}.{name}"), missing)
     ]
     known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
@@ -62,11 +65,5 @@ def _warn_of_newer() -> None:
     )
 
 
-def _names_in(path: Path) -> list[str]:
-    """List the public functions and classes that a module defines; none if it is unreadable."""
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    defined = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    return [node.name for node in defined if not node.name.startswith("_")]
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -16,29 +16,19 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import configuration as _configuration
-from hypercomm.compat.megatron import nccl, rank_generator, table
 from hypercomm.compat.megatron import state as _states
-from hypercomm.compat.megatron.configuration import Configuration
+from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
-from hypercomm.compat.megatron.state import (
-    GLOBALS,
-    NO_PART,
-    RANK,
-    SIZE,
-    STAGE,
-    STAGES,
-    ParallelState,
-    current,
-)
+from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
 from hypercomm.compat.megatron.table import (
     DP,
     DP_CP,
@@ -49,24 +39,31 @@ from hypercomm.compat.megatron.table import (
     WITH_GTP,
 )
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import GroupMissingError, GroupOptionsError, StateError
+from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
 
+    def __getattr__(name: str) -> Any:
+        """Stand for the functions and globals that the table's rows bring."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _state = current.get
 
-RankGenerator = rank_generator.RankGenerator
-generate_masked_orthogonal_rank_groups = rank_generator.generate_masked_orthogonal_rank_groups
-_inject_gtp_remat_axis = _configuration.inject_gtp
+RankGenerator = table.RankGenerator
+generate_masked_orthogonal_rank_groups = table.generate_masked_orthogonal_rank_groups
+_inject_gtp_remat_axis = table.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
-get_nccl_options = nccl.get_nccl_options
-overwrite_nccl_comm_cfgs = nccl.overwrite_nccl_comm_cfgs
+get_nccl_options = _states.get_nccl_options
+overwrite_nccl_comm_cfgs = _states.overwrite_nccl_comm_cfgs
 GlobalMemoryBuffer = _states.GlobalMemoryBuffer
+ParallelState = _states.ParallelState
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -92,18 +89,18 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
 
 
 def _with_arguments_of(
-    kind: Callable[P, Configuration],
-) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Return a decorator for a function that takes the arguments of a configuration."""
+    other: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Return a decorator for a function that takes the arguments of another one."""
 
-    def decorate(function: Callable[..., None]) -> Callable[P, None]:
-        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-@_with_arguments_of(Configuration)
+@_with_arguments_of(table.Configuration)
 def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
@@ -163,14 +160,12 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     theirs = sys.modules.get("megatron.core.parallel_state")
     if theirs is not None and theirs is not sys.modules[__name__]:
         warnings.warn(
-            "megatron.core.parallel_state is loaded, and is not ours: layers and collections of "
-            "megatron.core look for their groups there and find none. If you use them, call "
-            "hypercomm.compat.megatron.install() before megatron.core is imported; layers of your "
-            "own need only an import of ours",
+            "megatron.core.parallel_state is loaded, and is not ours: layers find no groups. Call "
+            "hypercomm.compat.megatron.install() before megatron.core is imported",
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    current.default.initialize(Configuration(*args, **kwargs))
+    current.default.initialize(table.Configuration(*args, **kwargs))
 
 
 def destroy_model_parallel() -> None:
@@ -209,37 +204,38 @@ def _has(*names: str) -> bool:
 
 def is_unitialized() -> bool:
     """Return whether the parallel state is not initialised (deprecated: use `is_initialized`)."""
-    _deprecated("is_unitialized is deprecated, use is_initialized instead")
+    _deprecated("is_unitialized", "is_initialized")
     return not is_initialized()
 
 
-def _deprecated(message: str) -> None:
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
+def _deprecated(name: str, other: str) -> None:
+    warnings.warn(f"{name} is deprecated, use {other}", DeprecationWarning, stacklevel=3)
 
 
 # ---- groups -----------------------------------------------------------------------------------
 
-_PART = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
-_WITH_PEERS = {name: name + WITH_GTP for name in _PART} | {
-    NO_PART: NO_PART,
-    INTRA_DP_CP: INTRA_DP_CP + WITH_GTP,
-    INTRA_EXPERT_DP: INTRA_EXPERT_DP + WITH_GTP,
-}
-"""The part of a data parallel group in one optimizer instance, and the group with GTP peers."""
+_PARTS = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
+"""The part of a data parallel group in one optimizer instance."""
+
+_PEERS = {name: name + WITH_GTP for name in (*_PARTS, *_PARTS.values())} | {NO_PART: NO_PART}
+"""The data parallel group that includes the GTP peers."""
+
+_STAGE_RANKS = "_PIPELINE_GLOBAL_RANKS"
+_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
 
 
 def _held(name: str, check_initialized: bool = True) -> Any:
     state = current.alone or _state()
-    held = state.values[name]
+    held = state.values.get(name)
     if held is None and check_initialized:
         raise state.missing(name)
     return held
 
 
-def _getter(name: str) -> Callable[..., Any]:
+def _getter(name: str, required: bool = True) -> Callable[..., Any]:
     """Return a getter of a global; as `_held`, whose call would double its time."""
 
-    def get(check_initialized: bool = True) -> Any:
+    def get(check_initialized: bool = required) -> Any:
         state = current.alone or _state()
         held = state.values[name]
         if held is None and check_initialized:
@@ -268,97 +264,52 @@ def _fact(name: str, fact: str) -> Callable[[], int]:
     return get
 
 
-def _facts(name: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return the getters of the size of a group, and of the calling rank's position in it."""
-    return _fact(name, SIZE), _fact(name, RANK)
-
-
-def _set_size(name: str) -> Callable[[int | None], None]:
+def _setter(name: str) -> Callable[[int | None], None]:
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
 
-    set_world_size.__doc__ = f"Set {name}, which getters prefer to the size of the group."
-    return set_world_size
-
-
-def _set_rank(name: str) -> Callable[[int | None], None]:
     def set_rank(rank: int | None) -> None:
         _state().write(name, rank)
 
-    set_rank.__doc__ = f"Set {name}, which getters prefer to the position in the group."
-    return set_rank
+    setter = set_rank if name.endswith(RANK) else set_world_size
+    setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
+    return setter
 
 
 def _words(name: str) -> str:
     return name.strip("_").replace("_", " ").lower()
 
 
-_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
+def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each function that differs from others only in its global, and its name.
 
-_Group: TypeAlias = Callable[..., ProcessGroup]
-_Ranks: TypeAlias = Callable[..., list[int]]
+    The name follows from the global. Other names are those of Megatron-DeepSpeed, to which the
+    ranks that share a sequence are those of context parallel. There is no
+    initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
+    """
+    rows = {row.name.strip("_").lower(): row for row in table.TABLE if row.field is not None}
+    rows["inter_distributed_optimizer_instance_group"] = table.ROWS[table.INTER_INSTANCES]
+    rows["sequence_parallel_group"] = table.ROWS[table.CP]
+    rows["sequence_data_parallel_group"] = table.ROWS[DP_CP]
+    for name, row in rows.items():
+        stem = f"get_{name.removesuffix('_group')}"
+        if not name.endswith("_with_cp"):
+            yield f"get_{name}", _getter(row.name)
+        if name.endswith(("_parallel_group", "_remat_group")):
+            yield f"{stem}_world_size", _fact(row.name, SIZE)
+            yield f"{stem}_rank", _fact(row.name, RANK)
+            if row.ranks is not None:
+                yield f"{stem}_global_ranks", _getter(row.ranks)
+                yield f"{stem}_src_rank", _first(row.ranks)
+    for override in (*_states.OVERRIDES, STAGES):
+        yield f"set{override.removeprefix('_MPU').lower()}", _setter(override)
 
-get_tensor_model_parallel_group: _Group = _getter(table.TP)
-get_pipeline_model_parallel_group: _Group = _getter(table.PP)
-get_context_parallel_group: _Group = _getter(table.CP)
-get_hierarchical_context_parallel_groups: Callable[..., list[ProcessGroup]] = _getter(table.HCP)
-get_model_parallel_group: _Group = _getter(table.MP)
-get_embedding_group: _Group = _getter("_EMBEDDING_GROUP")
-get_position_embedding_group: _Group = _getter("_POSITION_EMBEDDING_GROUP")
-get_tensor_and_context_parallel_group: _Group = _getter(table.TP_CP)
-get_gtp_weight_remat_group: _Group = _getter(table.GTP_GROUP)
-get_expert_model_parallel_group: _Group = _getter(table.EP)
-get_expert_tensor_parallel_group: _Group = _getter(table.EXPERT_TP)
-get_expert_tensor_and_model_parallel_group: _Group = _getter(table.TP_EP)
-get_expert_gtp_weight_remat_group: _Group = _getter(table.EXPERT_GTP_GROUP)
-get_inter_distributed_optimizer_instance_group: _Group = _getter(table.INTER_INSTANCES)
-get_intra_distributed_optimizer_instance_group: _Group = _getter(table.INSTANCE)
 
-get_context_parallel_global_ranks: _Ranks = _getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_gtp_weight_remat_global_ranks: _Ranks = _getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_expert_gtp_weight_remat_global_ranks: _Ranks = _getter("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_tensor_model_parallel_src_rank = _first("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = _first("_MODEL_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = _first("_EXPERT_MODEL_PARALLEL_RANKS")
-get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
-
-get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _facts(table.TP)
-get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = _facts(table.PP)
-get_context_parallel_world_size, get_context_parallel_rank = _facts(table.CP)
-get_model_parallel_world_size, get_model_parallel_rank = _facts(table.MP)
-get_tensor_and_context_parallel_world_size, get_tensor_and_context_parallel_rank = _facts(
-    table.TP_CP
-)
-get_gtp_weight_remat_world_size, get_gtp_weight_remat_rank = _facts(table.GTP_GROUP)
-get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _facts(table.EP)
-get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = _facts(table.EXPERT_TP)
-get_expert_tensor_and_model_parallel_world_size = _fact(table.TP_EP, SIZE)
-get_expert_tensor_and_model_parallel_rank = _fact(table.TP_EP, RANK)
-get_expert_gtp_weight_remat_world_size, get_expert_gtp_weight_remat_rank = _facts(
-    table.EXPERT_GTP_GROUP
-)
-
-set_tensor_model_parallel_world_size = _set_size("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-set_pipeline_model_parallel_world_size = _set_size("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_model_parallel_world_size = _set_size("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_tensor_parallel_world_size = _set_size("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
-set_virtual_pipeline_model_parallel_world_size = _set_size(STAGES)
-set_tensor_model_parallel_rank = _set_rank("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-set_pipeline_model_parallel_rank = _set_rank("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
-set_data_parallel_rank = _set_rank("_MPU_DATA_PARALLEL_RANK")
-set_expert_model_parallel_rank = _set_rank("_MPU_EXPERT_MODEL_PARALLEL_RANK")
-set_expert_tensor_parallel_rank = _set_rank("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
-
-_stages, _stage = _facts(table.PP)
-
-# Megatron-DeepSpeed's names: the ranks that share a sequence are those of context parallel. There
-# is no initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
-get_sequence_parallel_group = get_context_parallel_group
-get_sequence_parallel_world_size = get_context_parallel_world_size
-get_sequence_parallel_rank = get_context_parallel_rank
-get_sequence_parallel_src_rank = _first("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_sequence_data_parallel_group: _Group = _getter(DP_CP)
-get_sequence_data_parallel_world_size, get_sequence_data_parallel_rank = _facts(DP_CP)
+globals().update(_functions_of_rows())
+_stages, _stage = _fact(table.PP, SIZE), _fact(table.PP, RANK)
+get_pipeline_model_parallel_first_rank = _first(_STAGE_RANKS)
+get_virtual_pipeline_model_parallel_rank = _getter(STAGE, required=False)
+get_virtual_pipeline_model_parallel_world_size = _getter(STAGES, required=False)
 
 
 def get_data_parallel_group(
@@ -377,18 +328,15 @@ def get_data_parallel_group(
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
+    state = current.alone or _state()
+    if independent_all_gather and with_context_parallel and not partial_data_parallel:
+        return state.require(table.DP_CP_AG)
     name = DP_CP if with_context_parallel else DP
     if partial_data_parallel:
-        name = _PART[name]
-    elif independent_all_gather and with_context_parallel:
-        return _held(table.DP_CP_AG)
-    state = current.alone or _state()
+        name = _PARTS[name]
     if with_gtp_remat and state.answers_gtp:
-        name = _WITH_PEERS[name]
-    held = state.values.get(name)
-    if held is None:
-        raise state.missing(name)
-    return held
+        name = _PEERS[name]
+    return state.values.get(name) or state.require(name)
 
 
 def get_data_parallel_group_gloo(
@@ -396,11 +344,7 @@ def get_data_parallel_group_gloo(
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
     name = DP_CP if with_context_parallel else DP
-    if partial_data_parallel:
-        name = _PART[name]
-        if name == NO_PART:
-            raise _state().missing(name)
-    return _held(name + GLOO)
+    return _held((_PARTS[name] if partial_data_parallel else name) + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
@@ -469,8 +413,8 @@ def get_expert_data_parallel_group(
     state = current.alone or _state()
     name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
     if with_gtp_remat and state.answers_gtp:
-        name = _WITH_PEERS[name]
-    return _held(name, check_initialized)
+        name = _PEERS[name]
+    return state.values.get(name) or state.require(name, check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -482,9 +426,7 @@ def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Return the expert data parallel group (deprecated: `get_expert_data_parallel_group`)."""
-    _deprecated(
-        "get_data_modulo_expert_parallel_group is deprecated, use get_expert_data_parallel_group"
-    )
+    _deprecated("get_data_modulo_expert_parallel_group", "get_expert_data_parallel_group")
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
@@ -498,12 +440,12 @@ def _data_fact(fact: str) -> Callable[..., int]:
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> int:
+        state = current.alone or _state()
         name = DP_CP if with_context_parallel else DP
         if partial_data_parallel:
-            name = _PART[name]
-        state = current.alone or _state()
+            name = _PARTS[name]
         if with_gtp_remat and state.answers_gtp:
-            name = _WITH_PEERS[name]
+            name = _PEERS[name]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
@@ -513,10 +455,10 @@ def _data_fact(fact: str) -> Callable[..., int]:
 
 def _expert_data_fact(fact: str) -> Callable[..., int]:
     def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
         state = current.alone or _state()
+        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
         if with_gtp_remat and state.answers_gtp:
-            name = _WITH_PEERS[name]
+            name = _PEERS[name]
         known = state.facts[fact][name]
         return state.ask(fact, name) if known is None else known
 
@@ -530,11 +472,10 @@ get_expert_data_parallel_world_size, get_expert_data_parallel_rank = map(_expert
 
 def get_all_ranks() -> str:
     """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
-    module: Any = sys.modules[__name__]
     peers = ["gtp_weight_remat"] * _state().answers_gtp
     names = ("tensor_model_parallel", *peers, "data_parallel", "context_parallel")
     names = (*names, "pipeline_model_parallel", "expert_model_parallel")
-    return "_".join(str(getattr(module, f"get_{name}_rank")() or 0) for name in names)
+    return "_".join(str(globals()[f"get_{name}_rank"]() or 0) for name in names)
 
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
@@ -542,13 +483,13 @@ def get_all_ranks() -> str:
 
 def _pipeline(step: int) -> Any:
     """Return the rank some stages after that of the calling rank, which come round."""
-    ranks = _held("_PIPELINE_GLOBAL_RANKS")
+    ranks = _held(_STAGE_RANKS)
     return ranks[(_stage() + step) % _stages()]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _held("_PIPELINE_GLOBAL_RANKS")[_stages() - 1]
+    return _held(_STAGE_RANKS)[_stages() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -611,23 +552,9 @@ def is_rank_in_position_embedding_group() -> bool:
     return ranks is not None and rank in ranks
 
 
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the virtual stage that was set, if any."""
-    return _state().values[STAGE]
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return the number of virtual stages of each rank, if the pipeline is virtual."""
-    state = current.alone or _state()
-    return state.values[STAGES]
-
-
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
-    _deprecated(
-        "set_virtual_pipeline_model_parallel_rank is deprecated, pass vp_stage to "
-        "is_pipeline_first_stage, is_pipeline_last_stage and the others"
-    )
+    _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
     _state().write(STAGE, rank)
 
 
@@ -636,32 +563,25 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 _SYMMETRIC_MIB = 256
 
-
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the memory buffer."""
-    return _state().require(_MEMORY)
-
-
-def get_global_symmetric_memory_buffer() -> Any:
-    """Return the symmetric memory buffer."""
-    return _state().require(_SYMMETRIC)
+get_global_memory_buffer = _getter(_MEMORY)
+get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
-    _check_absent(_MEMORY)
-    _state().write(_MEMORY, GlobalMemoryBuffer())
+    _fill_once(_MEMORY, GlobalMemoryBuffer)
 
 
 def _set_global_symmetric_memory_buffer() -> None:
     """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
-    _check_absent(_SYMMETRIC)
-    kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _state().write(_SYMMETRIC, kind(_SYMMETRIC_MIB, _held(table.TP)))
+    utils: Any = importlib.import_module("megatron.core.utils")
+    group = _held(table.TP)
+    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
 
 
-def _check_absent(name: str) -> None:
-    if _state().values[name] is not None:
+def _fill_once(name: str, make: Callable[[], Any]) -> None:
+    if _held(name, check_initialized=False) is not None:
         raise StateError(f"{name} is already initialized; destroy it first")
+    _state().write(name, make())
 
 
 def destroy_global_memory_buffer() -> None:
@@ -677,26 +597,13 @@ def destroy_global_symmetric_memory_buffer() -> None:
 # ---- groups outside the state -----------------------------------------------------------------
 
 
-def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-) -> Any:
+@_with_arguments_of(dist.new_group)
+def create_group(*args: Any, **kwargs: Any) -> Any:
     """Create one group as `torch.distributed.new_group` does, and list it for `update_pg_timeout`.
 
     Every rank of the world must call this; the caller destroys the group.
     """
-    group = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    group = dist.new_group(*args, **kwargs)
     own = c10d.as_member(group)
     if own is not None:
         _state().list_groups([own])
@@ -722,8 +629,28 @@ def create_all_gather_groups(
             ValueError).
         ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """
-    nccl_config = {} if nccl_comm_cfgs is None else nccl_comm_cfgs
-    return _state().all_gather_groups(for_expert_parallelism, timeout, nccl_config)
+    state = _state()
+    if state.configuration is None:
+        raise NotInitializedError(
+            "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
+        )
+    config = attrs.evolve(state.configuration, create_all_gather_group=True)
+    layouts = table.Layouts(*[grid.layout for grid in state.grids.values()])
+    rows = [table.ROWS[table.DP_CP_AG]]
+    if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
+        rows.append(table.EXPERT_ALL_GATHER)
+    options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in rows}
+    groups: list[ProcessGroup | None] = []
+    for wanted in table.rows(config, layouts, options, table=rows):
+        arguments: dict[str, Any] = {
+            **wanted.arguments,
+            "timeout": config.timeout if timeout is None else timeout,
+            "group_desc": wanted.name.lstrip("_"),
+        }
+        groups.append(state.grids["dense"].ensure_pg(**arguments))
+        state.write(wanted.name, groups[-1])
+    state.list_groups(groups)
+    return groups[0], groups[1] if len(groups) > 1 else None
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
@@ -736,7 +663,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     check_given_timeout(timeout)
     if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
         raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
-    groups = [pg] if pg is not None else _state().require("_global_process_group_list")
+    groups = [pg] if pg is not None else _held("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -745,4 +672,4 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 name_functions(globals(), __name__)
-current.bind(sys.modules[__name__], GLOBALS)
+current.bind(sys.modules[__name__], _states.GLOBALS)

@@ -6,26 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hypercomm.compat.megatron import nccl
-from hypercomm.compat.megatron.configuration import (
-    DIMS,
-    GTP,
-    Configuration,
-    Layouts,
-    RanksFunction,
-)
+from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
-from hypercomm.compat.megatron.table import (
-    EXPERT,
-    EXPERT_ALL_GATHER,
-    TABLE,
-    Side,
-    own_dims,
-    rows,
-)
+from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.errors import (
     GridDestroyedError,
     LayoutError,
@@ -47,7 +33,7 @@ _NAMES = {
     "tensor_model_parallel_size": "tp",
     "context_parallel_size": "cp",
     "pipeline_model_parallel_size": "pp",
-    "gtp_remat_size": GTP,
+    "gtp_remat_size": table.GTP,
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "expt_tp",
     "expert_gtp_remat_size": "expt_gtp_remat",
@@ -122,7 +108,7 @@ def megatron_grids(
         **arguments,
     )
     for label, (_, expert) in layouts.items():
-        grids[label].register_view(EXPERT, expert.shape, expert.dim_names, ["pp"])
+        grids[label].register_view(table.EXPERT, expert.shape, expert.dim_names, ["pp"])
     return grids
 
 
@@ -131,19 +117,17 @@ _SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in _NAMES.values()}
 """The sizes that a model is given, with their defaults."""
 
 
-def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> Layouts:
+def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
     """Return the layouts of a model's dense and expert layers."""
     given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
-    dense, expert = Configuration(**given, order=order).layouts(world_size, _NAMES)
-    expert = _without(expert, "cp")
-    names = {dim: f"expt_{dim}" for dim in expert.dim_names if dim not in {"ep", "pp"}}
-    return Layouts(_without(dense, "ep"), expert.rename(**names))
-
-
-def _without(layout: RankLayout, dim: str) -> RankLayout:
-    """Return the same numbering without a dim of size 1."""
-    names = [name for name in layout.dim_names if name != dim]
-    return RankLayout([layout.size_of(name) for name in names], names)
+    dense, expert = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
+    names = {"ep": "ep", "pp": "pp"}
+    return table.Layouts(
+        RankLayout({dim: size for dim, size in dense.sizes.items() if dim != "ep"}),
+        RankLayout(
+            {names.get(dim, f"expt_{dim}"): n for dim, n in expert.sizes.items() if dim != "cp"}
+        ),
+    )
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------
@@ -167,8 +151,8 @@ class MegatronChoices(TypedDict, total=False):
     num_distributed_optimizer_instances: int
     hierarchical_context_parallel_sizes: Sequence[int] | None
     create_all_gather_group: bool
-    get_embedding_ranks: RanksFunction | None
-    get_position_embedding_ranks: RanksFunction | None
+    get_embedding_ranks: table.RanksFunction | None
+    get_position_embedding_ranks: table.RanksFunction | None
     nccl_communicator_config_path: str | None
     high_priority_stream_groups: Sequence[str] | None
 
@@ -193,42 +177,42 @@ def megatron_requests(
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
-        LayoutError: `grid` has none of Megatron's dims, or cannot be cut like this.
+        LayoutError: `grid` has none of Megatron's dims.
         TypeError: A choice does not exist.
-        ConfigurationError: There are several optimizer instances with GTP, or the NCCL
-            configuration cannot be used.
+        ConfigurationError: `grid` cannot be cut like this, there are several optimizer instances
+            with GTP, or the NCCL configuration cannot be used.
         FileNotFoundError: The NCCL configuration is not there.
         NotInitializedError: There are NCCL options, but no job.
 
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request.get("name") or request["dims"] for request in wanted[:6]]
-        ['dp', 'cp', ('tp', 'pp'), 'tp', 'pp', 'embd']
+        >>> [request["dims"] for request in wanted if "name" not in request][:5]
+        ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
-    view = EXPERT if EXPERT in grid.views else None
-    layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
-    sides: tuple[Side, Side] = ("dense", "expert" if view else "dense")
+    view = table.EXPERT if table.EXPERT in grid.views else None
+    layouts = table.Layouts(grid.layout, grid.views.get(table.EXPERT, grid.layout))
+    sides: tuple[table.Side, table.Side] = ("dense", "expert" if view else "dense")
     for layout, side in zip(layouts, sides, strict=True):
-        if not own_dims(layout, "-".join(DIMS), side):
+        if not table.own_dims(layout, "-".join(table.DIMS), side):
             raise LayoutError(
                 f"the {side} layout {layout} has none of Megatron's dims tp, cp, ep, dp and pp; "
                 f"rename() its dims"
             )
-    configuration = Configuration(
+    configuration = table.Configuration(
         **choices,
         create_gloo_process_groups=False,
-        gtp_remat_size=layouts.dense.size_of(GTP, default=1),
+        gtp_remat_size=layouts.dense.size_of(table.GTP, default=1),
         expert_gtp_remat_size=layouts.expert.size_of(
-            *own_dims(layouts.expert, GTP, "expert"), default=1
+            *table.own_dims(layouts.expert, table.GTP, "expert"), default=1
         ),
     )
-    options = nccl.options_by_key(configuration)
+    options = options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1
-    table = (*TABLE, EXPERT_ALL_GATHER) if has_experts else TABLE
+    asked = (*table.TABLE, table.EXPERT_ALL_GATHER) if has_experts else table.TABLE
     requests: dict[object, GroupArguments] = {}
-    for wanted in rows(configuration, layouts, options, view=view, table=table, lone_peers=False):
+    for wanted in table.rows(configuration, layouts, options, view=view, table=asked):
         given = wanted.arguments
         key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
         requests.setdefault(key, given)
@@ -260,7 +244,7 @@ def create_megatron_pgs(
         Megatron's collection of each grid that the calling rank is in, by name.
 
     Raises:
-        LayoutError: A grid has none of Megatron's dims, or cannot be cut like this.
+        LayoutError: A grid has none of Megatron's dims.
         HyperCommError: As for `megatron_requests` and `GridSet.create_pgs`.
 
     Example:
@@ -310,7 +294,7 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
             raise GridDestroyedError(
                 f"grid {name!r} ({grid.layout}) was destroyed, and has no groups to collect"
             )
-        expert = None if EXPERT in grid.views else grid
+        expert = None if table.EXPERT in grid.views else grid
         collections[name] = ProcessGroupCollection.from_grid(grid, expert)
     return collections
 

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import version
-from hypercomm.compat.megatron.configuration import GTP
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.state import ParallelState, current
-from hypercomm.compat.megatron.table import (
-    EXPERT,
-    FIELD_ROWS,
-    FIELDS,
-    GLOO,
-    Row,
-    own_dims,
-    values_of,
-)
 from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
@@ -37,8 +27,24 @@ Group = ProcessGroup | None
 """A group in a collection; None if it was not set, and on a rank that is in none of them."""
 
 
-@dataclass(init=False, repr=False, eq=False)
-class ProcessGroupCollection:
+NAMES = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep"),
+    *("tp_ep_pp", "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat"),
+    *("dp_cp_ag", "gtp_remat", "expt_gtp_remat", "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag"),
+    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+)
+"""The fields of a collection, in Megatron's order; the table has the group of each."""
+
+_Fields: Any = make_dataclass(
+    "_Fields",
+    [(name, Group, field(init=False)) for name in NAMES],
+    init=False,
+    repr=False,
+    eq=False,
+)
+
+
+class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields of the table
     """The process groups of one model; a field that was not set is None.
 
     With megatron-core 0.16 reading it raises AttributeError, as there. Other attributes can be set.
@@ -59,37 +65,10 @@ class ProcessGroupCollection:
         ProcessGroupCollection(tp(2), dp(4))
     """
 
-    tp: Group = field(init=False)
-    pp: Group = field(init=False)
-    mp: Group = field(init=False)
-    embd: Group = field(init=False)
-    pos_embd: Group = field(init=False)
-    cp: Group = field(init=False)
-    tp_cp: Group = field(init=False)
-    hcp: list[ProcessGroup] | None = field(init=False)
-    ep: Group = field(init=False)
-    expt_tp: Group = field(init=False)
-    tp_ep: Group = field(init=False)
-    tp_ep_pp: Group = field(init=False)
-    tp_ep_pp_with_egtp_remat: Group = field(init=False)
-    tp_dp_cp: Group = field(init=False)
-    dp: Group = field(init=False)
-    dp_cp: Group = field(init=False)
-    dp_cp_gtp_remat: Group = field(init=False)
-    dp_cp_ag: Group = field(init=False)
-    gtp_remat: Group = field(init=False)
-    expt_gtp_remat: Group = field(init=False)
-    expt_dp: Group = field(init=False)
-    expt_dp_gtp_remat: Group = field(init=False)
-    expt_dp_ag: Group = field(init=False)
-    intra_dp_cp: Group = field(init=False)
-    intra_expt_dp: Group = field(init=False)
-    inter_dist_opt: Group = field(init=False)
-    intra_dist_opt: Group = field(init=False)
-
     def __init__(self, **kwargs: Any) -> None:
         _check_fields(type(self), "Unknown attribute", *kwargs)
-        vars(self).update(kwargs)
+        for name, group in kwargs.items():
+            setattr(self, name, group)
 
     def __getattr__(self, name: str) -> None:
         _check_fields(type(self), "Unknown attribute", name)
@@ -100,9 +79,9 @@ class ProcessGroupCollection:
             )
 
     def __repr__(self) -> str:
-        groups = {item.name: vars(self).get(item.name, self) for item in fields(self)}
-        hidden = (self, None) if version.has("unset_is_none") else (self,)
-        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg not in hidden]
+        hidden = None if version.has("unset_is_none") else self
+        groups = {item.name: vars(self).get(item.name, hidden) for item in fields(self)}
+        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not hidden]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -125,13 +104,9 @@ class ProcessGroupCollection:
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
         """Return the groups of a parallel state; arguments and errors as above."""
-        wanted = FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
+        wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
-        collection = cls()
-        for name in wanted:
-            take = state.require if name in _NEEDED else state.values.get
-            setattr(collection, name, take(FIELDS[name]))
-        return collection
+        return cls(**{name: state.require(table.FIELDS[name], name in _NEEDED) for name in wanted})
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
@@ -160,11 +135,9 @@ class ProcessGroupCollection:
             ...     print(collection.tp.size(), collection.dp_cp.size(), collection.tp_dp_cp.size())
             2 4 8
         """
-        if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
-            expert = grid.view(EXPERT)
-        collection = cls()
-        vars(collection).update(_fields_of(grid, expert))
-        return collection
+        if expert is None and isinstance(grid, HyperCommGrid) and table.EXPERT in grid.views:
+            expert = grid.view(table.EXPERT)
+        return cls(**_fields_of(grid, expert))
 
     @classmethod
     def setup_process_groups_for_optimizer(
@@ -204,7 +177,7 @@ class ProcessGroupCollection:
             )
         has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
         for name in ("intra_dp_cp", "intra_expt_dp"):
-            gloo = current.get().require(FIELDS[name] + GLOO) if has_gloo else None
+            gloo = current.get().require(table.FIELDS[name] + table.GLOO) if has_gloo else None
             named[f"{name}_group_gloo"] = gloo
         return named
 
@@ -261,7 +234,7 @@ def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_exp
     name = "expt_gtp_remat" if is_expert else "gtp_remat"
     if pg_collection is not None and name in vars(pg_collection):
         return vars(pg_collection)[name]  # type: ignore[no-any-return]
-    return current.get().read(FIELDS[name])  # type: ignore[no-any-return]
+    return current.get().read(table.FIELDS[name])  # type: ignore[no-any-return]
 
 
 _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
@@ -270,8 +243,7 @@ _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
 
 def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: str) -> None:
     known = [item.name for item in fields(kind)]
-    unknown = [name for name in names if name not in known]
-    if unknown:
+    if unknown := [name for name in names if name not in known]:
         raise UnknownFieldError(f"{complaint}: {unknown}; {kind.__name__} has {known}")
 
 
@@ -294,29 +266,28 @@ def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
         grid: The dense layers.
         expert: The expert layers; None without them.
     """
-    sources = {"dense": grid, "expert": expert}
     held: dict[str, dict[Any, Group]] = {}
-    table = []
-    for row in FIELD_ROWS.values():
-        source = sources[row.grid]
+    used = []
+    for row in table.FIELD_ROWS.values():
+        source = grid if row.grid == "dense" else expert
         groups = {} if source is None else _groups_of(source, row)
         if groups:
             held[row.name] = groups
-        elif row.gtp and source is not None and own_dims(source.layout, GTP, row.grid):
+        elif row.gtp and source is not None and table.own_dims(source.layout, table.GTP, row.grid):
             continue  # the group of the peers was not created
         elif row.gtp and not row.otherwise:
             held[row.name] = {None: None}  # there are no peers
-        table.append(row)
-    values = values_of(held, table)
-    return {field: values[name] for field, name in FIELDS.items() if name in values}
+        used.append(row)
+    values = table.values_of(held, used)
+    return {field: values[name] for field, name in table.FIELDS.items() if name in values}
 
 
-def _groups_of(grid: GridView, row: Row) -> dict[Any, Group]:
+def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
     """Return the groups of a row by part; none if they were not created.
 
     A group over the dims of the row needs no name. A derived group has the name of the field.
     """
-    dims, is_grid = own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
+    dims, is_grid = table.own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
     created = {key: group for key, group in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is None:
         name = row.name_in_grid(dims)
@@ -362,7 +333,7 @@ class _State:
 
     def __getattr__(self, name: str) -> Any:
         state = current.get()
-        return (state.values.get if name in _PEERS else state.require)(FIELDS[name])
+        return (state.values.get if name in _PEERS else state.require)(table.FIELDS[name])
 
 
 def _take(source: Any, name: str) -> Any:

@@ -1,47 +1,32 @@
-"""ParallelState: one Megatron configuration, as a grid with the groups of the table."""
+"""ParallelState: one Megatron configuration, as a grid with the groups of the table.
+
+Also the options of NCCL, and the environment of SHARP and UCC, with which they are created.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import nccl, version
-from hypercomm.compat.megatron.configuration import Configuration, Layouts
-from hypercomm.compat.megatron.table import (
-    DP_CP,
-    DP_CP_AG,
-    EXPERT,
-    EXPERT_ALL_GATHER,
-    EXPERT_GTP_GROUP,
-    EXPERT_TP,
-    GLOO,
-    GTP_GROUP,
-    INTER_INSTANCES,
-    MP,
-    PP,
-    ROWS,
-    TABLE,
-    TP,
-    WantedGroup,
-    rows,
-    values_of,
-)
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
-from hypercomm.errors import NotInitializedError, StateError
+from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.layout.checks import as_ordered, check_choice
+from hypercomm.layout.text import shown
+from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,17 +41,17 @@ RANK: Final = "RANK"
 
 _LIST = "_global_process_group_list"
 STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
-_OVERRIDES = [
+OVERRIDES = [
     f"_MPU_{what}_PARALLEL_{fact}"
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
     for fact in (SIZE, RANK)
 ]
 """Sizes and ranks set by callers, which win over those of the groups."""
 
-_RANKS = [row.ranks for row in TABLE if row.ranks]
+_RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys((*ROWS, *_RANKS, *_OVERRIDES, *_OTHERS), lambda: None),
+    **dict.fromkeys((*table.ROWS, *_RANKS, *OVERRIDES, *_OTHERS), lambda: None),
     "_HYBRID_DP_CP_GROUPS": dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
@@ -74,28 +59,21 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
 """Stands for a part of the data parallel group without context parallel, which does not exist."""
 
-_SHARP = {"dp": DP_CP, "dp_replica": INTER_INSTANCES}
+_SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
 """The global of the group that uses SHARP, by `sharp_enabled_group`."""
 
-_NEED_A_JOB = (TP, PP, MP, EXPERT_TP)
+_NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
 _OVERRIDES_OF = {
     fact: {
         name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
-        for name in (*ROWS, EXPERT_ALL_GATHER.name, NO_PART)
+        for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
     }
     for fact in (SIZE, RANK)
 }
 """The global that overrides a fact about a group, by the global of the group."""
-
-_AFFECTED: dict[str, list[str]] = {}
-"""The groups whose facts change with a global."""
-for _own in _OVERRIDES_OF.values():
-    for _name, _override in _own.items():
-        _AFFECTED.setdefault(_override, []).append(_name)
-        _AFFECTED.setdefault(_name, []).append(_name)
 
 
 class GlobalMemoryBuffer:
@@ -148,13 +126,140 @@ def destroy_users_of_groups() -> None:
     """Destroy Megatron's objects that use process groups; an error is logged."""
     for module, path in _USERS:
         try:
-            destroy = attrgetter(path)(sys.modules[module])
-        except (KeyError, AttributeError):  # not imported, or a release without it
-            continue
-        try:
-            destroy()
-        except Exception:
-            logger.warning("%s of %s failed", path, module, exc_info=True)
+            attrgetter(path)(sys.modules.get(module))()
+        except Exception:  # most often, it is not imported, or the release lacks it
+            logger.debug("%s of %s failed", path, module, exc_info=True)
+
+
+# ---- NCCL, SHARP and UCC -----------------------------------------------------------------------
+
+NcclConfig = dict[str, dict[str, Any]]
+
+_COLLNET = "NCCL_COLLNET_ENABLE"
+_PRIORITY = "is_high_priority_stream"
+_UCC_ENVIRONMENT = {
+    "NSYS_UCP_COMM_PARAMS": "1",
+    "UCC_CL_BASIC_TLS": "^sharp,nccl",
+    "UCX_NET_DEVICES": "all",
+    "UCX_RNDV_THRESH": "0",
+}
+_UCC_DEFAULTS = {
+    "TORCH_UCC_BLOCKING_WAIT": "none",
+    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
+    "UCX_TLS": "ib,cuda_copy",
+}
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
+
+    Raises:
+        ConfigurationError: NCCL does not take an option, or this torch was built without NCCL.
+    """
+    own = nccl_comm_cfgs.get(pg_name)
+    if own is None:
+        return None
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise ConfigurationError(
+            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
+        )
+    try:
+        given = dict(own)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop(_PRIORITY, False))
+        for name, value in given.items():
+            setattr(options.config, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"NCCL does not take the options {own} of group {pg_name!r}: {error}"
+        ) from error
+    return options
+
+
+def options_by_key(config: table.Configuration) -> dict[str, Any]:
+    """Return the options of groups by key, from the file of a configuration and its priorities.
+
+    Equal options are one object, so that groups with them can be shared. Options that the backend
+    of WORLD does not take are left out with a warning in the log.
+
+    Raises:
+        OSError: The file cannot be read.
+        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
+            the extra `nccl-config` installs, is missing.
+        NotInitializedError: There are options, but no job, whose backend decides if they have an
+            effect.
+    """
+    path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
+    options: NcclConfig = {} if path is None else _read(path)
+    for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
+        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+    if not options:
+        return {}
+    for key in options:
+        check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
+    backend = c10d.default_backend()
+    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
+        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+        return {}
+    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
+    return {key: made[repr(own)] for key, own in options.items()}
+
+
+def _read(path: str) -> NcclConfig:
+    try:
+        import yaml
+
+        content = yaml.safe_load(Path(path).read_bytes())
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not yaml: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
+    return content
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: NcclConfig, pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one option of one group in an NCCL configuration.
+
+    Example:
+        >>> config = {}
+        >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
+        >>> config
+        {'dp': {'max_ctas': 8}}
+    """
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+@contextlib.contextmanager
+def environment(pipeline_backend: str | None) -> Iterator[None]:
+    """Set the environment variables of the backends; restore them if the block fails.
+
+    Raises:
+        ConfigurationError: UCC would have only one hardware queue.
+    """
+    ucc = pipeline_backend == "ucc"
+    if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "pipeline_model_parallel_comm_backend='ucc' needs CUDA_DEVICE_MAX_CONNECTIONS above 1"
+        )
+    before = dict(os.environ)
+    os.environ.pop(_COLLNET, None)
+    if ucc:
+        os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
+    try:
+        yield
+    except BaseException:
+        os.environ.clear()
+        os.environ.update(before)
+        raise
+
+
+# ---- the state ----------------------------------------------------------------------------------
 
 
 class ParallelState(ModuleState):
@@ -183,23 +288,24 @@ class ParallelState(ModuleState):
 
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self.configuration: Configuration | None = None
+        self.configuration: table.Configuration | None = None
         self.grids: dict[str, GridView] = {}
-        self.answers_gtp = version.has("gtp_remat")
+        self.answers_gtp = "gtp_remat" in version.changes()
         self.strict = False
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals, and update the facts about their groups."""
         super().fill(values)
-        for name in {group for each in values for group in _AFFECTED.get(each, ())}:
-            group: Any = self.values.get(name)
-            is_real = issubclass(type(group), ProcessGroup)  # no mock, whose answers may change
-            for fact, known in self.facts.items():
-                given = self.values.get(_OVERRIDES_OF[fact][name])
-                if given is None and is_real:
+        for fact, known in self.facts.items():
+            for name, override in _OVERRIDES_OF[fact].items():
+                group: Any = self.values.get(name)
+                given = self.values.get(override)
+                # Not of a mock, whose answers may change.
+                if given is None and issubclass(type(group), ProcessGroup):
                     given = group.size() if fact == SIZE else group.rank()
-                known[name] = given
+                is_lone = group is None and name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
+                known[name] = 0 if given is None and is_lone else given
 
     def ask(self, fact: str, name: str) -> Any:
         """Return a fact that is not known: of a mock, of no group, or without torch.distributed.
@@ -207,18 +313,13 @@ class ParallelState(ModuleState):
         Raises:
             StateError: There is no group.
         """
-        given = self.values.get(_OVERRIDES_OF[fact][name])
-        if given is not None:
-            return given
         if name not in _NEED_A_JOB and not dist.is_initialized():
             return 0
         group = self.values.get(name)
         if group is not None:
             return group.size() if fact == SIZE else group.rank()
-        if name == EXPERT_TP:
-            return self.values[_OVERRIDES_OF[fact][TP]]
-        if name in (GTP_GROUP, EXPERT_GTP_GROUP):
-            return 0
+        if name == table.EXPERT_TP:
+            return self.values[_OVERRIDES_OF[fact][table.TP]]
         raise self.missing(name)
 
     @classmethod
@@ -232,10 +333,10 @@ class ParallelState(ModuleState):
             HyperCommError: As for `initialize_model_parallel`.
         """
         state = cls()
-        state.initialize(Configuration(**arguments))
+        state.initialize(table.Configuration(**arguments))
         return state
 
-    def initialize(self, configuration: Configuration) -> None:
+    def initialize(self, configuration: table.Configuration) -> None:
         """Create all groups of a configuration; a failure leaves everything unchanged.
 
         Raises:
@@ -243,20 +344,19 @@ class ParallelState(ModuleState):
         """
         check_job()
         layouts = configuration.layouts(dist.get_world_size())
-        options = nccl.options_by_key(configuration)
+        options = options_by_key(configuration)
         self._check_empty()
-        has_gtp = version.has("gtp_remat", configuration.version)
-        wanted = list(rows(configuration, layouts, options, lone_peers=has_gtp))
-        with nccl.environment(configuration.pipeline_model_parallel_comm_backend):
+        wanted = list(table.rows(configuration, layouts, options))
+        with environment(configuration.pipeline_model_parallel_comm_backend):
             grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
-            grid.register_view(EXPERT, list(expert.shape), expert.dim_names)
+            grid.register_view(table.EXPERT, list(expert.shape), expert.dim_names)
             try:
                 groups = _create(grid, wanted, configuration)
             except BaseException:
                 grid.destroy()
                 raise
         self.configuration = configuration
-        self.grids = {"dense": grid, "expert": grid.view(EXPERT)}
+        self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
         self.answers_gtp = configuration.answers_gtp
         self.strict = bool(configuration.strict)
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
@@ -281,119 +381,90 @@ class ParallelState(ModuleState):
         dense, expert = (grid.layout for grid in self.grids.values())
         return f"{dense}, experts {expert}"
 
-    def all_gather_groups(
-        self,
-        for_expert_parallelism: bool,
-        timeout: timedelta | None,
-        nccl_config: Mapping[str, Mapping[str, Any]],
-    ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """Create second data parallel groups; see `parallel_state.create_all_gather_groups`.
-
-        Raises:
-            NotInitializedError: The state is empty.
-            GroupOptionsError, ConfigurationError: An option is wrong, or the groups exist and were
-                created with other options.
-        """
-        config = self.configuration
-        if config is None:
-            raise NotInitializedError(
-                "create_all_gather_groups() needs data parallel groups; call "
-                "initialize_model_parallel() first"
-            )
-        grid, layouts = self.grids["dense"], Layouts(*(each.layout for each in self.grids.values()))
-        table = [ROWS[DP_CP_AG]]
-        if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
-            table.append(EXPERT_ALL_GATHER)
-        options = {row.key: nccl.get_nccl_options(row.key, nccl_config) for row in table}
-        config = attrs.evolve(config, create_all_gather_group=True)
-        groups: list[ProcessGroup | None] = []
-        for wanted in rows(config, layouts, options, table=table):
-            arguments: dict[str, Any] = {
-                **wanted.arguments,
-                "timeout": config.timeout if timeout is None else timeout,
-                "group_desc": wanted.name.lstrip("_"),
-            }
-            groups.append(grid.ensure_pg(**arguments))
-            self.write(wanted.name, groups[-1])
-        self.list_groups(groups)
-        return groups[0], groups[1] if len(groups) > 1 else None
-
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
         listed = self.values[_LIST]
         if listed is None:
-            listed = [None]  # WORLD
-            self.write(_LIST, listed)
+            listed = self.values[_LIST] = [None]  # WORLD
         for group in groups:
             if group not in listed:
                 listed.append(group)
 
     # ---- what getters read ----------------------------------------------------------------------
 
-    def require(self, name: str) -> Any:
-        """Return the value of a global that is set.
+    def require(self, name: str, check_initialized: bool = True) -> Any:
+        """Return the value of a global.
 
         Raises:
-            StateError: It is None.
+            StateError: It is None, unless `check_initialized` is False.
         """
-        value = self.read(name)
-        if value is None:
+        value = self.values.get(name)
+        if value is None and check_initialized:
             raise self.missing(name)
         return value
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
-        words = name.strip("_").replace("_", " ").lower()
-        if name == NO_PART:
+        words, row = name.strip("_").replace("_", " ").lower(), table.ROWS.get(name)
+        if name.removesuffix(table.GLOO) == NO_PART:
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
             reason = "call initialize_model_parallel() first"
-        elif name not in ROWS:
+        elif row is None:
             reason = "nothing has set it"
-        elif name.endswith(GLOO) and not self.configuration.creates_gloo(ROWS[name].grid):
+        elif name.endswith(table.GLOO) and not self.configuration.creates_gloo(row.grid):
             reason = "the state was initialised with create_gloo_process_groups=False, or with GTP"
-        elif ROWS[name].option is not None:
-            reason = f"the state was initialised without {ROWS[name].option}"
+        elif row.option is not None and not row.otherwise:
+            reason = f"the state was initialised without {row.option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
         return StateError(f"{words} is not initialized: {reason}")
 
     def _check_empty(self) -> None:
-        taken = [name for name in (*ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
+        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
         if taken:
             raise StateError(
                 f"the parallel state is already initialized: {taken[0]} is set; call "
-                f"destroy_model_parallel() first, or hold a second state with "
-                f"ParallelState.create() and parallel_state.use()"
+                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
             )
 
 
 def _create(
-    grid: HyperCommGrid, wanted: list[WantedGroup], config: Configuration
+    grid: HyperCommGrid, wanted: list[table.WantedGroup], config: table.Configuration
 ) -> list[ProcessGroup | None]:
-    """Create all groups in one call, except that the one with SHARP is created on its own."""
+    """Create all groups in one call, except that the one with SHARP is created on its own.
+
+    NCCL uses SHARP for the first communicator, which exists only after its first collective.
+    """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    before: list[ProcessGroup | None] = []
     requests: list[dict[str, Any]] = []
     timeout, is_shared = config.timeout, config.share == "identical"
     for each in wanted:
-        request: dict[str, Any] = {**each.arguments, "timeout": timeout}
+        requests.append({**each.arguments, "timeout": timeout})
         if not is_shared or each.name == sharp or each.row.overlaps:
             name = each.name.lstrip("_").replace("GROUPS", "GROUP")
-            request["group_desc"] = (
-                name if each.part is None else f"{name}_{each.row.part}{each.part}"
-            )
-        if each.name == sharp:
-            alone = [request | {"share": "never"}]
-            before = grid.create_pgs(requests)
-            before += nccl.create_with_sharp(partial(grid.create_pgs, alone))
-            requests = []
-        else:
-            requests.append(request)
-    return before + grid.create_pgs(requests)
+            numbered = name if each.part is None else each.row.numbered(name, each.part)
+            requests[-1]["group_desc"] = numbered
+    if sharp is None:
+        return grid.create_pgs(requests)
+    place = [each.name for each in wanted].index(sharp)
+    before = grid.create_pgs(requests[:place])
+    os.environ[_COLLNET] = "1"
+    try:
+        (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
+        if group is not None:
+            device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+            dist.barrier(group=group, device_ids=device)
+            if device is not None:
+                torch.cuda.synchronize()
+    finally:
+        os.environ.pop(_COLLNET, None)
+    return [*before, group, *grid.create_pgs(requests[place + 1 :])]
 
 
-def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> dict[str, Any]:
+def _values_of(
+    wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
+) -> dict[str, Any]:
     """Return the values of the globals that hold the calling rank's groups, or their ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
@@ -403,7 +474,7 @@ def _values_of(wanted: list[WantedGroup], groups: list[ProcessGroup | None]) -> 
             parts[each.part] = group
         if group is not None and each.row.ranks and each.name == each.row.name:
             values[each.row.ranks] = dist.get_process_group_ranks(group)
-    return values | values_of(held)
+    return values | table.values_of(held)
 
 
 current: CurrentState[ParallelState] = CurrentState("parallel_state", ParallelState)

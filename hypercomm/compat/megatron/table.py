@@ -1,26 +1,394 @@
-"""The table of Megatron's process groups, and `rows`, which lists the groups of one model from it.
+"""The arguments of a model, and the table of its process groups.
 
-Creating, listing, collecting and finding groups all read this table.
+A `Configuration` gives the layouts, and `rows` lists the groups of one model. Creating, listing,
+collecting and finding groups all read the table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import compress
-from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import attrs
 import numpy as np
 
-from hypercomm.compat.megatron.configuration import GTP, Configuration, Layouts, hybrid_sizes
-from hypercomm.errors import LayoutError
-from hypercomm.grid.arguments import GroupArguments
+from hypercomm.compat.megatron import version
+from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import as_ordered
-from hypercomm.layout.groups import Axis, StridedGroups
-from hypercomm.layout.parsing import nearest_divisors
+from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.groups import ArrayGroups
+from hypercomm.layout.parsing import misfit, parse_order
+from hypercomm.process_groups.options import check_given_timeout
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
+
+RanksFunction = Callable[[list[int]], Sequence[int]]
+
+_DENSE = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    GTP: "gtp_remat_size",
+}
+_EXPERT = {
+    "tp": "expert_tensor_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    GTP: "expert_gtp_remat_size",
+}
+"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
+
+
+@attrs.frozen
+class Configuration:
+    """One Megatron configuration; `initialize_model_parallel` documents the arguments.
+
+    Example:
+        >>> layouts = Configuration(2, expert_model_parallel_size=4).layouts(16)
+        >>> str(layouts.dense), str(layouts.expert)
+        ('tp=2,cp=1,ep=1,dp=8,pp=1', 'tp=2,cp=1,ep=4,dp=2,pp=1')
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_comm_backend: str | None = None
+    use_sharp: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    expert_model_parallel_size: int = 1
+    num_distributed_optimizer_instances: int = 1
+    expert_tensor_parallel_size: int | None = None
+    nccl_communicator_config_path: str | None = None
+    distributed_timeout_minutes: float = 30
+    order: str = "tp-cp-ep-dp-pp"
+    get_embedding_ranks: RanksFunction | None = None
+    get_position_embedding_ranks: RanksFunction | None = None
+    create_gloo_process_groups: bool = True
+    high_priority_stream_groups: Sequence[str] | None = None
+    sharp_enabled_group: str | None = None
+    hybrid_context_parallel: bool = attrs.field(default=False, converter=bool, kw_only=True)
+    create_all_gather_group: bool = attrs.field(default=False, converter=bool, kw_only=True)
+    gtp_remat_size: int = attrs.field(default=1, kw_only=True)
+    expert_gtp_remat_size: int = attrs.field(default=1, kw_only=True)
+    rank_offset: int = attrs.field(default=0, kw_only=True)
+    local_world_size: int | None = attrs.field(default=None, kw_only=True)
+    share: Share = attrs.field(default="never", kw_only=True)
+    strict: bool = attrs.field(default=False, kw_only=True)
+    changes: frozenset[str] = attrs.field(factory=version.changes, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        name = "num_distributed_optimizer_instances"
+        instances = positive(self.num_distributed_optimizer_instances, name)
+        check_given_timeout(self.timeout)
+        check_choice("share", self.share, SHARES)
+        if instances > 1 and self.has_gtp:
+            raise ConfigurationError(
+                f"GTP sizes above 1 work with one optimizer instance only, got {name}={instances}"
+            )
+
+    def given(self) -> set[str]:
+        """Return the arguments that have another value than their default."""
+        return {name for name, value in _DEFAULTS.items() if getattr(self, name) != value}
+
+    @property
+    def has_gtp(self) -> bool:
+        """Whether dense layers or experts have GTP peers."""
+        return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
+
+    @property
+    def answers_gtp(self) -> bool:
+        """Whether data parallel getters return groups with GTP peers by default."""
+        return self.has_gtp or "gtp_remat" in self.changes
+
+    def creates_gloo(self, grid: str) -> bool:
+        """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
+        with_gtp = self.gtp_remat_size > 1 or (grid == "expert" and self.has_gtp)
+        return bool(self.create_gloo_process_groups) and not with_gtp
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of every group."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
+    def layouts(self, world_size: int, names: Mapping[str, str] | None = None) -> Layouts:
+        """Check all arguments, and return the dense and the expert layout.
+
+        Args:
+            world_size: The number of ranks.
+            names: The names of sizes in error messages, if they are not those of the arguments.
+
+        Raises:
+            LayoutError: A size is not a positive int, or the order cannot be read.
+            WorldSizeError: The sizes do not divide the world; names sizes that would.
+            ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one.
+            ConfigurationError: Two choices contradict each other.
+        """
+        self._check_sharp()
+        if self.local_world_size is not None:
+            world_size = as_world_size(self.local_world_size, "local_world_size")
+        dense = self._sizes(_DENSE, names or {}, world_size)
+        expert = self._sizes(_EXPERT, names or {}, world_size)
+        if (stages := self.virtual_pipeline_model_parallel_size) is not None:
+            positive(stages, "virtual_pipeline_model_parallel_size")
+            if dense["pp"] == 1:
+                raise ConfigurationError(
+                    f"virtual_pipeline_model_parallel_size={stages} needs at least 2 stages, got 1"
+                )
+        anchor = "cp" if "cp_before_gtp_remat" in self.changes else "tp"
+        layouts = Layouts(
+            order_layout(self.order, {**dense, "ep": 1}, self.rank_offset, anchor),
+            order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
+        )
+        self._check_pipelines(layouts)
+        if (backend := self.pipeline_model_parallel_comm_backend) is not None:
+            name = "pipeline_model_parallel_comm_backend"
+            check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
+        return layouts
+
+    def _sizes(
+        self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
+    ) -> dict[str, int]:
+        """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
+        sizes, called = {}, {}
+        for dim, argument in arguments.items():
+            given, name = getattr(self, argument), names.get(argument, argument)
+            if given is None and dim == "tp":
+                given = self.tensor_model_parallel_size
+            size = positive(given, name)
+            if size > 1 or dim != GTP:
+                sizes[dim] = called[name] = size
+        problem = misfit(called, world_size)
+        if problem is not None:
+            raise WorldSizeError(problem)
+        return {**sizes, "dp": world_size // math.prod(sizes.values())}
+
+    def _check_pipelines(self, layouts: Layouts) -> None:
+        """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
+
+        If pp is not last in the order, their data parallel sizes must be equal too.
+        """
+        dense, expert = layouts
+        is_last = self.order.lower().endswith("pp") or dense.size_of("pp") == 1
+        have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+        if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
+            inner = dense.size_of("tp", "cp", GTP, default=1)
+            raise ConfigurationError(
+                f"with order {self.order!r}, {dense} and the experts' {expert} must have the same "
+                f"pipelines and data parallel size; put pp last in the order, or choose sizes of "
+                f"tp, ep and {GTP} for the experts that multiply to {inner}"
+            )
+
+    def _check_sharp(self) -> None:
+        group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
+        if group is None:
+            return
+        if not self.use_sharp:
+            raise ConfigurationError(f"sharp_enabled_group={group!r} needs use_sharp=True")
+        check_choice("sharp_enabled_group", group, ("dp", "dp_replica"), ConfigurationError)
+        if group == "dp_replica" and instances < 2:
+            raise ConfigurationError(
+                f"sharp_enabled_group={group!r} needs several optimizer instances, got {instances}"
+            )
+
+
+_DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) if field.init}
+
+# A TypeError names the function that the arguments were given to.
+Configuration.__init__.__qualname__ = "initialize_model_parallel"
+
+
+def hybrid_sizes(replicas: int) -> list[int]:
+    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
+
+    >>> hybrid_sizes(16)
+    [2, 4, 8]
+    """
+    return [2**power for power in range(1, int(math.log2(replicas)))]
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        ConfigurationError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
+    names = parse_order(named.lower() if isinstance(named, str) else named)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    for name, size in sizes.items():
+        if size > 1 and name not in names:
+            where = f"order {order!r} does not name it; add it to the order"
+            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
+    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
+    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])
+
+
+# ---- Megatron's enumerations of groups -----------------------------------------------------------
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
+
+    Args:
+        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
+        parallel_size: The size of each dim.
+        mask: For each dim, whether the groups span it.
+
+    Returns:
+        A list of the ranks of each group, ascending.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the lengths differ.
+        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
+
+    Example:
+        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    names = [f"d{axis}" for axis in range(len(mask))]
+    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
+    layout = RankLayout([*parallel_size, 1], [*names, "one"])
+    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
+    groups = layout.groups(*spanned, "one")
+    count = world_size // groups.group_size
+    if count > len(groups):
+        raise ConfigurationError(
+            f"{layout.size} ranks of parallel_size {list(parallel_size)} do not fill {world_size=}"
+        )
+    return groups.to_array()[:count].tolist()  # type: ignore[no-any-return]
+
+
+@attrs.define(slots=False, eq=False)
+class RankGenerator:
+    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
+
+    Args:
+        tp: Tensor parallel size.
+        ep: Expert parallel size.
+        dp: Data parallel size.
+        pp: Pipeline parallel size.
+        cp: Context parallel size; this or `ep` is 1.
+        order: The dims, the first one varying fastest; those of size 1 may be left out.
+        rank_offset: The smallest rank.
+        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
+            megatron-core 0.19 on.
+
+    Raises:
+        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
+        UnknownDimError: The order names an unknown dim.
+
+    Example:
+        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
+    """
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+    cp: int
+    order: str
+    rank_offset: int = 0
+    gtp_remat: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        self.name_to_size = {
+            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
+        }
+        if self.gtp_remat == 1 and not version.has("gtp_remat"):
+            del self.name_to_size[GTP]
+        if self.ep > 1 and self.cp > 1:
+            raise ConfigurationError(
+                f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
+            )
+        self._layout = order_layout(self.order, self.name_to_size, self.rank_offset)
+        self.world_size, self.ordered_size = self._layout.size, list(self._layout.shape)
+        self.order = "-".join(self._layout.dim_names)
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each dim of `order` whether `token` names it.
+
+        Raises:
+            UnknownDimError: `token` names a dim that `order` does not.
+        """
+        dims, wanted = order.split("-"), token.split("-")
+        for dim in wanted:
+            if dim not in dims:
+                raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
+        return [dim in wanted for dim in dims]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
+        self.get_mask(self.order, token)
+        return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Enumerate the groups of GTP peers; with a size of 1, each rank is a group.
+
+        Raises:
+            ConfigurationError: `gtp_remat_size` is not that of the generator.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise ConfigurationError(
+                f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
+            )
+        if GTP in self.name_to_size:
+            return self.get_ranks(GTP)
+        return [[rank] for rank in self._layout.ranks]
+
+
+# ---- names --------------------------------------------------------------------------------------
 
 EXPERT = "expert"
 """The view of a grid over the dims of the expert layers."""
@@ -36,9 +404,9 @@ Side = Literal["dense", "expert"]
 # ---- groups derived from those over some dims ---------------------------------------------------
 
 
-def hierarchy(config: Configuration, groups: RankGroups, level: Any) -> RankGroups:
+def hierarchy(config: Configuration, groups: RankGroups, level: int) -> RankGroups:
     """Return one level of hierarchical context parallelism, 0 the innermost."""
-    return groups.levels(config.hierarchical_context_parallel_sizes or ())[int(level)]
+    return groups.levels(config.hierarchical_context_parallel_sizes or ())[level]
 
 
 def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
@@ -87,71 +455,40 @@ def _picked(groups: RankGroups, function: Callable[[list[int]], Sequence[int]]) 
 
 def one_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return the part of each group within one optimizer instance."""
-    return groups.chunks(_part(config, groups))
+    return _by_instance(config, groups)[0]
 
 
 def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return groups of the ranks with equal positions in all optimizer instances."""
-    return groups.levels([_part(config, groups), config.num_distributed_optimizer_instances])[1]
+    return _by_instance(config, groups)[1]
 
 
-def whole_instance(config: Configuration, groups: RankGroups, _: Any = None) -> RankGroups:
+def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
     """Return groups of all ranks of each optimizer instance.
 
     Example:
         >>> config = Configuration(num_distributed_optimizer_instances=2)
-        >>> list(whole_instance(config, RankLayout.parse("tp=2,dp=4").groups("dp")))
+        >>> list(whole_instance(config, RankLayout.parse("tp=2,dp=4").groups("dp"), None))
         [(0, 1, 2, 3), (4, 5, 6, 7)]
     """
-    instances, part = config.num_distributed_optimizer_instances, _part(config, groups)
+    instances = config.num_distributed_optimizer_instances
     if instances == 1:
         return groups
-    if isinstance(groups, StridedGroups) and len(groups.inner) == 1:
-        step = groups.inner[0].stride
-        members = sorted([Axis(part, step), *groups.outer], key=attrgetter("stride"))
-        return StridedGroups(groups.origin, [Axis(instances, part * step)], members)
-    parts = groups.to_array().reshape(len(groups), instances, part).swapaxes(0, 1)
-    ranks = np.sort(parts.reshape(instances, -1), axis=1)
-    layout = RankLayout([ranks.shape[1], instances], ["rank", "instance"], ranks=ranks.ravel())
-    return layout.groups("rank")
+    parts = _by_instance(config, groups)[0].to_array().reshape(len(groups), instances, -1)
+    return ArrayGroups(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
 
 
-def _part(config: Configuration, groups: RankGroups) -> int:
+def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups, ...]:
     instances = config.num_distributed_optimizer_instances
-    if groups.group_size % instances:
-        raise LayoutError(
-            f"num_distributed_optimizer_instances={instances} does not divide the "
-            f"{groups.group_size} ranks of dp; use {nearest_divisors(groups.group_size, instances)}"
-        )
-    return groups.group_size // instances
+    return groups.levels([groups.group_size // instances, instances])
 
 
-# ---- which groups there are, depending on the configuration -------------------------------------
-
-Size = Callable[[], int]
-
-ONE = (None,)
-"""The parts of a row that makes one group."""
-
-
-def _if_all_gather(config: Configuration, _: Size) -> Iterable[Any]:
-    return ONE if config.create_all_gather_group else ()
-
-
-def _if_instances(config: Configuration, _: Size) -> Iterable[Any]:
-    return ONE if config.num_distributed_optimizer_instances > 1 else ()
-
-
-def _levels(config: Configuration, _: Size) -> Iterable[Any]:
+def _levels(config: Configuration, _: int) -> Iterable[int]:
     return range(len(config.hierarchical_context_parallel_sizes or ()))
 
 
-def _sizes(config: Configuration, size: Size) -> Iterable[Any]:
-    return hybrid_sizes(size()) if config.hybrid_context_parallel else ()
-
-
-def _never(_: Configuration, __: Size) -> Iterable[Any]:
-    return ()
+def _sizes(_: Configuration, size: int) -> Iterable[int]:
+    return hybrid_sizes(size)
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -169,12 +506,12 @@ class Row:
         name: The global that holds the calling rank's group.
         ranks: The global that holds the ranks of the group.
         gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        parts: Lists the groups of the row; takes a function that returns the size of a group over
-            `dims`; default: one.
+        parts: Lists the positions or sizes of the groups of a row of several; takes the size of a
+            group over `dims`.
         derive: Derives the groups of one part from those over `dims`; default: these.
         gtp: Whether the group exists because of GTP.
         otherwise: Globals whose group is used if there is none: the first that was created.
-        option: The argument that enables these groups, for error messages.
+        option: The argument that enables these groups; by its default there are none.
         overlaps: Whether the group exists so that its traffic overlaps that of another.
         part: Prefix of the position or size of one group, for a row of several groups.
     """
@@ -186,7 +523,7 @@ class Row:
     name: str
     ranks: str | None = None
     gloo: bool = False
-    parts: Callable[[Configuration, Size], Iterable[Any]] | None = None
+    parts: Callable[[Configuration, int], Iterable[Any]] | None = None
     derive: Callable[[Configuration, RankGroups, Any], RankGroups] | None = None
     gtp: bool = False
     otherwise: tuple[str, ...] = ()
@@ -199,7 +536,11 @@ class Row:
         if dims and self.derive is None and not self.overlaps and part is None:
             return None
         own = self.field or self.key
-        return own if part is None else f"{own}_{self.part}{part}"
+        return own if part is None else self.numbered(own, part)
+
+    def numbered(self, name: str, part: object) -> str:
+        """Return the name of one of several groups of a row."""
+        return f"{name}_{self.part}{part}"
 
 
 _dense, _expert = partial(Row, "dense"), partial(Row, "expert")
@@ -213,10 +554,6 @@ MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
 TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-HCP, INSTANCE = (
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-)
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -226,9 +563,9 @@ _INSTANCES = "num_distributed_optimizer_instances"
 TABLE = (
     _dense("dp-cp", "dp_cp", "dp_cp", DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
     _dense("dp-cp", "dp_cp", "dp_cp_ag", DP_CP_AG,
-           parts=_if_all_gather, option="create_all_gather_group", overlaps=True),
+           option="create_all_gather_group", overlaps=True),
     _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
-           gloo=True, parts=_if_instances, derive=one_instance, otherwise=(DP_CP,)),
+           gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(DP_CP,)),
     _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
            parts=_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
     _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
@@ -237,11 +574,11 @@ TABLE = (
     _dense("gtp_remat-dp", "gtp_remat_dp", None, DP + WITH_GTP, gtp=True, otherwise=(DP,)),
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", "dp_cp_gtp_remat", DP_CP + WITH_GTP,
            gtp=True, otherwise=(DP_CP,)),
-    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP,
-           parts=_never, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
+    _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP, gtp=True,
+           option=_INSTANCES, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
     _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", HCP, parts=_levels,
-           derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
+    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+           parts=_levels, derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
     _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("pp", "pp", "pp", PP, "_PIPELINE_GLOBAL_RANKS"),
@@ -262,20 +599,28 @@ TABLE = (
             f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=(EXPERT_MP,)),
     _expert("dp", "ep_dp", "expt_dp", EXPERT_DP, gloo=True),
     _expert("dp", "intra_ep_dp", "intra_expt_dp", INTRA_EXPERT_DP,
-            gloo=True, parts=_if_instances, derive=one_instance, otherwise=(EXPERT_DP,)),
+            gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(EXPERT_DP,)),
     _expert("dp", "inter_ep_dp", "inter_dist_opt", INTER_INSTANCES,
-            parts=_if_instances, derive=across_instances, option=_INSTANCES),
+            option=_INSTANCES, derive=across_instances),
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", "expt_dp_gtp_remat", EXPERT_DP + WITH_GTP,
             gtp=True, otherwise=(EXPERT_DP,)),
-    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP,
-            parts=_never, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
+    _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP, gtp=True,
+            option=_INSTANCES, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
-            INSTANCE, derive=whole_instance),
+            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
 )
 # fmt: on
 
-EXPERT_ALL_GATHER = _expert(
-    *("dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG"), parts=_if_all_gather, overlaps=True
+ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
+"""The row of each global that holds a group."""
+
+EXPERT_ALL_GATHER = attrs.evolve(
+    ROWS[DP_CP_AG],
+    grid="expert",
+    dims="dp",
+    key="ep_dp",
+    field="expt_dp_ag",
+    name=EXPERT_DP + "_AG",
 )
 """The expert group of `create_all_gather_groups`, which no global holds."""
 
@@ -287,9 +632,6 @@ FIELD_ROWS = {row.field: row for row in (*TABLE, EXPERT_ALL_GATHER) if row.field
 
 FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
 """The global of each field."""
-
-ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
-"""The row of each global that holds a group."""
 
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
@@ -361,7 +703,6 @@ def rows(
     *,
     view: str | None = EXPERT,
     table: Iterable[Row] = TABLE,
-    lone_peers: bool = True,
 ) -> Iterator[WantedGroup]:
     """Yield each group of a model with the arguments that create it, in Megatron's order.
 
@@ -371,7 +712,6 @@ def rows(
         options: The backend options of NCCL keys.
         view: The view of the expert layers; None: they are laid out as the dense ones.
         table: The rows.
-        lone_peers: Whether each rank is a GTP group if there are no peers.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -380,6 +720,7 @@ def rows(
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
     extra, layout_of = _options(config, options), layouts._asdict()
+    chosen = config.given()
     has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
     named = {
         "dense": _megatron_dims(layouts.dense, "dense"),
@@ -387,14 +728,15 @@ def rows(
     }
     for row in table:
         layout, own = layout_of[row.grid], named[row.grid]
-        asked = row.dims
-        if row.derive is whole_instance and config.num_distributed_optimizer_instances > 1:
-            asked = "dp"  # which is cut
-        dims = tuple(compress(own, map(asked.split("-").__contains__, own.values())))
-        if row.gtp and GTP not in own.values():
-            is_needed = lone_peers and row.dims == GTP
+        is_cut = row.derive is whole_instance and _INSTANCES in chosen
+        asked = ("dp" if is_cut else row.dims).split("-")
+        dims = tuple(compress(own, map(asked.__contains__, own.values())))
+        if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
+            is_needed = row.dims == GTP and "gtp_remat" in config.changes
+        elif row.option is not None and row.dims != GTP:
+            is_needed = row.option in chosen
         else:  # no caller needs a group of one rank without a field
-            is_needed = bool(dims) or row.field is not None or row.part is not None
+            is_needed = bool(dims) or row.field is not None
         if not is_needed:
             continue
         spanned = dims or layout.dim_names[:1]
@@ -403,10 +745,10 @@ def rows(
             common["view"] = view
         if not dims or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
-        for part in row.parts(config, partial(layout.size_of, dims)) if row.parts else ONE:
+        for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
             name, given = row.name_in_grid(dims, part), common.copy()
             if not dims or row.derive is not None:
-                given["derive"] = _Derive(row, config, not dims, part)
+                given["derive"] = partial(_derive, row, config, not dims, part)
             named_group = given if name is None else {**given, "name": name}
             arguments = cast("GroupArguments", named_group | extra.get(row.key, {}))
             yield WantedGroup(row, part, row.name, arguments)
@@ -449,27 +791,23 @@ def values_of(
     return values
 
 
-@attrs.frozen
-class _Derive:
-    """Derives the groups of a row from those over its dims, for any sizes of these.
+def _derive(
+    row: Row, config: Configuration, is_alone: bool, part: Any, groups: RankGroups
+) -> RankGroups:
+    """Derive the groups of a row from those over its dims, for any sizes of these.
 
-    Attributes:
+    Args:
         row: The row.
         config: The configuration that the row's function reads.
         is_alone: Whether the layout has none of the row's dims, so that each rank is alone.
         part: The position or size of one of several groups; None for a row of one group.
+        groups: The groups over the dims.
     """
-
-    row: Row
-    config: Configuration
-    is_alone: bool
-    part: Any
-
-    def __call__(self, groups: RankGroups) -> RankGroups:
-        groups = groups.chunks(1) if self.is_alone else groups
-        if self.row.derive is None:
-            return groups
-        try:
-            return self.row.derive(self.config, groups, self.part)
-        except (LayoutError, LookupError) as error:
-            raise LayoutError(f"{self.row.option or self.row.field}: {error}") from error
+    groups = groups.chunks(1) if is_alone else groups
+    if row.derive is None:
+        return groups
+    try:
+        return row.derive(config, groups, part)
+    except (LayoutError, LookupError) as error:
+        given = f"{row.option}={getattr(config, row.option)}" if row.option else row.field
+        raise ConfigurationError(f"{given}: {error}") from error

@@ -36,7 +36,7 @@ CHANGES: dict[str, Version] = {
 _FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", re.ASCII)
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
-_chosen: Version | None = None
+_chosen: str | None = None
 
 
 def get() -> str:
@@ -61,8 +61,10 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         ConfigurationError: It is not a version.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
-    _chosen = None if version is None else _parse(version)
-    installed.cache_clear()
+    if version is not None:
+        _parse(version)
+    _chosen = version
+    changes.cache_clear()
 
 
 @contextlib.contextmanager
@@ -75,26 +77,31 @@ def use(version: str) -> Iterator[None]:
         ...     hasattr(ProcessGroupCollection(), "tp")
         False
     """
-    global _chosen  # noqa: PLW0603 - one setting for the process
     before = _chosen
-    _chosen = _parse(version)
+    set(version)
     try:
         yield
     finally:
-        _chosen = before
+        set(before)
 
 
 def current() -> Version:
     """Return the release that is followed, as numbers."""
-    return _chosen or installed() or NEWEST
-
-
-def has(change: str, version: Version | None = None) -> bool:
-    """Return whether a release, by default the one that is followed, has one of the `CHANGES`."""
-    return (version or current()) >= CHANGES[change]
+    return (installed() or NEWEST) if _chosen is None else _parse(_chosen)
 
 
 @functools.cache
+def changes() -> frozenset[str]:
+    """Return the `CHANGES` of the release that is followed."""
+    release = current()
+    return frozenset(change for change, first in CHANGES.items() if release >= first)
+
+
+def has(change: str) -> bool:
+    """Return whether the release that is followed has one of the `CHANGES`."""
+    return change in changes()
+
+
 def installed() -> Version | None:
     """Return the version of the megatron-core that can be imported, without importing it."""
     folder = source_folder()

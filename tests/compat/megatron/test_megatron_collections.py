@@ -35,24 +35,19 @@ HIDES_NONE = version.has("unset_is_none")
 UNKNOWN = ("dpcp", "dp-cp", "TP", "virtual_pipeline_model_parallel_size", "_tp", "size")
 
 WORLD_SIZE = 16
-MATRIX = {
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+SIZES = {
     "dense": {},
-    "tp": {"tensor_model_parallel_size": 2},
-    "tp_pp_cp": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "context_parallel_size": 2,
-    },
-    "instances": {"num_distributed_optimizer_instances": 2, "tensor_model_parallel_size": 2},
-    "experts": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 4,
-        "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": 2,
-        "num_distributed_optimizer_instances": 2,
-    },
-    "hcp": {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
-    "pp": {"pipeline_model_parallel_size": 4, "create_gloo_process_groups": False},
+    "tp": {"tp": 2},
+    "tp_pp_cp": {"tp": 2, "pp": 2, "cp": 2},
+    "instances": {"tp": 2, **INSTANCES},
+    "experts": {"tp": 2, "ep": 4, "expt_tp": 1, "pp": 2, **INSTANCES},
+    "hcp": {"cp": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+    "pp": {"pp": 4, "create_gloo_process_groups": False},
+}
+MATRIX = {
+    label: {facts.LONG.get(name, name): size for name, size in sizes.items()}
+    for label, sizes in SIZES.items()
 }
 RANKS = (0, 5, 15)
 
@@ -71,10 +66,6 @@ def state_of(module, rank, arguments):
 def class_of(module):
     config = our_config if module is ours else their_config
     return config.ProcessGroupCollection
-
-
-def held_by(collection, name):
-    return getattr(collection, name, None)
 
 
 def ranks_of_fields(collection, names=FIELDS):
@@ -182,7 +173,8 @@ def test_collection_of_a_state(arguments, rank, way):
         with ours.use(state):
             mpu = ProcessGroupCollection.use_mpu_process_groups()
         for name in (*FIELDS, *TWINS):
-            assert held_by(first, name) == held_by(second, name) == held_by(mpu, name)
+            groups = [getattr(held, name, None) for held in (first, second, mpu)]
+            assert groups[0] == groups[1] == groups[2]
 
 
 # ---- of grids -----------------------------------------------------------------------------------
@@ -279,7 +271,7 @@ def test_from_grid_fills_what_exists(dense_dims, expert_dims, filled):
             assert repr(collection) == f"ProcessGroupCollection({filled or 'empty'})"
             whole = {"dp_cp": "dp_cp_gtp_remat", "expt_dp": "expt_dp_gtp_remat"}
             for name, with_gtp in whole.items() if version.has("gtp_remat") else ():
-                assert without[with_gtp] is held_by(collection, name)
+                assert without[with_gtp] is getattr(collection, name, None)
 
 
 # A field of plain groups takes that of the dims, whatever others are called; a field of derived
@@ -293,24 +285,16 @@ def test_from_grid_names():
         collection = ProcessGroupCollection.from_grid(grid)
         assert (collection.dp, collection.dp_cp) == (plain, plain)
         assert collection.cp is alone
-        assert (collection.embd, collection.pos_embd, held_by(collection, "tp")) == (
-            embd,
-            pos,
-            None,
-        )
+        assert (collection.embd, collection.pos_embd) == (embd, pos)
+        assert getattr(collection, "tp", None) is None
 
 
 # ---- for an optimizer, for DDP ------------------------------------------------------------------
 
+DATA = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 NEEDED = {
-    "optimizer": (
-        *("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt"),
-        *("intra_dist_opt", "mp", "tp_ep_pp"),
-    ),
-    "ddp": (
-        *("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt"),
-        *("tp", "pp", "ep"),
-    ),
+    "optimizer": (*DATA, "intra_dist_opt", "mp", "tp_ep_pp"),
+    "ddp": (*DATA, "tp", "pp", "ep"),
 }
 
 
@@ -382,14 +366,15 @@ def some_groups():
         }
 
 
-# Of a collection that lacks any one, any two or nearly all fields: the same groups or errors.
+# Of a collection that lacks any one, any two, nearly all or all fields: the same groups or errors.
+# An empty collection is no None, which stands for the state.
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize("cp_size", [None, 1, 2])
 @pytest.mark.parametrize("what", NEEDED)
 def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
     fields = NEEDED[what]
     lacking = [*itertools.chain.from_iterable(itertools.combinations(fields, n) for n in (0, 1, 2))]
-    lacking += [tuple(name for name in fields if name != only) for only in fields]
+    lacking += [tuple(name for name in fields if name != only) for only in (*fields, None)]
     refused, accepted = 0, 0
     for lacks, config in itertools.product(
         lacking, [*ddp_configs(), *([None] if what == "optimizer" else [])]
@@ -403,15 +388,6 @@ def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
         accepted += isinstance(expected, dict)
     assert refused > 0
     assert accepted > 0 or (what, gloo) == ("optimizer", True)
-
-
-# An empty collection lacks dp: it is no None, which stands for the state.
-@pytest.mark.parametrize("what", NEEDED)
-def test_set_up_from_an_empty_collection(what):
-    for config in ddp_configs():
-        error = set_up(ours, what, {}, 1, config)
-        assert isinstance(error, ValueError)
-        assert "'dp'" in str(error)
 
 
 # A model without a configuration, where it is needed, is the error that Megatron raises; a

@@ -3,6 +3,7 @@
 Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
 """
 
+import megatron_facts as facts
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,68 +22,43 @@ from hypercomm.testing import fake_world
 DENSE, EXPERT = ("pp", "dp", "cp", "gtp", "tp"), ("pp", "dp", "gtp", "ep", "tp")
 """The dims, the slowest first: GTP peers are behind tp, those of experts behind ep."""
 
-DIMS = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": (DENSE, "tp"),
-    "_GTP_WEIGHT_REMAT_GROUP": (DENSE, "gtp"),
-    "_PIPELINE_MODEL_PARALLEL_GROUP": (DENSE, "pp"),
-    "_CONTEXT_PARALLEL_GROUP": (DENSE, "cp"),
-    "_DATA_PARALLEL_GROUP": (DENSE, "dp"),
-    "_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "dp cp"),
-    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (DENSE, "dp gtp"),
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (DENSE, "dp cp gtp"),
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "dp cp"),
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (DENSE, "dp cp gtp"),
-    "_MODEL_PARALLEL_GROUP": (DENSE, "tp gtp pp"),
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": (DENSE, "tp gtp dp"),
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": (DENSE, "tp gtp dp cp"),
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": (DENSE, "tp cp"),
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": (EXPERT, "gtp"),
-    "_EXPERT_MODEL_PARALLEL_GROUP": (EXPERT, "ep"),
-    "_EXPERT_TENSOR_PARALLEL_GROUP": (EXPERT, "tp"),
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": (EXPERT, "tp ep"),
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": (EXPERT, "tp ep pp"),
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": (EXPERT, "tp ep pp gtp"),
-    "_EXPERT_DATA_PARALLEL_GROUP": (EXPERT, "dp"),
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (EXPERT, "dp gtp"),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": (EXPERT, "dp"),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (EXPERT, "dp gtp"),
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": (EXPERT, "dp gtp ep tp pp"),
-}
-FIELDS = {
-    "tp": "_TENSOR_MODEL_PARALLEL_GROUP",
-    "gtp_remat": "_GTP_WEIGHT_REMAT_GROUP",
-    "mp": "_MODEL_PARALLEL_GROUP",
-    "tp_dp_cp": "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-    "dp": "_DATA_PARALLEL_GROUP",
-    "dp_cp": "_DATA_PARALLEL_GROUP_WITH_CP",
-    "dp_cp_gtp_remat": "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
-    "intra_dp_cp": "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    "expt_gtp_remat": "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
-    "ep": "_EXPERT_MODEL_PARALLEL_GROUP",
-    "expt_dp": "_EXPERT_DATA_PARALLEL_GROUP",
-    "expt_dp_gtp_remat": "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-    "tp_ep_pp": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
-    "tp_ep_pp_with_egtp_remat": "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
-    "intra_dist_opt": "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-}
-SIZES = {
-    DENSE: {
-        "tp": "tensor_model_parallel_size",
-        "gtp": "gtp_remat_size",
-        "cp": "context_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-    },
-    EXPERT: {
-        "tp": "expert_tensor_parallel_size",
-        "gtp": "expert_gtp_remat_size",
-        "ep": "expert_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-    },
-}
-SHORT = {"gtp_remat_size": "gtp_remat", "expert_gtp_remat_size": "expt_gtp_remat"}
-SHORT |= {"tensor_model_parallel_size": "tp", "expert_tensor_parallel_size": "expt_tp"}
-SHORT |= {"context_parallel_size": "cp", "pipeline_model_parallel_size": "pp"}
-SHORT["expert_model_parallel_size"] = "ep"
+MODEL = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL"
+
+GROUPS = [
+    ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", DENSE, "tp"),
+    ("gtp_remat", "_GTP_WEIGHT_REMAT_GROUP", DENSE, "gtp"),
+    (None, "_PIPELINE_MODEL_PARALLEL_GROUP", DENSE, "pp"),
+    (None, "_CONTEXT_PARALLEL_GROUP", DENSE, "cp"),
+    ("dp", "_DATA_PARALLEL_GROUP", DENSE, "dp"),
+    ("dp_cp", "_DATA_PARALLEL_GROUP_WITH_CP", DENSE, "dp cp"),
+    (None, "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", DENSE, "dp gtp"),
+    ("dp_cp_gtp_remat", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", DENSE, "dp cp gtp"),
+    ("intra_dp_cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", DENSE, "dp cp"),
+    (None, "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", DENSE, "dp cp gtp"),
+    ("mp", "_MODEL_PARALLEL_GROUP", DENSE, "tp gtp pp"),
+    (None, "_TENSOR_AND_DATA_PARALLEL_GROUP", DENSE, "tp gtp dp"),
+    ("tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", DENSE, "tp gtp dp cp"),
+    (None, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", DENSE, "tp cp"),
+    ("expt_gtp_remat", "_EXPERT_GTP_WEIGHT_REMAT_GROUP", EXPERT, "gtp"),
+    ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", EXPERT, "ep"),
+    (None, "_EXPERT_TENSOR_PARALLEL_GROUP", EXPERT, "tp"),
+    (None, "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", EXPERT, "tp ep"),
+    ("tp_ep_pp", f"{MODEL}_GROUP", EXPERT, "tp ep pp"),
+    ("tp_ep_pp_with_egtp_remat", f"{MODEL}_GROUP_WITH_EGTP", EXPERT, "tp ep pp gtp"),
+    ("expt_dp", "_EXPERT_DATA_PARALLEL_GROUP", EXPERT, "dp"),
+    ("expt_dp_gtp_remat", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", EXPERT, "dp gtp"),
+    (None, "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", EXPERT, "dp"),
+    (None, "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", EXPERT, "dp gtp"),
+    ("intra_dist_opt", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", EXPERT, "dp gtp ep tp pp"),
+]
+"""The field, the global, and the dims of each group, and all dims of its layers."""
+
+DIMS = {name: (dims, wanted) for _, name, dims, wanted in GROUPS}
+FIELDS = {field: name for field, name, _, _ in GROUPS if field is not None}
+PRESET = {DENSE: {"gtp": "gtp_remat"}, EXPERT: {"tp": "expt_tp", "gtp": "expt_gtp_remat"}}
+"""The arguments of `megatron_grids` that have another name than the dim."""
+
+LONG = facts.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
 
 BOTH = {
     "tensor_model_parallel_size": 2,
@@ -91,6 +67,9 @@ BOTH = {
     "expert_model_parallel_size": 2,
     "expert_gtp_remat_size": 2,
 }
+
+
+INSTANCES = {"num_distributed_optimizer_instances": 2}
 
 
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
@@ -103,7 +82,7 @@ def in_a_release(request):
 def members(arguments, world_size, rank, name):
     """The ranks of one rank's group, by numpy alone."""
     dims, wanted = DIMS[name]
-    sizes = {dim: arguments.get(SIZES[dims].get(dim), 1) for dim in dims}
+    sizes = {dim: arguments.get(LONG.get(PRESET[dims].get(dim, dim)), 1) for dim in dims}
     sizes["dp"] = world_size // np.prod([sizes[dim] for dim in dims if dim != "dp"])
     ranks = np.arange(world_size).reshape([sizes[dim] for dim in dims])
     place = np.argwhere(ranks == rank)[0]
@@ -164,7 +143,7 @@ def test_collections(drawn):
         with ParallelState.create(**arguments) as state:
             found = ProcessGroupCollection.from_state(state)
             assert {name: plain(vars(found)[name]) for name in expected} == expected
-        short = {SHORT[name]: size for name, size in arguments.items()}
+        short = {name: arguments[long] for name, long in LONG.items() if long in arguments}
         with megatron_grids(**short) as grids:
             found = create_megatron_pgs(grids)["training"]
             assert {name: plain(vars(found)[name]) for name in expected} == expected
@@ -214,21 +193,9 @@ def test_set_up(release):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (
-            {"gtp_remat_size": 2, "num_distributed_optimizer_instances": 2},
-            AssertionError,
-            "one optimizer instance only",
-        ),
-        (
-            {"expert_gtp_remat_size": 2, "num_distributed_optimizer_instances": 2},
-            AssertionError,
-            "one optimizer instance only",
-        ),
-        (
-            {"gtp_remat_size": 3},
-            RuntimeError,
-            "gtp_remat_size=3 = 3 does not divide the world of 8",
-        ),
+        ({"gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
+        ({"expert_gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
+        ({"gtp_remat_size": 3}, RuntimeError, "gtp_remat_size=3 = 3 does not divide the world"),
         (
             {"expert_model_parallel_size": 4, "expert_gtp_remat_size": 4},
             RuntimeError,

@@ -91,12 +91,9 @@ def test_without_megatron():
         "install()",
         RESOLVES,
         """
-        try:
+        import pytest
+        with pytest.raises(ModuleNotFoundError):
             import megatron.core.tensor_parallel
-        except ModuleNotFoundError:
-            pass
-        else:
-            raise AssertionError
         """,
     )
 
@@ -111,14 +108,11 @@ def test_too_late():
         """,
         OURS,
         """
+        import pytest
         from hypercomm.errors import StateError
         before = dict(sys.modules), list(sys.meta_path)
-        try:
+        with pytest.raises(StateError, match="before the first import of megatron.core"):
             install()
-        except StateError as error:
-            assert "before the first import of megatron.core" in str(error)
-        else:
-            raise AssertionError
         assert (dict(sys.modules), list(sys.meta_path)) == before
         """,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import GLOBALS, forget, ours, plain, read_globals, theirs
+from megatron_facts import GLOBALS, LONG, forget, ours, plain, read_globals, theirs
 
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState
@@ -190,34 +190,20 @@ def test_sequence_parallel(rank, cp):
 
 
 BAD = [
-    ({"tensor_model_parallel_size": 0}, errors.LayoutError),
-    ({"pipeline_model_parallel_size": -1}, errors.LayoutError),
-    ({"context_parallel_size": 1.5}, errors.LayoutError),
-    ({"expert_model_parallel_size": "2"}, errors.LayoutError),
-    ({"expert_tensor_parallel_size": True}, errors.LayoutError),
+    ({"tp": 0}, errors.LayoutError),
+    ({"pp": -1}, errors.LayoutError),
+    ({"cp": 1.5}, errors.LayoutError),
+    ({"ep": "2"}, errors.LayoutError),
+    ({"expt_tp": True}, errors.LayoutError),
     ({"num_distributed_optimizer_instances": 0}, errors.LayoutError),
-    (
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3},
-        errors.WorldSizeError,
-    ),
-    ({"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 4}, errors.WorldSizeError),
-    (
-        {
-            "order": "tp-pp-dp",
-            "tensor_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-            "pipeline_model_parallel_size": 2,
-        },
-        errors.ConfigurationError,
-    ),
+    ({"tp": 2, "pp": 3}, errors.WorldSizeError),
+    ({"ep": 8, "expt_tp": 4}, errors.WorldSizeError),
+    ({"order": "tp-pp-dp", "tp": 2, "expt_tp": 1, "pp": 2}, errors.ConfigurationError),
     ({"virtual_pipeline_model_parallel_size": 2}, errors.ConfigurationError),
-    (
-        {"hierarchical_context_parallel_sizes": [2, 3], "context_parallel_size": 4},
-        errors.ConfigurationError,
-    ),
+    ({"hierarchical_context_parallel_sizes": [2, 3], "cp": 4}, errors.ConfigurationError),
     ({"pipeline_model_parallel_comm_backend": "gloo"}, errors.ConfigurationError),
     ({"order": "tp-xx"}, errors.UnknownDimError),
-    ({"order": "dp-pp", "tensor_model_parallel_size": 2}, errors.ConfigurationError),
+    ({"order": "dp-pp", "tp": 2}, errors.ConfigurationError),
     ({"num_distributed_optimizer_instances": 3}, errors.ConfigurationError),
     ({"distributed_timeout_minutes": 0}, errors.GroupOptionsError),
     ({"local_world_size": 32}, errors.WorldSizeError),
@@ -233,7 +219,9 @@ def test_bad_initialisation(arguments, kind):
     with fake_world(16, rank=3):
         rest, groups = read_globals(ours), set(dist.distributed_c10d._world.pg_map)
         with pytest.raises(kind) as caught:
-            ours.initialize_model_parallel(**arguments)
+            ours.initialize_model_parallel(
+                **{LONG.get(key, key): arguments[key] for key in arguments}
+            )
         assert type(caught.value) is kind
         assert str(next(iter(arguments.values()))) in str(caught.value)
         assert read_globals(ours) == rest

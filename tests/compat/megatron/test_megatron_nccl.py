@@ -255,15 +255,15 @@ def test_options_are_megatrons(content, high_priority, rank, file):
 
 # ---- SHARP --------------------------------------------------------------------------------------
 
+REPLICAS = {"use_sharp": True, "sharp_enabled_group": "dp_replica"}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
 SHARP = [
-    ({"use_sharp": True}, "DATA_PARALLEL_GROUP_WITH_CP"),
-    ({"use_sharp": True, "sharp_enabled_group": "dp"}, "DATA_PARALLEL_GROUP_WITH_CP"),
-    (
-        {"use_sharp": True, "sharp_enabled_group": "dp_replica"},
-        "INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-    ),
+    ({"use_sharp": True}, lambda rank: range(rank % 2, 16, 2)),
+    ({"use_sharp": True, "sharp_enabled_group": "dp"}, lambda rank: range(rank % 2, 16, 2)),
+    (REPLICAS, lambda rank: (rank % 8, rank % 8 + 8)),
     ({}, None),
 ]
+"""dp is 8 ranks apart by 2; the replicas are the ranks at one place of both of its halves."""
 
 
 # Megatron of 0.19 and 0.20 fails with use_sharp: it asks for a group that it has not set yet.
@@ -292,9 +292,9 @@ def sharp_of(module, rank, arguments, sizes):
 # The group of Megatron's choice meets in one barrier with SHARP enabled; the switch is off after.
 @pytest.mark.parametrize("preset", [None, "0", "1"])
 @pytest.mark.parametrize("rank", [0, 5, 15])
-@pytest.mark.parametrize(("arguments", "name"), SHARP)
-def test_sharp_barriers(arguments, name, rank, preset):
-    sizes = {"num_distributed_optimizer_instances": 2, "tensor_model_parallel_size": 2}
+@pytest.mark.parametrize(("arguments", "ranks"), SHARP)
+def test_sharp_barriers(arguments, ranks, rank, preset):
+    sizes = {**INSTANCES, "tensor_model_parallel_size": 2}
     found = []
     for module in WITH_SHARP:
         if preset is not None:
@@ -305,10 +305,7 @@ def test_sharp_barriers(arguments, name, rank, preset):
     assert len(found[0]) <= 1
     assert all(barrier == found[0][0] for barrier in found[-1])
     assert bool(found[0]) == bool(found[-1])
-    # dp is 8 ranks apart by 2; the replicas are the ranks at one place of both of its halves.
-    ranks = tuple(range(rank % 2, 16, 2)) if "DATA_PARALLEL_GROUP_WITH" in (name or "") else ()
-    ranks = ranks or (rank % 8, rank % 8 + 8)
-    assert found[0] == ([(ranks, [3], "1")] if name else [])
+    assert found[0] == ([(tuple(ranks(rank)), [3], "1")] if ranks else [])
 
 
 # What Megatron refuses about SHARP we refuse, and leave the environment alone.
@@ -320,8 +317,8 @@ def test_sharp_barriers(arguments, name, rank, preset):
         {"sharp_enabled_group": "DP", "use_sharp": True},
         {"sharp_enabled_group": "", "use_sharp": True},
         {"sharp_enabled_group": "", "use_sharp": False},
-        {"sharp_enabled_group": "dp_replica", "use_sharp": True},
-        {"sharp_enabled_group": "dp_replica", "num_distributed_optimizer_instances": 2},
+        REPLICAS,
+        {"sharp_enabled_group": "dp_replica", **INSTANCES},
     ],
 )
 def test_sharp_refused(arguments):
@@ -401,6 +398,10 @@ def fails(*_, **__):
     raise OfTheTestError
 
 
+def failing_barrier():
+    return mock.patch.object(dist, "barrier", fails)
+
+
 @contextlib.contextmanager
 def failing_creation(number, error):
     """Let the creation of the n-th group fail."""
@@ -445,20 +446,8 @@ def assert_recovers(error, arguments, fault):
         (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext),
         (OfTheTestError, {**UCC, "get_embedding_ranks": fails}, contextlib.nullcontext),
         (ConfigurationError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
-        (
-            OfTheTestError,
-            {"use_sharp": True},
-            lambda: mock.patch.object(dist, "barrier", fails),
-        ),
-        (
-            OfTheTestError,
-            {
-                "use_sharp": True,
-                "sharp_enabled_group": "dp_replica",
-                "num_distributed_optimizer_instances": 2,
-            },
-            lambda: mock.patch.object(dist, "barrier", fails),
-        ),
+        (OfTheTestError, {"use_sharp": True}, failing_barrier),
+        (OfTheTestError, {**REPLICAS, **INSTANCES}, failing_barrier),
     ],
     ids=["embedding", "position embedding", "ucc", "options", "sharp dp", "sharp dp_replica"],
 )
@@ -477,37 +466,29 @@ def test_recovers_from_a_creation(number, error):
 
 
 # The state has a buffer from initialisation to destruction; a second one is refused, as Megatron's.
-def test_global_memory_buffer():
-    assert error_of(ours) is None
+# The symmetric buffer is Megatron's own, of the tensor parallel group, and must be asked for.
+@pytest.mark.parametrize("kind", ["memory", "symmetric_memory"])
+def test_global_memory_buffers(kind, monkeypatch):
+    theirs_kind = mock.Mock(side_effect=lambda *_: object())
+    monkeypatch.setattr(their_utils, "GlobalSymmetricMemoryBuffer", theirs_kind, raising=False)
+    get, fill, destroy = (
+        getattr(ours, f"{what}_global_{kind}_buffer") for what in ("get", "_set", "destroy")
+    )
     with job(ours):
         with pytest.raises(AssertionError, match="initialize"):
-            ours.get_global_memory_buffer()
+            get()
         ours.initialize_model_parallel()
-        buffer = ours.get_global_memory_buffer()
-        assert isinstance(buffer, ours.GlobalMemoryBuffer)
-        assert ours.get_global_memory_buffer() is buffer
+        if kind == "memory":
+            assert isinstance(get(), ours.GlobalMemoryBuffer)
+        else:
+            fill()
+            theirs_kind.assert_called_once_with(256, ours.get_tensor_model_parallel_group())
+        buffer = get()
+        assert get() is buffer
         with pytest.raises(AssertionError, match="already"):
-            ours._set_global_memory_buffer()
-        ours.destroy_global_memory_buffer()
+            fill()
+        destroy()
         with pytest.raises(AssertionError, match="initialize"):
-            ours.get_global_memory_buffer()
-        ours._set_global_memory_buffer()
-        assert ours.get_global_memory_buffer() is not buffer
-
-
-# The symmetric buffer is Megatron's own, of the tensor parallel group, and goes with the state.
-def test_global_symmetric_memory_buffer(monkeypatch):
-    monkeypatch.setattr(their_utils, "GlobalSymmetricMemoryBuffer", mock.Mock(), raising=False)
-    with job(ours):
-        with pytest.raises(AssertionError, match="initialize"):
-            ours._set_global_symmetric_memory_buffer()
-        ours.initialize_model_parallel()
-        ours._set_global_symmetric_memory_buffer()
-        kind = their_utils.GlobalSymmetricMemoryBuffer
-        kind.assert_called_once_with(256, ours.get_tensor_model_parallel_group())
-        assert ours.get_global_symmetric_memory_buffer() is kind.return_value
-        with pytest.raises(AssertionError, match="already"):
-            ours._set_global_symmetric_memory_buffer()
-        ours.destroy_global_symmetric_memory_buffer()
-        with pytest.raises(AssertionError, match="initialize"):
-            ours.get_global_symmetric_memory_buffer()
+            get()
+        fill()
+        assert get() is not buffer

@@ -44,33 +44,19 @@ def twin_orders(draw):
     return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 
-# _gen_rank_enum gives the same lists, exactly, with dims in any order.
+# get_rank_enum, _gen_rank_enum and _order_dims give the same lists and key, exactly, with dims in
+# any order; one dim may be a string.
 @given(twin_grids(), st.data())
-def test_gen_rank_enum_agrees_in_any_order_of_dims(grids, data):
+def test_enumerations_agree(grids, data):
     ours, theirs = grids
     dims = list(data.draw(dim_subsets(ours.layout)))
     assert ours._gen_rank_enum(dims) == theirs._gen_rank_enum(dims)
-
-
-# get_rank_enum gives the same lists, exactly, whatever the order of dims; one dim may be a string.
-@given(twin_grids(), st.data())
-def test_get_rank_enum_agrees(grids, data):
-    ours, theirs = grids
-    dims = list(data.draw(dim_subsets(ours.layout)))
-    assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
-    assert ours.get_rank_enum(dims[0]) == theirs.get_rank_enum(dims[0])
-
-
-# _order_dims gives the same dims and the same key; one dim may be a string.
-@given(twin_grids(), st.data())
-def test_order_dims_agrees(grids, data):
-    ours, theirs = grids
-    dims = list(data.draw(dim_subsets(ours.layout)))
     order_dims = getattr(theirs, "_order_dims", None) or functools.partial(
         theirs._order_dims_for, theirs.dim_names
     )
-    assert ours._order_dims(dims) == order_dims(dims)
-    assert ours._order_dims(dims[0]) == order_dims(dims[0])
+    for given_dims in (dims, dims[0]):
+        assert ours.get_rank_enum(given_dims) == theirs.get_rank_enum(given_dims)
+        assert ours._order_dims(given_dims) == order_dims(given_dims)
 
 
 # The groups of a token such as "tp-dp-cp" are the same lists, exactly, for every order of dims:
