@@ -1,8 +1,5 @@
 """The grid in fake worlds: which groups a rank is in, in worlds of any size. No communication."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import chain, combinations
 from unittest import mock
@@ -14,6 +11,7 @@ from effort import examples
 from group_facts import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launched import run_python
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
@@ -223,14 +221,8 @@ def test_a_plain_run_is_silent():
         "from hypercomm import HyperCommGrid\n"
         "with fake_world(8), HyperCommGrid([8], ['dp']) as grid: grid.create_pg('dp')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "default", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"},
-    )
-    assert (done.stdout, done.stderr) == ("", "")
+    done = run_python("-W", "default", "-c", program, TORCH_CPP_LOG_LEVEL="WARNING")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Without the private helper of torch, "auto" falls back to enumeration and logs why.

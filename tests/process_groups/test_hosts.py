@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import rank_free
+from busy import wait_until
+from launched import is_alive, rank_free
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough by themselves
 
@@ -79,21 +80,6 @@ def ip(*arguments):
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def is_running(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until(condition, seconds, say):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.02)
 
 
 class Hosts:
@@ -274,4 +260,4 @@ def test_a_link_cut_during_a_collective(hosts):
     leaves = hosts.wait_for([f"{rank}.left" for rank in range(4)], 12)
     assert [left["words"] for left in leaves] == [""] * 4
     assert max(left["took"] for left in leaves) < 10
-    wait_until(lambda: not any(map(is_running, pids)), 10, hosts.logs)
+    wait_until(lambda: not any(map(is_alive, pids)), 10, hosts.logs)

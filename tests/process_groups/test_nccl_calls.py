@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import store_of_world
+from group_facts import store_of_world, world_anew
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout, join_world
@@ -83,18 +83,8 @@ def sum_over(group):
 
 def begin_bound(backend):
     """Make WORLD anew, bound to a device for each rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("again", store_of_world())
-    dist.destroy_process_group()
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        device_id=torch.device("cuda", rank),
-        timeout=timedelta(seconds=30),
-    )
-    return rank
+    device = torch.device("cuda", dist.get_rank())
+    return world_anew(backend, device_id=device, timeout=timedelta(seconds=30))
 
 
 # Two real ranks create their group while the other two wait until they have it.

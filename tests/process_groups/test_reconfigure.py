@@ -6,8 +6,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s
+from group_facts import figures, figures_of
 from mortal_ranks import run_scene
-from test_survivors import die, sum_of
+from test_survivors import die
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
@@ -38,23 +40,6 @@ def scene(run):
 
 
 VICTIM, SPARE = 3, 2
-
-
-def figures(grid):
-    """What communicates: the sum over each group, its members in order, the last one's value."""
-    told = {}
-    for key, group in grid.pgs.items():
-        own = torch.tensor([dist.get_rank()])
-        parts = [torch.zeros_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        total = 10**own
-        dist.all_reduce(total, group=group)
-        members = [part.item() for part in parts]
-        dist.broadcast(own, src=members[-1], group=group)
-        assert own.item() == members[-1]
-        assert dist.get_process_group_ranks(group) == members
-        told[str(key)] = [total.item(), members]
-    return told
 
 
 def use_for_ever(groups):
@@ -90,12 +75,11 @@ def lose_and_regain(rank, grid):
     assert is_spare or [*grid.pgs.values()] == groups
     grid.destroy()
     assert not is_spare or not grid.pgs
-    return [*told, took_s < 10]
+    return [*told, took_s < late_s(10)]
 
 
 # A loss with a spare rank, a reshape that differs between ranks, one that fits, and one that takes
 # the spare rank back: modules that hold the groups never get others.
-@pytest.mark.alone
 def test_groups_stay(tmp_path):
     told = run_scene(tmp_path, lose_and_regain, 6, victims=[VICTIM])
     if not HAS_IT:
@@ -103,11 +87,13 @@ def test_groups_stay(tmp_path):
         return
     for rank, (before, left, without, again, is_soon) in told.items():
         tp, dp = rank // 2 * 2, [rank % 2 + 2 * at for at in range(3)]
-        assert before == {"tp": sum_of([tp, tp + 1]), "dp": sum_of(dp)}
+        assert before == {"tp": figures_of([tp, tp + 1]), "dp": figures_of(dp)}
         assert left == [0, 1, 2, 4, 5]
         dp.remove(2 + rank % 2)
-        assert without == ({"tp": sum_of([tp, tp + 1]), "dp": sum_of(dp)} if rank != SPARE else [])
-        assert again == {"tp": sum_of([rank]), "dp": sum_of([0, 1, 2, 4, 5])}
+        assert without == (
+            {"tp": figures_of([tp, tp + 1]), "dp": figures_of(dp)} if rank != SPARE else []
+        )
+        assert again == {"tp": figures_of([rank]), "dp": figures_of([0, 1, 2, 4, 5])}
         assert is_soon  # the timeout of the groups is a minute
 
 

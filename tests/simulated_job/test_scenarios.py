@@ -42,20 +42,6 @@ def check_time(job, limit_s):
 # ---- the simulated job itself --------------------------------------------------------------------
 
 
-# torch.distributed answers as on each rank, afterwards as before, and time is virtual.
-def test_ranks_are_apart():
-    def program():
-        grid = square()
-        group = grid.create_pg("tp")
-        sleep(600.0)
-        return dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(group)
-
-    job = simulate_job(program, 4)
-    assert job.values() == [(rank, 4, [0, 1] if rank < 2 else [2, 3]) for rank in range(4)]
-    assert 600 < job.took_s < 601
-    assert not dist.is_initialized()
-
-
 # The same seed makes the same run, whatever has run before; others make others.
 def test_the_same_seed_makes_the_same_run():
     def program():

@@ -184,11 +184,11 @@ def test_a_second_job():
         dist.init_process_group("gloo")
         dist.new_group([0, 1, 2, 3])
         dist.barrier()
-        return dist.get_backend()
+        return dist.get_backend(), HyperCommGrid([4], ["dp"]).explain("dp").backend
 
     got = simulate(program, 4)
     got.check()
-    assert set(got.returned.values()) == {"gloo"}
+    assert set(got.returned.values()) == {("gloo", "gloo")}
     assert made(got)[2] == [("gloo", (0, 1, 2, 3))]
     assert [one.group.called for one in got.collectives[2]] == ["WORLD", "WORLD (job 2)"]
 
