@@ -26,10 +26,14 @@ def run_python(*words, folder=None, seconds=120, **variables):
     )
 
 
-def is_alive(pid):
-    """Whether a process runs; one that ended and was not yet collected does not."""
+def state_of(pid):
+    """The state of a process as `ps` shows it: T if it is stopped, Z or X if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def is_alive(pid):
+    return state_of(pid) not in "ZX"

@@ -4,7 +4,7 @@ A page's blocks are read from its fences, in order:
 
 * `python` with `>>>`: a doctest; else it is executed. All of a page share one namespace.
 * `python` with `if __name__ == "__main__":` is a program, which runs as a script of its own.
-* `{ .python .example }` includes an example, which tests/test_examples.py runs.
+* `{ .python .example }` includes an example: MkDocs finds it, tests/test_examples.py runs it.
 * `text` titled "Output" is what the Python block before it prints.
 * `console` has commands of ours behind `$`, and below each what it prints.
 
@@ -32,8 +32,8 @@ from launched import run_python
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-RUN = ("python", "console", "example")
-SHOWN = ("text", "sh", "yaml", "toml", "json", "diff")
+RUN = ("python", "console")
+SHOWN = ("example", "text", "sh", "yaml", "toml", "json", "diff")
 """Languages whose blocks are run, and those that are only shown."""
 
 _FENCE = re.compile(
@@ -120,8 +120,6 @@ def run_page(path, folder, *, clients=False):
         wanted = after if after is not None and after.is_output else None
         if block.language == "console":
             _run_commands(block, folder)
-        elif block.language == "example":
-            _check_included(block)
         elif ">>> " in block.text:
             _run_doctest(block, namespace)
         else:
@@ -130,14 +128,6 @@ def run_page(path, folder, *, clients=False):
                 _compare(block, wanted.text, printed, wanted.line)
         count += 1
     return count
-
-
-def _check_included(block):
-    name = re.fullmatch(r'--8<-- "(.+)"', block.text.strip())
-    if not name or not re.fullmatch(r"examples/\w+\.py", name[1]) or not (ROOT / name[1]).exists():
-        raise block.fails(
-            f"{name[1] if name else block.text} is no example, and nothing else runs it"
-        )
 
 
 def _run_doctest(block, namespace):

@@ -5,7 +5,6 @@ Which module may import which is a contract of import-linter, in pyproject.toml.
 
 import ast
 import doctest
-import functools
 import importlib
 import pkgutil
 import re
@@ -27,14 +26,6 @@ MODULES = sorted(
 TORCH_FREE = [name for name in MODULES if re.match(r"hypercomm\.(layout|errors)", name)]
 MOST_MODULES = 60
 """Modules of ours that `from hypercomm import HyperCommGrid` may load."""
-
-
-@functools.cache
-def trees():
-    return {
-        str(source.relative_to(PACKAGE)): ast.parse(source.read_text())
-        for source in PACKAGE.rglob("*.py")
-    }
 
 
 def loads_torch(statement):
@@ -74,9 +65,9 @@ def test_modules_that_a_grid_loads():
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
-        for file, tree in trees().items()
-        if "torch_internals" not in file and file != "testing/worlds.py"
-        for node in ast.walk(tree)
+        for file in PACKAGE.rglob("*.py")
+        if "torch_internals" not in file.parts and file != PACKAGE / "testing/worlds.py"
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in {"dist", "torch"}

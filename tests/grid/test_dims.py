@@ -116,7 +116,6 @@ def test_after_the_job():
         dist.destroy_process_group()
         for call in (
             lambda: dims.sum(1.0),
-            lambda: dims.mean(1.0),
             dims.barrier,
             lambda: dims.group,
             lambda: grid.get_pg("tp"),

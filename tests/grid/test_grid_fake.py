@@ -22,7 +22,6 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
@@ -223,17 +222,3 @@ def test_a_plain_run_is_silent():
     )
     done = run_python("-W", "default", "-c", program, TORCH_CPP_LOG_LEVEL="WARNING")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# Without the private helper of torch, "auto" falls back to enumeration and logs why.
-def test_fallback_without_torch_internals(monkeypatch, caplog):
-    with fake_world(8, rank=3), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        helper = dist.distributed_c10d._new_process_group_helper
-        with monkeypatch.context() as patch:
-            patch.setattr(c10d, "why_not_members", lambda: "the helper is not there")
-            group = grid.create_pg("tp")
-            assert "the helper is not there" in caplog.text
-            with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
-                HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
-        assert dist.get_process_group_ranks(group) == [2, 3]
-        assert helper is dist.distributed_c10d._new_process_group_helper

@@ -12,7 +12,6 @@ from group_facts import all_reduce_of, sum_over
 from group_facts import tables as registered
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import GroupCreationTimeout, LateRankError
 
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
@@ -126,25 +125,6 @@ def test_destroying_at_once():
     for creation in ["local", "enumerate"] * 30:
         with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
             grid.create_pg("tp")
-
-
-# Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
-# all, succeeds under a name that the failed one has left nothing at. On a busy machine a rank may
-# come when the others have given up already: it is told so.
-@pytest.mark.full
-@pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
-@pytest.mark.ranks(4)
-def test_a_creation_is_tried_again(late, place):
-    with HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]) as grid:
-        dist.barrier()
-        if dist.get_rank() != late:
-            with pytest.raises((GroupCreationTimeout, LateRankError)) as caught:
-                grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=1))
-            if caught.type is GroupCreationTimeout:
-                assert late in caught.value.missing
-                assert f"rank {late} ({place})" in str(caught.value)
-        dist.barrier()
-        assert sum_over(grid.create_pg(["tp", "dp"])) == 1111
 
 
 # A process that was in another job before agrees on names with one that is new: 0 and 1 are a job;

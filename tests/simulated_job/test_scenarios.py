@@ -343,7 +343,7 @@ def test_a_store_that_is_lost(how, from_s):
         assert all(isinstance(call.error, HyperCommError) for call in job.calls(number)), job
 
 
-# Keys grow neither with attempts that fail, nor with grids that are destroyed.
+# Keys grow neither with attempts that fail, nor with groups and grids that are destroyed.
 def test_keys_in_the_store():
     def program(attempts):
         rank = dist.get_rank()
@@ -357,6 +357,8 @@ def test_keys_in_the_store():
         for _ in range(attempts):
             with square() as grid:
                 attempt(grid.verify)
+                attempt(grid.create_pg, "tp")
+                grid.destroy_pg("tp")
 
     counts = {len(simulate_job(program, 4, args=(attempts,)).server.held) for attempts in (2, 5)}
     assert len(counts) == 1, counts
