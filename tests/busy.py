@@ -20,3 +20,11 @@ def patience_s(nprocs):
     begin = time.monotonic()
     run_ranks(int, nprocs)
     return round(1 + 5 * (time.monotonic() - begin), 1)
+
+
+def wait_until(condition, quiet_s=20, say=str):
+    """Wait until something is so; what `say` returns is the message if that takes too long."""
+    deadline = time.monotonic() + late_s(quiet_s)
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.02)

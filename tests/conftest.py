@@ -71,16 +71,6 @@ def pytest_configure(config):
         settings.load_profile("few")  # --hypothesis-profile=deep loads the other one, afterwards
 
 
-def pytest_report_header(config):
-    manager = config.pluginmanager
-    lacks = {"xdist": "on one worker, so slowly", "timeout": "a test that hangs does so for ever"}
-    return [
-        f"without pytest-{name}: {what}"
-        for name, what in lacks.items()
-        if not manager.hasplugin(name)
-    ]
-
-
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # who waits, last

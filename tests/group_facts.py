@@ -37,6 +37,15 @@ def store_of_world():
     return dist.distributed_c10d._get_default_store()
 
 
+def world_anew(backend="gloo", **options):
+    """End WORLD, and begin another one with the same ranks; return this one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("again", store_of_world())
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+    return rank
+
+
 coalescing = dist.distributed_c10d._coalescing_manager
 """Megatron's way to begin several collectives as one."""
 
@@ -51,6 +60,27 @@ def all_reduce_of(value, group, device="cpu"):
 def sum_over(group, device="cpu"):
     """The sum of 10**rank over a group: its digits say which ranks took part; None without one."""
     return None if group is None else all_reduce_of(10 ** dist.get_rank(), group, device)
+
+
+def figures_of(ranks):
+    """What `figures` has of a group of these ranks."""
+    return [sum(10**rank for rank in ranks), list(ranks)]
+
+
+def figures(grid):
+    """What communicates, by key: the sum over each group, and its members in order; or None."""
+    told = {}
+    for key, group in grid.pgs.items():
+        told[str(key)] = None
+        if group is not None:
+            parts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+            dist.all_gather(parts, torch.tensor([dist.get_rank()]), group=group)
+            members = [part.item() for part in parts]
+            dist.broadcast(last := torch.tensor([dist.get_rank()]), src=members[-1], group=group)
+            told[str(key)] = [sum_over(group), members]
+            assert last.item() == members[-1]
+            assert told[str(key)] == figures_of(dist.get_process_group_ranks(group))
+    return told
 
 
 def threads_and_files():
@@ -80,13 +110,3 @@ def settle():
         if now != before:
             before, since = now, time.monotonic()
         time.sleep(0.1)
-
-
-def attempt(action):
-    """What an action returned or raised, as text, and how long it took."""
-    begin = time.monotonic()
-    try:
-        said = str(action())
-    except Exception as error:  # noqa: BLE001 - the test looks at what it is
-        said = f"{type(error).__name__}: {error}"
-    return said, time.monotonic() - begin

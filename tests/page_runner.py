@@ -4,7 +4,7 @@ A page's blocks are read from its fences, in order:
 
 * `python` with `>>>`: a doctest; else it is executed. All of a page share one namespace.
 * `python` with `if __name__ == "__main__":` is a program, which runs as a script of its own.
-* `{ .python .example }` includes an example, which tests/test_examples.py runs.
+* `{ .python .example }` includes an example: MkDocs finds it, tests/test_examples.py runs it.
 * `text` titled "Output" is what the Python block before it prints.
 * `console` has commands of ours behind `$`, and below each what it prints.
 
@@ -20,7 +20,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -28,12 +27,13 @@ import traceback
 from pathlib import Path
 
 import attrs
+from launched import run_python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-RUN = ("python", "console", "example")
-SHOWN = ("text", "sh", "yaml", "toml", "json", "diff")
+RUN = ("python", "console")
+SHOWN = ("example", "text", "sh", "yaml", "toml", "json", "diff")
 """Languages whose blocks are run, and those that are only shown."""
 
 _FENCE = re.compile(
@@ -102,14 +102,13 @@ def blocks_of(path):
     return found
 
 
-def run_page(path, folder, *, clients=False, as_script=False):
+def run_page(path, folder, *, clients=False):
     """Run a page's blocks in a folder; return how many were run.
 
     Args:
         path: The page.
         folder: Where programs are written, and commands run.
         clients: Run those that are marked so, alone.
-        as_script: Start each program as its reader does, in a process of its own.
     """
     namespace, count = {"__name__": "page"}, 0
     blocks = blocks_of(path)
@@ -121,24 +120,14 @@ def run_page(path, folder, *, clients=False, as_script=False):
         wanted = after if after is not None and after.is_output else None
         if block.language == "console":
             _run_commands(block, folder)
-        elif block.language == "example":
-            _check_included(block)
         elif ">>> " in block.text:
             _run_doctest(block, namespace)
         else:
-            printed = _run_python(block, namespace, folder, as_script)
+            printed = _run_python(block, namespace, folder)
             if wanted is not None:
                 _compare(block, wanted.text, printed, wanted.line)
         count += 1
     return count
-
-
-def _check_included(block):
-    name = re.fullmatch(r'--8<-- "(.+)"', block.text.strip())
-    if not name or not re.fullmatch(r"examples/\w+\.py", name[1]) or not (ROOT / name[1]).exists():
-        raise block.fails(
-            f"{name[1] if name else block.text} is no example, and nothing else runs it"
-        )
 
 
 def _run_doctest(block, namespace):
@@ -154,21 +143,14 @@ def _run_doctest(block, namespace):
     namespace.update(test.globs)
 
 
-def _run_python(block, namespace, folder, as_script):
+def _run_python(block, namespace, folder):
     """Execute a block, and return what it printed; its lines are numbered as in the page."""
     source = "\n" * (block.line - 1) + block.text
-    if as_script and block.is_program:
-        script = Path(folder) / f"{_module_of(block)}.py"
-        script.write_text(source)
-        done = _run([sys.executable, str(script)], folder)
-        if done.returncode:
-            raise block.fails(f"the program ended with {done.returncode}:\n{done.stderr}")
-        return done.stdout
     file = block.page
     try:
         with _printed() as printed:
             if block.is_program:
-                file = str(Path(folder) / f"{_module_of(block)}.py")
+                file = str(Path(folder) / f"{Path(block.page).stem}_{block.line}.py")
                 _run_program(source, Path(file))
             else:
                 exec(compile(source, file, "exec"), namespace)
@@ -200,10 +182,6 @@ def _printed():
             printed.append(file.read())
 
 
-def _module_of(block):
-    return f"{re.sub(r'[^a-z0-9]+', '_', Path(block.page).stem.lower())}_{block.line}"
-
-
 def _run_program(source, file):
     """Do what the script does in this process, whose fork server has torch loaded already.
 
@@ -232,24 +210,9 @@ def _run_commands(block, folder):
         words = shlex.split(command[1])
         if words[0] != "hypercomm":
             raise block.fails(f"{words[0]} is not run here: write the block as `sh`", line)
-        done = _run([sys.executable, "-m", *words], folder)
+        where = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+        done = run_python("-m", *words, folder=folder, seconds=240, COLUMNS="100", **where)
         _compare(block, block.text[command.end() : end], done.stdout or done.stderr, line)
-
-
-def _run(words, folder):
-    return subprocess.run(
-        words,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={
-            **os.environ,
-            "COLUMNS": "100",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        },
-    )
 
 
 def _compare(block, wanted, got, line):

@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launched import run_python
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -27,8 +27,7 @@ def modules(monkeypatch):
 # One command runs everything, prints one table, writes JSON and draws a chart.
 @pytest.mark.clients
 def test_everything_runs(tmp_path):
-    command = [sys.executable, str(BENCHMARKS), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = run_python(BENCHMARKS, "--quick", "--out", tmp_path, seconds=900)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "results.json").read_text())
     rows = report["rows"]

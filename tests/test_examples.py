@@ -1,14 +1,12 @@
 """The examples run as they are, on real ranks, and their figures hold."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launched import run_python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -72,15 +70,8 @@ def test_all_are_tested():
     ],
 )
 def test_example(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
+    words = EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])
+    done = run_python(*words, folder=tmp_path, seconds=300, DS_ACCELERATOR="cpu")
     if name == "survivors_in_place" and not hasattr(dist, "_reconfigure"):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr
         return

@@ -1,11 +1,10 @@
 """What values print, which of them become JSON, and the example notebook."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import run_python
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.layout.difference import difference
@@ -16,20 +15,10 @@ ODD = RankLayout([2, 3], ["t<p", "d&p"], 4)
 LISTED = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
 
 
-def explained():
-    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
-        return grid.explain("t<p")
-
-
-def reshaped():
-    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
-        return grid.reshape("t<p=4,dp=2")
-
-
-def connected():
+def told_by_a_grid():
     with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
         grid.create_pgs(["t<p", "dp"])
-        return grid.connect()
+        return grid.explain("t<p"), grid.connect(), grid.reshape("t<p=4,dp=2")
 
 
 def program():
@@ -44,9 +33,7 @@ VALUES = [
     LISTED.groups("dp"),
     difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
     simulate(program, 2),
-    explained(),
-    reshaped(),
-    connected(),
+    *told_by_a_grid(),
     GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": RankLayout.parse("tp=4")}),
     HyperCommGrid("t<p=2,dp=4", world_size=8),
 ]
@@ -94,14 +81,7 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
 # The example's cells run in order, also those on real ranks, and it holds no outputs that grow old.
 @pytest.mark.slow
 def test_the_example(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, EXAMPLE],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    done = run_python("-c", KERNEL, EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:5] == [

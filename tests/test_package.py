@@ -5,16 +5,14 @@ Which module may import which is a contract of import-linter, in pyproject.toml.
 
 import ast
 import doctest
-import functools
 import importlib
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import fresh_programs
 import pytest
+from launched import run_python
 
 import hypercomm
 
@@ -30,39 +28,25 @@ MOST_MODULES = 60
 """Modules of ours that `from hypercomm import HyperCommGrid` may load."""
 
 
-@functools.cache
-def trees():
-    return {
-        str(source.relative_to(PACKAGE)): ast.parse(source.read_text())
-        for source in PACKAGE.rglob("*.py")
-    }
-
-
-def run(program):
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-
-
 def loads_torch(statement):
     program = f"import sys\n{statement}\nsys.exit(3 if 'torch' in sys.modules else 0)"
-    return run(program).returncode == 3
+    return run_python("-c", program).returncode == 3
+
+
+GROUPS = "from hypercomm import RankLayout; print([*RankLayout.parse('dp=2').groups('dp')])"
 
 
 # `import hypercomm` and layouts work where torch cannot be imported.
 def test_layouts_need_no_torch():
-    done = run(
-        "import sys; sys.modules['torch'] = None\n"
-        + "\n".join(f"import {name}" for name in TORCH_FREE)
-        + "\nfrom hypercomm import RankLayout; print(list(RankLayout.parse('dp=2').groups('dp')))"
-    )
+    names = ", ".join(TORCH_FREE)
+    done = run_python("-c", f"import sys; sys.modules['torch'] = None\nimport {names}\n{GROUPS}")
     assert done.stdout == "[(0, 1)]\n", done.stderr
 
 
 # The grid does load torch.
 def test_the_grid_loads_torch():
-    done = run("import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid")
-    last = done.stderr.splitlines()[-1]
+    program = "import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid"
+    last = run_python("-c", program).stderr.splitlines()[-1]
     assert last.endswith("HyperCommGrid needs torch: pip install torch")
     assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
 
@@ -70,11 +54,9 @@ def test_the_grid_loads_torch():
 # A grid loads the core only: no tools, no pictures, no launcher.
 @pytest.mark.full
 def test_modules_that_a_grid_loads():
-    done = run(
-        "import sys; from hypercomm import HyperCommGrid\n"
-        "print(*(name for name in sys.modules if name.partition('.')[0] == 'hypercomm'))"
-    )
-    loaded = done.stdout.split()
+    program = "import sys; from hypercomm import HyperCommGrid; print(*sys.modules)"
+    names = run_python("-c", program).stdout.split()
+    loaded = [name for name in names if name.partition(".")[0] == "hypercomm"]
     assert 20 < len(loaded) <= MOST_MODULES
     assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
 
@@ -83,9 +65,9 @@ def test_modules_that_a_grid_loads():
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
-        for file, tree in trees().items()
-        if "torch_internals" not in file and file != "testing/worlds.py"
-        for node in ast.walk(tree)
+        for file in PACKAGE.rglob("*.py")
+        if "torch_internals" not in file.parts and file != PACKAGE / "testing/worlds.py"
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in {"dist", "torch"}
@@ -136,10 +118,7 @@ def test_docstring_examples(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(INSTALLERS))
 def test_docstring_examples_of_installers(name):
-    program = (
-        f"import doctest, importlib\n"
-        f"raise SystemExit(doctest.testmod(importlib.import_module({name!r})).failed)"
-    )
+    program = f"import doctest, {name}, sys; exit(doctest.testmod(sys.modules[{name!r}]).failed)"
     done = fresh_programs.run(program)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

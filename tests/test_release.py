@@ -1,11 +1,11 @@
 """The check of a release passes where version, changelog, wheel and tag agree, else it says why."""
 
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from launched import run_python
 
 SCRIPT = Path(__file__).parent.parent / ".ci/release"
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- All.\n"
@@ -33,8 +33,7 @@ def release(root, changelog=CHANGELOG, wheel="1.2.3", tag="v1.2.3"):
     archive = root / f"hypercomm-{wheel}-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as made:
         made.writestr(f"hypercomm-{wheel}.dist-info/METADATA", f"Name: x\nVersion: {wheel}\n")
-    command = [sys.executable, root / ".ci/release", archive]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_python(root / ".ci/release", archive)
 
 
 def test_all_agree(tmp_path):
@@ -65,6 +64,6 @@ def test_what_differs(tmp_path, odd, said):
 
 
 def test_no_wheel():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
+    done = run_python(SCRIPT)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")

@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s, wait_until
 from launched import rank_free
 
 from hypercomm.cli.check import probe_local
@@ -51,20 +51,32 @@ def test_views(in_process):
     assert rows[2]["slowest"] is None
 
 
+@pytest.fixture
+def all_reduce_on_ranks(monkeypatch):
+    """Let the ranks of a check call something before each all-reduce, with its arguments."""
+
+    def replace(act):
+        def probe(request):
+            honest = dist.all_reduce
+
+            def all_reduce(tensor, **options):
+                act(tensor, **options)
+                return honest(tensor, **options)
+
+            dist.all_reduce = all_reduce
+            probe_local(request)
+
+        monkeypatch.setattr("hypercomm.cli.check.probe_local", probe)
+
+    return replace
+
+
 # A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates.
-def test_wrong_results(in_process, monkeypatch):
-    def dishonest(request):
-        honest = dist.all_reduce
+def test_wrong_results(in_process, all_reduce_on_ranks):
+    def falsify(tensor, **_):
+        tensor += (dist.get_rank() == 3) * (tensor.dtype == torch.int64)
 
-        def all_reduce(tensor, **options):
-            if dist.get_rank() == 3:
-                tensor += tensor.dtype == torch.int64
-            return honest(tensor, **options)
-
-        dist.all_reduce = all_reduce
-        probe_local(request)
-
-    monkeypatch.setattr("hypercomm.cli.check.probe_local", dishonest)
+    all_reduce_on_ranks(falsify)
     done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
     assert (done.returncode, done.stderr) == (1, "")
     # rank 2 holds 3 and 4, rank 3 holds 4 and 9, and adds 1 to both
@@ -90,19 +102,12 @@ def test_the_bound_by_cores(in_process, monkeypatch):
 
 
 # A rank that is killed ends the check: which rank, where it was, and in which group.
-def test_a_rank_that_is_killed(in_process, monkeypatch):
-    def dying(request):
-        honest = dist.all_reduce
+def test_a_rank_that_is_killed(in_process, all_reduce_on_ranks):
+    def die(_, group=None, **__):
+        if dist.get_rank() == 3 and dist.get_process_group_ranks(group) == [1, 3]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def all_reduce(tensor, group=None, **options):
-            if dist.get_rank() == 3 and dist.get_process_group_ranks(group) == [1, 3]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return honest(tensor, group=group, **options)
-
-        dist.all_reduce = all_reduce
-        probe_local(request)
-
-    monkeypatch.setattr("hypercomm.cli.check.probe_local", dying)
+    all_reduce_on_ranks(die)
     done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
     assert (done.returncode, done.stderr) == (1, "")
     place = r"rank 3 \(tp=1, dp=1\) in group dp of ranks \[1, 3\], in [\w-]+"
@@ -111,12 +116,8 @@ def test_a_rank_that_is_killed(in_process, monkeypatch):
 
 def session_of(process):
     """What the processes of a session run, without its leader."""
-    listed = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False)
     lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
     return [args for pid, args in lines if int(pid) != process.pid]
 
@@ -124,24 +125,18 @@ def session_of(process):
 # Ctrl-C ends the check and all of its processes, with exit code 130 and one line, long before it
 # would have finished or timed out; while torch is still being loaded, too.
 @pytest.mark.full
-@pytest.mark.parametrize("seconds", [pytest.param(0.1, marks=pytest.mark.slow), 0.4, 2.0])
+@pytest.mark.parametrize("processes", [1, 9], ids=["the fork server", "all ranks"])
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c(seconds):
+def test_ctrl_c(processes):
     command = [*CHECK, "tp=2,cp=2,dp=2"]
     process = subprocess.Popen(command, **PIPES, env=rank_free(), start_new_session=True)
-    while not any("forkserver" in args for args in session_of(process)):
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(seconds)
+    wait_until(lambda: sum("forkserver" in each for each in session_of(process)) >= processes, 60)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=SOON_S)
+    _, err = process.communicate(timeout=late_s(SOON_S))
     assert process.returncode == 130
     assert "hypercomm: interrupted; every rank that was started has been ended" in err
     assert "Traceback" not in err
-    deadline = time.monotonic() + SOON_S
-    while session_of(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not session_of(process)
+    wait_until(lambda: not session_of(process))
 
 
 JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

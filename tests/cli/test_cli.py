@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launched import rank_free
+from launched import rank_free, run_python
 
 from hypercomm import __version__
 
@@ -15,14 +15,7 @@ from hypercomm import __version__
 def hypercomm(*arguments, before="", **variables):
     """Run the command in a process, after some code has run there."""
     program = f"{before}\nimport sys; from hypercomm.__main__ import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=rank_free() | variables,
-        check=False,
-    )
+    return run_python("-c", program, *arguments, **variables)
 
 
 # The plan's numbers are those of the layout, in JSON and in the table.

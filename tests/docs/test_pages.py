@@ -1,11 +1,10 @@
 """The site's pages: every block runs, links lead somewhere, and tables have what the code has."""
 
 import re
-import subprocess
-import sys
 
 import page_runner as runner
 import pytest
+from launched import run_python
 
 PAGES = runner.pages()
 BLOCKS = {name: runner.blocks_of(path) for name, path in PAGES.items()}
@@ -17,7 +16,6 @@ def has(name, is_wanted):
 
 RUN = [name for name in PAGES if has(name, lambda block: "clients" not in block.notes)]
 CLIENTS = [name for name in PAGES if has(name, lambda block: "clients" in block.notes)]
-PROGRAMS = ["index.md", "start/first_hour.md"]
 
 
 # Every block does what its page says, in the order of the page.
@@ -33,26 +31,13 @@ def test_page_of_clients(name, tmp_path):
     assert runner.run_page(PAGES[name], tmp_path, clients=True) > 0
 
 
-# The first programs that a reader meets also run as a reader runs them: `python program.py`.
-@pytest.mark.clients
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_as_scripts(name, tmp_path):
-    assert runner.run_page(PAGES[name], tmp_path, as_script=True) > 0
-
-
 # The property test of the first hour finds its bug, and shrinks it to the grid that the page shows.
 @pytest.mark.full
 def test_first_property_test(tmp_path):
     programs = [block for block in BLOCKS["start/first_hour.md"] if "elsewhere" in block.notes]
     (tmp_path / "test_layer.py").write_text(programs[0].text)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"
+    done = run_python(*words, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^rank [01] failed: ", done.stdout, re.MULTILINE), done.stdout
     assert "AssertionError: Tensor-likes are not close!" in done.stdout
@@ -71,11 +56,7 @@ def test_first_property_test(tmp_path):
         ),
         ('```python\nif __name__ == "__main__":\n    1 / 0\n```\n', "page.md:3: ZeroDivisionError"),
         ("```console\n$ rm -rf /\n```\n", "page.md:2: rm is not run here: write the block as `sh`"),
-        (
-            '``` { .python .example }\n--8<-- "README.md"\n```\n',
-            "page.md:2: README.md is no example, and nothing",
-        ),
-        ("```py\n1 / 0\n```\n", "page.md:2: language 'py' is none of python, console, example, "),
+        ("```py\n1 / 0\n```\n", "page.md:2: language 'py' is none of python, console, "),
         pytest.param(
             "\n```console\n$ hypercomm diff tp=2 tp=2\n1 of 2\n```\n",
             "page.md:3: it prints\n",
@@ -89,13 +70,6 @@ def test_a_block_that_fails(tmp_path, text, says):
     with pytest.raises(runner.PageError) as caught:
         runner.run_page(page, tmp_path)
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
-
-
-# A command is shown with what it prints.
-def test_commands_show_something():
-    blocks = [block for each in BLOCKS.values() for block in each if block.language == "console"]
-    assert len(blocks) > 4
-    assert not [block for block in blocks if len(block.text.replace("...", "").split("\n")) < 4]
 
 
 # The runner can find what there is to run: no page hides a block from it.

@@ -5,14 +5,12 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from group_facts import sum_over
 from mortal_ranks import end_by, run_scene
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
-from hypercomm.grid import connect
 from hypercomm.testing import fake_world, simulate
 
 LIMIT = timedelta(seconds=20)
@@ -154,39 +152,10 @@ def test_simulations():
     }
 
 
-class Devices:
-    """What torch has for a kind of device."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def is_available(self):
-        return self.count > 0
-
-    def current_device(self):
-        return self.count - 1
-
-
-# Each backend of a group is connected on a device that is here, of whatever kind; in a world that
-# is not live on whichever it is for.
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ("cpu:gloo,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cpu:gloo,cuda:nccl,xpu:xccl", {"gloo": "cpu", "xccl": "xpu"}),
-        ("cuda:nccl,xpu:xccl", {"xccl": "xpu"}),
-        ("cpu:gloo,cuda:gloo", {"gloo": "cpu"}),
-        ("cpu:gloo,hpu:hccl", {"gloo": "cpu"}),
-    ],
-)
-@pytest.mark.parametrize("is_real", [True, False])
-def test_devices(config, wanted, is_real, monkeypatch):
-    monkeypatch.setattr(torch, "xpu", Devices(2))
-    monkeypatch.setattr(torch, "cuda", Devices(0))
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    monkeypatch.setattr(connect, "_is_live", lambda _: is_real)
-    found = connect._devices_of(None, None)
-    if is_real:
-        assert found == wanted
-    else:
-        assert {*found} == {each.split(":")[1] for each in config.split(",")}
+# A backend whose device is not here is left out.
+@pytest.mark.ranks(2)
+def test_a_device_that_is_not_here(monkeypatch):
+    with HyperCommGrid("tp=2") as grid:
+        grid.create_pg("tp")
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,hpu:hccl")
+        assert rows_of(grid.connect(timeout=LIMIT)) == [("tp", (0, 1))]

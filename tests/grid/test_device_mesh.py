@@ -8,22 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from group_facts import sum_over
 from group_facts import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hypercomm import HyperCommGrid, RankLayout, run_ranks
-from hypercomm.errors import (
-    LayoutError,
-)
+from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.errors import LayoutError
 from hypercomm.testing import fake_world
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -249,13 +244,14 @@ def test_bad_flatten(flatten, kind, value):
 # ---- real ranks ---------------------------------------------------------------------------------
 
 
-def grids_one_after_another():
-    """DTensors on one grid after another of the same shape, each with tensor parallel layers."""
-    found = []
+# DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them: here
+# of one grid after another of the same shape, each with tensor parallel layers.
+@pytest.mark.full
+@pytest.mark.ranks(4)
+def test_grids_one_after_another():
     for _ in range(3):
         with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-            grid.create_pg("tp")
-            grid.create_pg("dp")
+            grid.create_pgs(["tp", "dp"])
             mesh = grid.device_mesh("dp", "tp")
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -264,18 +260,10 @@ def grids_one_after_another():
             parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
             loss = model(x).square().mean()
             loss.backward()
+            assert loss.item() == pytest.approx(whole, abs=1e-5)
             tensor = torch.relu(distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
             assert tensor.device_mesh.get_group("tp") is grid.get_pg("tp")
-            summed = tensor.full_tensor().sum().item()
-            found.append((loss.item() - whole, summed - torch.relu(x).sum().item()))
-    return found
-
-
-# DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them.
-@pytest.mark.full
-def test_grids_one_after_another():
-    for found in run_ranks(grids_one_after_another, 4):
-        np.testing.assert_allclose(found, np.zeros((3, 2)), atol=1e-5)
+            torch.testing.assert_close(tensor.full_tensor(), torch.relu(x))
 
 
 # Two grids of the same ranks and names: DTensor's cache would give results on the second mesh the
@@ -305,70 +293,58 @@ def test_equal_meshes_with_other_groups():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
-def redistribute_on_a_grid():
-    """Ranks 1..8 as dp=4 and tp=2: the local parts of a tensor, and the groups that it took."""
-    with HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], rank_offset=1) as grid:
-        grid.create_pg("tp")
-        grid.create_pg(["cp", "dp"])
-        if not grid.is_current_rank_in_grid():
-            return [], [], 0
+# DTensors are sharded over a mesh at an offset, or of listed ranks by their places in the list, and
+# redistributed, on the grid's groups and no others; and every rank reads the list back from it.
+@pytest.mark.parametrize("order", [range(1, 5), [2, 0, 3, 1]], ids=str)
+@pytest.mark.ranks(5)
+def test_real_ranks(order):
+    layout, right = RankLayout([2, 2], ["tp", "dp"], ranks=order), np.arange(24.0).reshape(4, 6)
+    with HyperCommGrid(layout, cover="any") as grid:
+        grid.create_pgs(["tp", "dp"])
+        if dist.get_rank() not in order:
+            return
         before = registered()[0]
-        mesh = grid.device_mesh(("dp", "cp"), "tp")
-        whole = torch.arange(48.0).reshape(8, 6)
+        dp, tp = divmod([*order].index(dist.get_rank()), 2)
+        mesh = grid.device_mesh("dp", "tp")
+        is_first = dist.get_rank() == order[0]  # a mesh has a tensor from its first rank
+        whole = torch.tensor(right if is_first else 0 * right)
         tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
-        sharded = tensor.to_local().tolist()
-        swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)]).to_local().tolist()
-        return sharded, swapped, len(registered()[0] - before)
+        swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)])
+        own = right[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3]
+        np.testing.assert_array_equal(tensor.to_local(), own)
+        np.testing.assert_array_equal(swapped.to_local(), right[tp * 2 : tp * 2 + 2])
+        np.testing.assert_array_equal(tensor.full_tensor(), right)
+        assert registered()[0] == before
+        assert HyperCommGrid.from_device_mesh(mesh).layout == layout
 
 
-# DTensors are sharded over a grid at an offset and redistributed, on its groups and no others.
-def test_real_ranks():
-    got = run_ranks(redistribute_on_a_grid, 9)
-    assert got[0] == ([], [], 0)
-    whole = np.arange(48.0).reshape(8, 6)
-    for rank, (sharded, swapped, created) in enumerate(got[1:]):
-        dp, tp = rank // 2, rank % 2
-        np.testing.assert_array_equal(sharded, whole[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3])
-        np.testing.assert_array_equal(swapped, whole[tp * 4 : tp * 4 + 4])
-        assert created == 0
-
-
-def flattened_on_a_grid():
-    """On 8 ranks: sums over a mesh's flattened dims, FSDP2, and what torch creates beyond."""
+# Names of flattened dims are groups that exist: FSDP2 uses them, and torch finds them where it
+# would create others.
+@pytest.mark.full
+@pytest.mark.ranks(8)
+def test_flattened_on_real_ranks():
     from torch.distributed.fsdp import fully_shard
 
-    dims = ["cp", "dp_shard", "dp_replicate"]
-    with HyperCommGrid([2, 2, 2], dims) as grid, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
+    warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
+    dims, ranks = ["cp", "dp_shard", "dp_replicate"], np.arange(8).reshape(2, 2, 2)
+    replicate, shard, cp = np.argwhere(ranks == dist.get_rank())[0]
+    with HyperCommGrid([2, 2, 2], dims) as grid:
         grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate"])
         before = registered()[0]
-        mesh = grid.device_mesh(
-            flatten={"dp": ["dp_replicate", "dp_shard"], "dp_shard_cp": ["dp_shard", "cp"]}
-        )
-        sums = []
-        for name, parts in {"dp": dims[:0:-1], "dp_shard_cp": dims[1::-1]}.items():
-            total = torch.tensor([dist.get_rank()])
-            dist.all_reduce(total, group=mesh[name].get_group())
-            same = mesh[tuple(parts)]._flatten(name).get_group() is mesh.get_group(name)
-            sums.append((total.item(), mesh[name].size(), mesh[name].get_local_rank(), same))
+        flat = {"dp": ["dp_replicate", "dp_shard"], "dp_shard_cp": ["dp_shard", "cp"]}
+        mesh = grid.device_mesh(flatten=flat)
+        for name, members, at in (
+            ("dp", ranks[:, :, cp].ravel(), replicate * 2 + shard),
+            ("dp_shard_cp", ranks[replicate].ravel(), shard * 2 + cp),
+        ):
+            group = mesh[name].get_group()
+            assert sum_over(group) == sum(10 ** int(member) for member in members)
+            assert (mesh[name].size(), mesh[name].get_local_rank()) == (4, at)
+            assert mesh[tuple(flat[name])]._flatten(name).get_group() is group
         layer = fully_shard(nn.Linear(8, 8), mesh=mesh["dp_shard_cp"])
         layer(torch.ones(1, 8)).sum().backward()
-        part = layer.weight.to_local().shape[0]
-        return sums, part, len(registered()[0] - before)
-
-
-# Names of flattened dims are groups that exist, and torch finds them where it would create others.
-@pytest.mark.full
-def test_flattened_on_real_ranks():
-    ranks = np.arange(8).reshape(2, 2, 2)  # dp_replicate, dp_shard, cp
-    for rank, (sums, part, created) in enumerate(run_ranks(flattened_on_a_grid, 8)):
-        replicate, shard, cp = np.argwhere(ranks == rank)[0]
-        dp, dp_shard_cp = ranks[:, :, cp].ravel(), ranks[replicate].ravel()
-        assert sums == [
-            (dp.sum(), 4, replicate * 2 + shard, True),
-            (dp_shard_cp.sum(), 4, shard * 2 + cp, True),
-        ]
-        assert (part, created) == (2, 0)
+        assert layer.weight.to_local().shape[0] == 2
+        assert registered()[0] == before
 
 
 # What the mesh says of devices: told, or what the backend is for.

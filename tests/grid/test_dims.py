@@ -7,12 +7,7 @@ import torch.distributed as dist
 from by_numpy import group_of
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import (
-    GridDestroyedError,
-    LayoutError,
-    NotInitializedError,
-    SimulationError,
-)
+from hypercomm.errors import GridDestroyedError, LayoutError, NotInitializedError, SimulationError
 from hypercomm.testing import fake_world
 
 SIZES, NAMES = (2, 2, 2), ["tp", "dp", "pp"]
@@ -121,7 +116,6 @@ def test_after_the_job():
         dist.destroy_process_group()
         for call in (
             lambda: dims.sum(1.0),
-            lambda: dims.mean(1.0),
             dims.barrier,
             lambda: dims.group,
             lambda: grid.get_pg("tp"),
@@ -132,23 +126,6 @@ def test_after_the_job():
         ):
             with pytest.raises(NotInitializedError, match=r"hypercomm\.join"):
                 call()
-
-
-# Before there is a job, errors name the ways to make one.
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: HyperCommGrid("tp=2,dp=4"),
-        lambda: HyperCommGrid("tp=2,dp=4", world_size=8)["tp"].group,
-        lambda: HyperCommGrid("tp=2,dp=4", world_size=8).coords(),
-        lambda: HyperCommGrid("tp=2,dp=4", world_size=8).create_pg("tp"),
-    ],
-)
-def test_before_the_job(call, monkeypatch):
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(NotInitializedError, match=r"hypercomm\.join\(\)"):
-        call()
 
 
 # What a DeviceMesh has works on a grid and on its dims, or says what to write.

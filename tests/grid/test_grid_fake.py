@@ -1,8 +1,5 @@
 """The grid in fake worlds: which groups a rank is in, in worlds of any size. No communication."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import chain, combinations
 from unittest import mock
@@ -14,6 +11,7 @@ from effort import examples
 from group_facts import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launched import run_python
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
@@ -24,7 +22,6 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
@@ -223,25 +220,5 @@ def test_a_plain_run_is_silent():
         "from hypercomm import HyperCommGrid\n"
         "with fake_world(8), HyperCommGrid([8], ['dp']) as grid: grid.create_pg('dp')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "default", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING"},
-    )
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-# Without the private helper of torch, "auto" falls back to enumeration and logs why.
-def test_fallback_without_torch_internals(monkeypatch, caplog):
-    with fake_world(8, rank=3), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-        helper = dist.distributed_c10d._new_process_group_helper
-        with monkeypatch.context() as patch:
-            patch.setattr(c10d, "why_not_members", lambda: "the helper is not there")
-            group = grid.create_pg("tp")
-            assert "the helper is not there" in caplog.text
-            with pytest.raises(CreationError, match=r"one of \['auto', 'enumerate'\]"):
-                HyperCommGrid([8], ["dp"], creation="local").create_pg("dp")
-        assert dist.get_process_group_ranks(group) == [2, 3]
-        assert helper is dist.distributed_c10d._new_process_group_helper
+    done = run_python("-W", "default", "-c", program, TORCH_CPP_LOG_LEVEL="WARNING")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

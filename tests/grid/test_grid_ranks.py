@@ -4,17 +4,14 @@ import inspect
 from datetime import timedelta
 from itertools import chain, combinations
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from by_numpy import group_of
 from group_facts import all_reduce_of, sum_over
 from group_facts import tables as registered
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import GroupCreationTimeout, LateRankError
 
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
@@ -79,28 +76,6 @@ def test_groups_are_numpys(case, creation):
                     check_use(group, members)
 
 
-# DTensors are sharded over a mesh of listed ranks by their places in the list; and every rank reads
-# the list back from the mesh, also those whose own lines ascend.
-@pytest.mark.full
-@pytest.mark.parametrize("listed", [[2, 0, 3, 1], [0, 1, 3, 2]], ids=str)
-@pytest.mark.ranks(4)
-def test_mesh(listed):
-    layout, right = RankLayout([2, 2], ["tp", "dp"], ranks=listed), np.arange(24.0).reshape(4, 6)
-    dp, tp = divmod(listed.index(dist.get_rank()), 2)
-    with HyperCommGrid(layout) as grid:
-        grid.create_pgs(["tp", "dp"])
-        mesh = grid.device_mesh("dp", "tp")
-        is_first = dist.get_rank() == listed[0]  # a mesh has a tensor from its first rank
-        whole = torch.tensor(right if is_first else 0 * right)
-        tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
-        swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)])
-        own = right[dp * 2 : dp * 2 + 2, tp * 3 : tp * 3 + 3]
-        np.testing.assert_array_equal(tensor.to_local(), own)
-        np.testing.assert_array_equal(swapped.to_local(), right[tp * 2 : tp * 2 + 2])
-        np.testing.assert_array_equal(tensor.full_tensor(), right)
-        assert HyperCommGrid.from_device_mesh(mesh).layout == layout
-
-
 # Grids beside each other, each rank knowing only its own, do not wait for each other.
 @pytest.mark.ranks(5)
 def test_grids_beside_each_other():
@@ -150,25 +125,6 @@ def test_destroying_at_once():
     for creation in ["local", "enumerate"] * 30:
         with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
             grid.create_pg("tp")
-
-
-# Whoever waited is told who did not come, with coordinates; and the same creation, tried again by
-# all, succeeds under a name that the failed one has left nothing at. On a busy machine a rank may
-# come when the others have given up already: it is told so.
-@pytest.mark.full
-@pytest.mark.parametrize(("late", "place"), [(3, "tp=1, cp=0, dp=1"), (0, "tp=0, cp=0, dp=0")])
-@pytest.mark.ranks(4)
-def test_a_creation_is_tried_again(late, place):
-    with HyperCommGrid([2, 1, 2], ["tp", "cp", "dp"]) as grid:
-        dist.barrier()
-        if dist.get_rank() != late:
-            with pytest.raises((GroupCreationTimeout, LateRankError)) as caught:
-                grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=1))
-            if caught.type is GroupCreationTimeout:
-                assert late in caught.value.missing
-                assert f"rank {late} ({place})" in str(caught.value)
-        dist.barrier()
-        assert sum_over(grid.create_pg(["tp", "dp"])) == 1111
 
 
 # A process that was in another job before agrees on names with one that is new: 0 and 1 are a job;

@@ -31,15 +31,6 @@ NAMES = ("a", "b", "c", "d")
 DIMS = ("tp", "cp", "dp", "pp")
 
 
-def ranks_of(layout):
-    """The ranks that a layout holds, by its sizes and strides alone."""
-    steps = [
-        [index * stride for index in range(size)]
-        for size, stride in zip(layout.shape, layout.strides, strict=True)
-    ]
-    return {layout.rank_offset + sum(step) for step in itertools.product(*steps)}
-
-
 # ---- where layouts lie --------------------------------------------------------------------------
 
 
@@ -72,7 +63,7 @@ def test_tile(every, data):
     starts = np.cumsum([0, *sizes[:-1]])
     for layout, own, start, size in zip(placed.values(), every, starts, sizes, strict=True):
         assert dict(zip(layout.dim_names, layout.shape, strict=True)) == own
-        assert ranks_of(layout) == set(range(start, start + size))
+        assert {*layout.ranks} == set(range(start, start + size))
     assert Placement(placed, total).kind == "tiled"
 
 
@@ -86,7 +77,7 @@ def test_colocate(one, other, spare, is_closed):
     if not is_closed:
         texts["a"], spare = as_text(one) + ",x=-1", 0
     placed = colocate(texts, size + spare)
-    assert [ranks_of(layout) for layout in placed.values()] == [set(range(size))] * 2
+    assert [{*layout.ranks} for layout in placed.values()] == [set(range(size))] * 2
     placement = Placement(placed, size + spare)
     assert (placement.kind, len(placement.spare_ranks)) == ("colocated", spare)
 
@@ -105,7 +96,7 @@ def lattices(draw):
 def test_placement(chosen, spare):
     world_size = max(layout.last_rank for layout in chosen) + 1 + spare
     named = dict(zip(NAMES, chosen, strict=False))
-    sets = {name: ranks_of(layout) for name, layout in named.items()}
+    sets = {name: {*layout.ranks} for name, layout in named.items()}
     placement = Placement(named, world_size)
     pairs = {
         pair: sorted(sets[pair[0]] & sets[pair[1]]) for pair in itertools.combinations(named, 2)

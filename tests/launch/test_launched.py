@@ -1,13 +1,9 @@
 """join() under torchrun itself; what other launchers set is read in test_launchers.py."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-
-from hypercomm.launchers import VARIABLES
+from launched import run_python
 
 pytestmark = pytest.mark.clients
 
@@ -37,17 +33,9 @@ sys.stdout.write(json.dumps(found) + "\\n")  # in one piece: all ranks write her
 def test_torchrun(words, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     options = ["--standalone", "--max-restarts", "1", "--monitor-interval", "0.2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *options]
-    known = {name: text for name, text in os.environ.items() if name not in VARIABLES}
-    known |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path / "program.py"), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=known,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", *options]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = run_python(*torchrun, tmp_path / "program.py", *words, **variables)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = sorted(lines, key=lambda rank: rank["place"][1])

@@ -13,6 +13,7 @@ import mortal_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s, wait_until
 from ports import free_port
 
 import hypercomm
@@ -23,7 +24,6 @@ from hypercomm.errors import (
     LaunchError,
     LayoutError,
     NotInitializedError,
-    PlanMismatchError,
     RankOutsideError,
     WorldRestartedError,
     WorldSizeError,
@@ -34,6 +34,8 @@ SOON_S = 1.5
 """How fast ranks hear what differs, a second, and what a busy machine needs to run them."""
 
 PARTS = {"trainer": 2, "engine": 1}
+GOOD = {"name": "w", "parts": {"engine": 1}, "part": "engine", "rank": 0}
+LIMIT_S = 1.0
 
 
 # ---- processes that are in no job ---------------------------------------------------------------
@@ -49,23 +51,28 @@ class Crew:
         self.folder, self.port, self.processes = folder, free_port(), {}
         self.address = f"tcp://127.0.0.1:{self.port}"
 
-    def start(self, act, part, rank, label=None, **arguments):
-        """Run `act(join)` in a process that is a rank of a part."""
-        label = label or f"{part}{rank}"
-        given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
-        given |= {"timeout": timedelta(seconds=20)} | arguments
-        at = (act, given.pop("address", self.address), given, str(self.folder / label))
-        self.processes[label] = mortal_ranks.start(_be, *at)
+    def start(self, act, part, *ranks, label="", **arguments):
+        """Run `act(join)` in a process for each of some ranks of a part."""
+        for rank in ranks:
+            given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
+            given |= {"timeout": timedelta(seconds=20)} | arguments
+            path = self.folder / (label or f"{part}{rank}")
+            self.processes[path.name] = mortal_ranks.start(_be, act, self.address, given, str(path))
         return self
 
     def told(self, label, seconds=40):
         """Return what a process has returned, or what its error says."""
         path = self.folder / label
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, f"{label} has not told anything"
-            time.sleep(0.01)
+        wait_until(path.exists, seconds, lambda: f"{label} has not told anything")
         return json.loads(path.read_text())
+
+    def values(self, *labels):
+        """Return what processes have returned."""
+        return [self.told(label)["value"] for label in labels]
+
+    def mark(self, name):
+        """Let processes that wait for this name go on."""
+        (self.folder / f"mark {name}").write_text("true")
 
     def wait_for(self, *names):
         """Wait until processes have called `mark` with these names."""
@@ -75,10 +82,8 @@ class Crew:
     def wait_for_arrival(self, title):
         """Wait until a rank waits for the others: it has claimed its number, and arrived."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-        while not any(title in key for key in store.list_keys()):
-            time.sleep(0.01)
-        while not any(key.endswith("/ranks") for key in store.list_keys()):
-            time.sleep(0.01)
+        wait_until(lambda: any(title in key for key in store.list_keys()))
+        wait_until(lambda: any(key.endswith("/ranks") for key in store.list_keys()))
 
     def claim_of(self, rank):
         """Return what the process that holds a rank has written in the store."""
@@ -106,7 +111,7 @@ def _be(act, address, given, path):
 
     join.mark = lambda name: tell(True, str(Path(path).parent / f"mark {name}"))
     join.folder = str(Path(path).parent / "watch")
-    join.wait_for = lambda name: _wait_for_file(Path(path).parent / f"mark {name}")
+    join.wait_for = lambda name: wait_until((Path(path).parent / f"mark {name}").exists)
     began = time.monotonic()
     try:
         tell({"value": act(join), "seconds": time.monotonic() - began})
@@ -116,11 +121,6 @@ def _be(act, address, given, path):
         kind, text = type(error).__name__, str(error)
         tell({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
     signal.pause()  # the store may be here, and groups break with the process
-
-
-def _wait_for_file(path):
-    while not path.exists():
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -184,8 +184,7 @@ def test_grids_by_parts(crew):
     parts, port = {"trainer": 4, "engine": 2}, free_port()
     for rank in range(4):
         crew.start(in_a_job(use_groups, port, rank, 4), "trainer", rank, parts=parts)
-    for rank in range(2):
-        crew.start(use_groups, "engine", rank, parts=parts)
+    crew.start(use_groups, "engine", 0, 1, parts=parts)
     for rank in range(6):
         label = f"trainer{rank}" if rank < 4 else f"engine{rank - 4}"
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -221,9 +220,7 @@ def move_weights(join, rounds=2):
 
 
 def test_weights_between_parts(crew):
-    for part, size in PARTS.items():
-        for rank in range(size):
-            crew.start(move_weights, part, rank)
+    crew.start(move_weights, "trainer", 0, 1).start(move_weights, "engine", 0)
     wanted = [[100.0 * number + each for each in range(8)] for number in range(2)]
     assert crew.told("engine0")["value"] == wanted
 
@@ -248,88 +245,49 @@ def test_two_worlds(crew):
         dist.all_reduce(total, group=HyperCommGrid("all", world=other).create_pg("all"))
         return int(total)
 
-    for part, size in PARTS.items():
-        for rank in range(size):
-            crew.start(both, part, rank)
+    crew.start(both, "trainer", 0, 1).start(both, "engine", 0)
     parts = {"engine": 1, "judge": 1, "trainer": 2}
     crew.start(judge, "judge", 0, name="v", parts=parts)
-    told = [crew.told(label)["value"] for label in ("trainer0", "trainer1", "engine0")]
-    assert told == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6]]
-    assert crew.told("judge0")["value"] == 6
+    told = crew.values("trainer0", "trainer1", "engine0", "judge0")
+    assert told == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6], 6]
 
 
 # ---- what differs, and who is missing -----------------------------------------------------------
 
 
+def rank_in(join):
+    return join().rank
+
+
+def rank_in_newer(join):
+    hypercomm.__version__ = "99"
+    return join().rank
+
+
+# Of these all hear, wherever they are; tests/simulated_job has more that may differ.
 @pytest.mark.parametrize(
-    ("differs", "names"),
+    ("act", "differs", "names"),
     [
-        ({"parts": {"trainer": 2, "engine": 2}}, "parts: "),
-        ({"parts": {"trainer": 1, "engine": 1}}, "parts: "),
-        ({"parts": {"engine": 1, "trainer": 2}}, "parts: "),
-        ({"backend": "cpu:gloo"}, "backend: "),
-        ({"name": "v"}, "world 'v'"),
+        (rank_in, {"parts": {"engine": 1, "trainer": 2}}, "parts: "),
+        (rank_in, {"name": "v"}, "world 'v'"),
+        (rank_in_newer, {}, "hypercomm: "),
     ],
 )
-def test_what_differs(crew, differs, names):
-    for rank in range(2):
-        crew.start(lambda join: join().rank, "trainer", rank)
-    crew.start(lambda join: join().rank, "engine", 0, **differs)
-    labels = ["trainer0", "trainer1", "engine0"]
-    errors = [crew.told(label) for label in labels]
+def test_what_differs(crew, act, differs, names):
+    crew.start(rank_in, "trainer", 0, 1).start(act, "engine", 0, **differs)
+    errors = [crew.told(label) for label in ("trainer0", "trainer1", "engine0")]
     assert {error["kind"] for error in errors} == {"PlanMismatchError"}, errors
-    assert all(names in error["text"] for error in errors), errors
-    assert all("engine rank 0" in error["text"] for error in errors), errors
-    assert all("trainer rank" in error["text"] for error in errors), errors
-    assert all(socket.gethostname() in error["text"] for error in errors)
-
-
-@pytest.mark.full
-def test_another_version(crew):
-    def newer(join):
-        hypercomm.__version__ = "99"
-        return join().rank
-
-    crew.start(lambda join: join().rank, "trainer", 0).start(newer, "engine", 0)
-    for label in ("trainer0", "engine0"):
-        error = crew.told(label)
-        assert (error["kind"], "hypercomm: " in error["text"]) == ("PlanMismatchError", True)
+    for words in (names, "engine rank 0", "trainer rank", socket.gethostname()):
+        assert all(words in error["text"] for error in errors), errors
 
 
 def test_a_rank_is_missing(crew):
-    limit = timedelta(seconds=1)
-    for rank in range(2):
-        crew.start(lambda join: join().rank, "trainer", rank, timeout=limit)
+    crew.start(rank_in, "trainer", 0, 1, timeout=timedelta(seconds=LIMIT_S))
     for rank in range(2):
         error = crew.told(f"trainer{rank}")
         assert (error["kind"], error["missing"]) == ("GroupCreationTimeout", [2])
         assert "engine rank 0 of 1 did not join" in error["text"]
-        assert error["seconds"] < 1 + 2
-
-
-# Parts that create groups in crossed order hear of it at once, and not after their timeout.
-@pytest.mark.alone
-def test_crossed_order(crew):
-    def create(join):
-        world = join()
-        shake_hands(world)
-        names = ["one", "two"] if world.part == "trainer" else ["two", "one"]
-        with HyperCommGrid("all=3", world=world) as grid:
-            began = time.monotonic()
-            with pytest.raises(PlanMismatchError) as caught:
-                grid.create_pg("all", name=names[0])
-            is_soon = time.monotonic() - began < SOON_S
-            time.sleep(1)  # the others read it in the store, which this process may serve
-            return [str(caught.value), is_soon]
-
-    for part, size in PARTS.items():
-        for rank in range(size):
-            crew.start(create, part, rank)
-    for label in ("trainer0", "trainer1", "engine0"):
-        text, is_soon = crew.told(label)["value"]
-        assert "engine rank 0 of 1 (host" in text, text
-        assert "create_pg('all', name='two')" in text, text
-        assert is_soon
+        assert error["seconds"] < LIMIT_S + late_s(2)
 
 
 # ---- who comes again ----------------------------------------------------------------------------
@@ -337,24 +295,23 @@ def test_crossed_order(crew):
 
 # Two processes are started as one rank: the second one holds it, and all others go on with it.
 def test_one_rank_twice(crew):
-    crew.start(lambda join: join().rank, "engine", 0, "first")
+    crew.start(rank_in, "engine", 0, label="first")
     crew.start(lambda join: shake_hands(join()), "trainer", 0)
     crew.wait_for_arrival("engine rank 0")
     former = crew.claim_of("engine rank 0")
-    crew.start(lambda join: shake_hands(join()), "engine", 0, "second")
-    while crew.claim_of("engine rank 0") == former:  # else the first one joins with the others
-        time.sleep(0.01)
+    crew.start(lambda join: shake_hands(join()), "engine", 0, label="second")
+    # else the first one joins with the others
+    wait_until(lambda: crew.claim_of("engine rank 0") != former)
     crew.start(lambda join: shake_hands(join()), "trainer", 1)
     error = crew.told("first")
     assert error["kind"] == "WorldRestartedError"
     assert "as engine rank 0 of 1" in error["text"]
-    assert [crew.told(label)["value"] for label in ("second", "trainer0", "trainer1")] == [3, 3, 3]
+    assert crew.values("second", "trainer0", "trainer1") == [3, 3, 3]
 
 
-# An engine is killed. The trainers hear of the next one in the call that they wait in, and go on
-# with it; groups of the grid are there again.
+# An engine is killed, or only late. The trainers hear of the next one in the call that they wait
+# in, and go on with it; groups of the grid are there again. The former one can do nothing more.
 @pytest.mark.parametrize("is_waiting", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.alone
 def test_an_engine_restarts(crew, is_waiting):
     def train(join):
         world = join()
@@ -372,7 +329,7 @@ def test_an_engine_restarts(crew, is_waiting):
         assert dict(grid.pgs) == {}
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total, group=grid["all"].group)
-        return [*sums, shake_hands(world), int(total), is_waiting or took_s < SOON_S]
+        return [*sums, shake_hands(world), int(total), is_waiting or took_s < late_s(SOON_S)]
 
     def serve(join):
         world = join()
@@ -381,7 +338,11 @@ def test_an_engine_restarts(crew, is_waiting):
             shake_hands(world)
             grid.create_pg("all")
             join.mark("engine")
-            signal.pause()
+            join.wait_for("awake")
+            for call in (lambda: grid.create_pg("all", name="late"), world.rejoin):
+                with pytest.raises(WorldRestartedError) as caught:
+                    call()
+            return str(caught.value)
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total, group=grid["all"].group)
         shake_hands(world)
@@ -391,15 +352,15 @@ def test_an_engine_restarts(crew, is_waiting):
         threading.Timer(0.3, join.mark, ["the next engine"]).start()
         return serve(join)
 
-    for rank in range(2):
-        crew.start(train, "trainer", rank)
-    crew.start(serve, "engine", 0, serve=False)
+    crew.start(train, "trainer", 0, 1).start(serve, "engine", 0, serve=False)
     crew.wait_for("trainer 0", "trainer 1", "engine")
-    crew.kill("engine0")
-    crew.start(serve_again, "engine", 0, "again", serve=False)
-    assert crew.told("again")["value"] == 6
-    for rank in range(2):
-        assert crew.told(f"trainer{rank}")["value"] == [3, 3, 6, True]
+    if is_waiting:
+        crew.kill("engine0")
+    crew.start(serve_again, "engine", 0, label="again", serve=False)
+    assert crew.values("again", "trainer0", "trainer1") == [6, [3, 3, 6, True], [3, 3, 6, True]]
+    if not is_waiting:
+        crew.mark("awake")
+        assert "end this one" in crew.told("engine0")["value"]
 
 
 # Those that are left of a world may continue without the part that is lost.
@@ -427,45 +388,11 @@ def test_survivors(crew):
             join.mark("engine")
             signal.pause()
 
-    for rank in range(2):
-        crew.start(train, "trainer", rank)
-    crew.start(be_lost, "engine", 0, serve=False)
+    crew.start(train, "trainer", 0, 1).start(be_lost, "engine", 0, serve=False)
     crew.wait_for("trainer 0", "trainer 1", "engine")
     crew.kill("engine0")
-    (crew.folder / "mark the loss").write_text("true")
-    for rank in range(2):
-        assert crew.told(f"trainer{rank}")["value"] == [[0, 1], [[0, 1]], 3]
-
-
-# A process that was stopped wakes up when another one has taken its place.
-@pytest.mark.full
-def test_a_former_process_wakes_up(crew):
-    def wake_up(join):
-        world = join()
-        grid = HyperCommGrid("all=2", world=world)
-        join.mark("sleeps")
-        join.wait_for("awake")
-        for call in (lambda: grid.create_pg("all"), world.rejoin):
-            with pytest.raises(WorldRestartedError) as caught:
-                call()
-        return str(caught.value)
-
-    def train(join):
-        world = join()
-        join.wait_for("restarted")
-        world.rejoin()
-        join.mark("awake")
-        return shake_hands(world)
-
-    parts = {"trainer": 1, "engine": 1}
-    crew.start(train, "trainer", 0, parts=parts).start(
-        wake_up, "engine", 0, parts=parts, serve=False
-    )
-    crew.wait_for("sleeps")
-    again = lambda join: [join.mark("restarted"), shake_hands(join())][1]  # noqa: E731
-    crew.start(again, "engine", 0, "again", parts=parts, serve=False)
-    assert crew.told("again")["value"] == crew.told("trainer0")["value"] == 1
-    assert "end this one" in crew.told("engine0")["value"]
+    crew.mark("the loss")
+    assert crew.values("trainer0", "trainer1") == [[[0, 1], [[0, 1]], 3]] * 2
 
 
 # Nothing grows with the incarnations: keys of the store, threads, and open files.
@@ -521,17 +448,10 @@ def a_service(port, says):
 def test_nobody_serves(says):
     port, began = free_port(), time.monotonic()
     service = contextlib.nullcontext() if says is None else a_service(port, says)
+    given = {**GOOD, "serve": False, "timeout": timedelta(seconds=LIMIT_S)}
     with service, pytest.raises(LaunchError, match="is not served" if says is None else "answers"):
-        join_world(
-            f"tcp://127.0.0.1:{port}",
-            name="w",
-            parts=PARTS,
-            part="engine",
-            rank=0,
-            serve=False,
-            timeout=timedelta(seconds=1),
-        )
-    assert time.monotonic() - began < 1 + 2
+        join_world(f"tcp://127.0.0.1:{port}", **given)
+    assert time.monotonic() - began < LIMIT_S + late_s(2)
 
 
 # The process that serves the store is killed while others wait: each fails, and once all have
@@ -544,7 +464,7 @@ def test_the_store_dies(crew):
         join.mark(f"trainer {world.rank}")
         with pytest.raises(CreationError, match="the store of world 'w'"):
             HyperCommGrid("all=3", world=world).create_pg("all", timeout=timedelta(seconds=5))
-        join.wait_for("served again")
+        join.mark(f"failed {world.rank}")
         world.rejoin()
         return shake_hands(world)
 
@@ -553,21 +473,15 @@ def test_the_store_dies(crew):
         join.mark("engine")
         signal.pause()
 
-    crew.start(serve, "engine", 0, serve=True)
-    for rank in range(2):
-        crew.start(train, "trainer", rank, serve=False)
+    crew.start(serve, "engine", 0, serve=True).start(train, "trainer", 0, 1, serve=False)
     crew.wait_for("trainer 0", "trainer 1", "engine")
-    time.sleep(0.5)
     crew.kill("engine0")
-    time.sleep(0.5)
-    again = lambda join: [join.mark("served again"), shake_hands(join())][1]  # noqa: E731
-    crew.start(again, "engine", 0, "again", serve=True)
-    assert [crew.told(label)["value"] for label in ("again", "trainer0", "trainer1")] == [3, 3, 3]
+    crew.wait_for("failed 0", "failed 1")
+    crew.start(lambda join: shake_hands(join()), "engine", 0, label="again", serve=True)
+    assert crew.values("again", "trainer0", "trainer1") == [3, 3, 3]
 
 
 # ---- arguments ----------------------------------------------------------------------------------
-
-GOOD = {"name": "w", "parts": {"engine": 1}, "part": "engine", "rank": 0}
 
 
 @pytest.mark.parametrize(

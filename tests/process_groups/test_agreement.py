@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from group_facts import registered, sum_over
+from busy import wait_until
+from group_facts import registered, store_of_world, sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GridDestroyedError, GroupCreationTimeout
@@ -110,10 +111,16 @@ def test_the_end_of_a_grid():
 @pytest.mark.ranks(2)
 def test_ctrl_c():
     grid, rank = HyperCommGrid([2], ["dp"]), dist.get_rank()
-    begin = time.monotonic()
+    dist.barrier()
+    begin, keys = time.monotonic(), store_of_world().num_keys()
+
+    def interrupt():
+        wait_until(lambda: store_of_world().num_keys() > keys)  # this rank has published something
+        os.kill(os.getpid(), signal.SIGINT)
+
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt).start()
     else:
         dist.barrier()
     with pytest.raises(CreationError if rank else KeyboardInterrupt):

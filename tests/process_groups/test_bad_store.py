@@ -1,12 +1,13 @@
-"""A store that holds what somebody else wrote: a named error."""
+"""A store that holds what somebody else wrote: a named error, in a simulated job."""
 
 import json
+import re
 
 import pytest
+import torch.distributed as dist
+from simulated_job.job import attempt, simulate_job, sleep, this_rank
 
-from hypercomm.errors import CreationError
-from hypercomm.process_groups.agreement.protocol import Delete, Exchange, Proposal, Read, propose
-from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
+from hypercomm import HyperCommGrid
 
 BAD = {
     "cut off": lambda text: text[: len(text) // 2],
@@ -21,49 +22,21 @@ BAD = {
 }
 
 
-def drive(steps, keys):
-    """Run steps of the protocol on a dict."""
-    reply = None
-    while True:
-        try:
-            operation = steps.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(operation, Delete):
-            reply = [keys.pop(key, None) for key in operation.keys]
-            continue
-        reply = keys.get(operation.key)
-        if isinstance(operation, Exchange) and (reply or "") == operation.expected:
-            reply = keys[operation.key] = operation.text
-        assert isinstance(operation, Exchange | Read)
-
-
-# A record that holds something else is an error that names its key, and stays short.
+# A record of a call, or a report of a rank, that holds something else is an error that names its
+# key, and stays short.
+@pytest.mark.parametrize("key", ["/tp/0", "/rank 0"])
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_records(bad):
-    keys = {}
-    drive(propose("job/calls", Proposal(0, "host", ("create tp",))), keys)
-    keys["job/calls"] = BAD[bad](keys["job/calls"])
-    with pytest.raises(
-        CreationError, match=r"'job/calls' holds .*hypercomm did not write"
-    ) as error:
-        drive(propose("job/calls", Proposal(1, "host", ("create tp",))), keys)
-    assert len(str(error.value)) < 2_000
+def test_bad_keys(bad, key):
+    def program():
+        grid, rank = HyperCommGrid([2], ["tp"]), dist.get_rank()
+        if rank == 1:
+            sleep(0.5)
+            held = this_rank().job.server.held
+            [name] = [name for name in held if name.endswith(key)]
+            held[name] = BAD[bad](held[name].decode()).encode()
+        attempt(grid.create_pg, "tp", name=f"{rank}" if "rank" in key else None)
 
-
-# A rank that fails twice before others arrive ends two rounds, although it proposes the same.
-def test_two_refusals():
-    keys = {}
-    for number in range(2):
-        refusal = Proposal(0, "host", refusal="no such file", number=number)
-        assert drive(propose("job/calls", refusal, number - 1), keys).round == number
-
-
-# A report of a rank that holds something else is such an error too.
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_reports(bad):
-    own = Status(0, "host", "create_pg('tp')", "", "job/calls", 0, waits_for=(1,))
-    other = Status(1, "host", "create_pg('tp')", "", "job/other", 0, waits_for=(0,))
-    keys = {status_key("job", 1): BAD[bad](other.text())}
-    with pytest.raises(CreationError, match=r"'job/rank 1' holds .*hypercomm did not write"):
-        drive(find_deadlock("job", own, {}), keys)
+    error = simulate_job(program, 2).ranks[1].calls[0].error
+    assert type(error).__name__ == "CreationError"
+    assert re.search(rf"'\S*{key}' holds .*hypercomm did not write", str(error))
+    assert len(str(error)) < 2_000

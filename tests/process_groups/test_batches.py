@@ -10,9 +10,7 @@ import torch.distributed as dist
 from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
-from hypercomm.errors import (
-    GroupMissingError,
-)
+from hypercomm.errors import GroupMissingError
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.testing import fake_world
 
@@ -55,16 +53,10 @@ def test_a_batch():
         dp, twin, both = grid.create_pgs(
             ["dp", {"dims": "dp", "name": "twin", "group_desc": "second"}, iter(["dp", "tp"])]
         )
-        assert [ranks(group) for group in (dp, twin, both)] == [
-            [1, 3, 5, 7],
-            [1, 3, 5, 7],
-            list(range(8)),
-        ]
-        assert list(grid.pgs) == [
-            GroupKey(("dp",)),
-            GroupKey(("dp",), "twin"),
-            GroupKey(("tp", "dp")),
-        ]
+        found = {str(key): ranks(group) for key, group in grid.pgs.items()}
+        odd = [1, 3, 5, 7]
+        assert [*found.items()] == [("dp", odd), ("dp (twin)", odd), ("tp+dp", list(range(8)))]
+        assert [*grid.pgs.values()] == [dp, twin, both]
         assert (dp.group_desc, twin.group_desc) == ("dp", "second")
         assert grid.get_pg("dp") is grid.ensure_pg("dp") is dp is not twin
         assert grid.create_pgs([]) == []

@@ -6,14 +6,16 @@ import bound_world
 import pytest
 import torch.distributed as dist
 
-from hypercomm import RankLayout
+from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.strategies import choose, obstacles
-from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world
 
 LISTED = RankLayout([2, 2, 2], ["tp", "cp", "dp"], ranks=[7, 6, 2, 3, 0, 9, 5, 8])
+
+
+def strategy(layout, creation="auto"):
+    return HyperCommGrid(layout, creation=creation, cover="any").explain("tp").strategy
 
 
 def old_new_group(**_ranks_and_options):
@@ -23,25 +25,20 @@ def old_new_group(**_ranks_and_options):
 # What cannot keep the order of members is refused, with what can; "auto" takes that. Where WORLD is
 # bound to a device, groups that ascend are split off, and others are not.
 def test_choices(monkeypatch):
-    unsorted, ascending = LISTED.groups("cp"), RankLayout.parse("tp=2,dp=4").groups("tp")
     with fake_world(10):
-        assert choose(current(), "auto", None, unsorted).strategy == "local"
+        assert strategy(LISTED) == "local"
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-            assert choose(current(), "enumerate", None, unsorted).strategy == "enumerate"
+            assert strategy(LISTED, "enumerate") == "enumerate"
         monkeypatch.setattr(dist, "new_group", old_new_group)
-        assert choose(current(), "enumerate", None, ascending).strategy == "enumerate"
+        assert strategy("tp=2,dp=4", "enumerate") == "enumerate"
         with pytest.raises(CreationError, match=r"creation='enumerate'.*\['auto', 'local'\]"):
-            choose(current(), "enumerate", None, unsorted)
+            HyperCommGrid(LISTED, creation="enumerate").create_pg("tp")
     bound_world.bind(monkeypatch)
     monkeypatch.setattr(c10d, "keeps_order", lambda: False)
     monkeypatch.setattr(c10d, "why_not_members", lambda: "all ranks must come")
     with fake_world(10):
-        assert (
-            choose(current(), "auto", "fake", RankLayout.parse("tp=2").groups("tp")).strategy
-            == "split"
-        )
+        assert strategy("tp=2") == "split"
         with pytest.raises(CreationError, match="split_group"):
-            choose(current(), "split", "fake", unsorted)
-        assert "split_group" in obstacles(current(), "fake", unsorted, None)["split"]
+            HyperCommGrid(LISTED, creation="split").create_pg("tp")
         with pytest.raises(CreationError, match="ranks ascend"):
-            choose(current(), "auto", "fake", unsorted)
+            HyperCommGrid(LISTED).create_pg("tp")

@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from itertools import chain, combinations
 from pathlib import Path
@@ -20,24 +21,15 @@ NAMES = ["tp", "cp", "dp"]
 EVERY = [list(dims) for dims in chain(*(combinations(NAMES, number) for number in (1, 2, 3)))]
 
 
-def burn():
-    while True:
-        pass
-
-
 @contextlib.contextmanager
 def busy_machine():
     """Keep every core busy with something else."""
-    context = multiprocessing.get_context("spawn")
-    burning = [context.Process(target=burn, daemon=True) for _ in range(os.cpu_count() or 1)]
-    for process in burning:
-        process.start()
-    try:
+    with contextlib.ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            burning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.enter_context(burning)
+            stack.callback(burning.kill)
         yield
-    finally:
-        for process in burning:
-            process.kill()
-            process.join()
 
 
 def standing():

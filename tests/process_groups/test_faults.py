@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from busy import late_s
+from busy import late_s, wait_until
 from group_facts import sum_over
+from launched import state_of
 from mortal_ranks import end_by, run_scene, start
 
 from hypercomm import HyperCommGrid, renew_world
@@ -85,11 +86,18 @@ STORE_S = 1.0
 
 
 def serve(file):
-    """Serve the store of a job, in a process of its own."""
+    """Serve the store of a job, in a process of its own, until it is killed or told to stop."""
+
+    def stop(*_):
+        signal.signal(signal.SIGCONT, stop)  # should something let it continue
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    signal.signal(signal.SIGUSR1, stop)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     file.with_suffix(".new").write_text(str(store.port))
     file.with_suffix(".new").rename(file)
-    signal.pause()
+    while True:
+        signal.pause()
 
 
 def lose_the_store(rank, server, number):
@@ -114,6 +122,7 @@ def lose_the_store(rank, server, number):
     dist.barrier()
     if rank == 0:
         os.kill(server, number)
+        wait_until(lambda: state_of(server) in "TZX")
     dist.barrier()
     for name in [*calls][2 * rank :] + [*calls][: 2 * rank]:
         begin = time.monotonic()
@@ -126,13 +135,12 @@ def lose_the_store(rank, server, number):
 # When the process that serves the store is gone or silent, each call ends in time with an error of
 # ours that says so, the first one and those that follow.
 @pytest.mark.full
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_store_that_is_lost(tmp_path, number):
     file = tmp_path / "port"
     server = start(serve, file)
     try:
-        while not file.exists():
-            time.sleep(0.01)
+        wait_until(file.exists)
         port = int(file.read_text())
         run_scene(tmp_path, lose_the_store, 4, server.pid, number, port=port)
     finally:
@@ -147,7 +155,7 @@ import sys, threading, time
 import torch.distributed as dist
 from hypercomm import HyperCommGrid
 
-how, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+how, file, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
 grid = HyperCommGrid("dp=2")
 calls = {
@@ -159,19 +167,19 @@ if rank == 1:
     threading.Thread(target=calls[how], daemon=True).start()
     time.sleep(1)
 else:
-    time.sleep(4)
+    sys.stdin.read()  # until the other one has ended
 """
 
 
 # An interpreter that ends while a thread of it waits for another rank ends as with torch alone.
 @pytest.mark.full
 def test_an_interpreter_that_ends(tmp_path):
-    def programs(how):
-        command = [sys.executable, "-c", PROGRAM, how]
-        run = [[*command, str(rank), str(tmp_path / how)] for rank in (0, 1)]
-        return [subprocess.Popen(each, stderr=subprocess.DEVNULL) for each in run]
+    def start_both(how):
+        command = [sys.executable, "-c", PROGRAM, how, str(tmp_path / how)]
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return [subprocess.Popen([*command, rank], **pipes) for rank in "01"]
 
-    running = {how: programs(how) for how in ("plain", "create_pg", "verify")}
-    codes = {how: [program.wait(90) for program in pair] for how, pair in running.items()}
-    assert set(map(tuple, codes.values())) == {tuple(codes["plain"])}, codes
-    assert codes["plain"] == [0, 0]
+    for first, second in [*map(start_both, ("plain", "create_pg", "verify"))]:
+        for program in (second, first):
+            program.communicate(timeout=90)
+            assert program.returncode == 0

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of, registered, store_of_world
+from group_facts import all_reduce_of, registered, store_of_world, world_anew
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
@@ -37,20 +37,11 @@ def sum_over(group, device="cuda"):
 
 def begin(backend="nccl", *, bound):
     """Make WORLD anew with NCCL, which refuses two ranks of one host on a card."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
+    host = f"host-{dist.get_rank()}"
+    os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
     torch.cuda.set_device(0)
-    store = dist.PrefixStore("again", store_of_world())
-    dist.destroy_process_group()
     options = {"device_id": torch.device("cuda", 0)} if bound else {}
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-        **options,
-    )
+    rank = world_anew(backend, timeout=timedelta(seconds=120), **options)
     sum_over(dist.group.WORLD)  # NCCL connects all ranks
     return rank
 

@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import store_of_world
+from group_facts import store_of_world, world_anew
 from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
 
 from hypercomm import HyperCommGrid, RankLayout, join_world
 from hypercomm.errors import CreationError
-from hypercomm.testing import fake_world, registered_groups, simulate
+from hypercomm.testing import fake_world, registered_groups
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
@@ -83,18 +83,8 @@ def sum_over(group):
 
 def begin_bound(backend):
     """Make WORLD anew, bound to a device for each rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("again", store_of_world())
-    dist.destroy_process_group()
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        device_id=torch.device("cuda", rank),
-        timeout=timedelta(seconds=30),
-    )
-    return rank
+    device = torch.device("cuda", dist.get_rank())
+    return world_anew(backend, device_id=device, timeout=timedelta(seconds=30))
 
 
 # Two real ranks create their group while the other two wait until they have it.
@@ -291,15 +281,9 @@ def test_abort_at_once():
 # ---- without a GPU ------------------------------------------------------------------------------
 
 
-def initialise():
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="nccl")
-    return [dist.get_process_group_ranks(grid.create_pg(dims)) for dims in ("tp", "dp")]
-
-
-# A user plans a cluster on a laptop: fake worlds, simulation and explain() take backend="nccl".
+# A user plans a cluster on a laptop: fake worlds and explain() take backend="nccl".
 def test_nccl_on_a_laptop():
     with fake_world(8, rank=5), HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl") as grid:
         assert grid.create_pg("dp").size() == 2
         assert grid.create_pg("tp", backend="cpu:gloo,cuda:nccl").size() == 4
-    simulate(initialise, 4, backend="nccl").check()
     assert HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl", world_size=8).backend == "nccl"

@@ -6,55 +6,22 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s
+from group_facts import figures, figures_of
 from mortal_ranks import run_scene
-from test_survivors import die, sum_of
+from test_survivors import die
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
-from hypercomm.process_groups.torch_internals import capabilities
 from hypercomm.testing import fake_world
 
 HAS_IT = hasattr(dist, "_reconfigure")
-"""Whether torch can do it, from 2.14 on; before, each scene ends with an error that says so."""
+"""Whether torch can do it, from 2.14 on."""
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
 
-def scene(run):
-    """Run a scene with a grid of tp=2,dp=3 that can be reconfigured, unless torch cannot."""
-
-    def body(rank, *args):
-        grid = HyperCommGrid("tp=2,dp=3", enable_reconfigure=True)
-        if HAS_IT:
-            grid.create_pgs(["tp", "dp"], timeout=LONG)
-            return run(rank, grid, *args)
-        with pytest.raises(GroupOptionsError, match="torch has it since"):
-            grid.create_pg("dp")
-        if rank == VICTIM:
-            die()
-        return None
-
-    return body
-
-
 VICTIM, SPARE = 3, 2
-
-
-def figures(grid):
-    """What communicates: the sum over each group, its members in order, the last one's value."""
-    told = {}
-    for key, group in grid.pgs.items():
-        own = torch.tensor([dist.get_rank()])
-        parts = [torch.zeros_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        total = 10**own
-        dist.all_reduce(total, group=group)
-        members = [part.item() for part in parts]
-        dist.broadcast(own, src=members[-1], group=group)
-        assert own.item() == members[-1]
-        assert dist.get_process_group_ranks(group) == members
-        told[str(key)] = [total.item(), members]
-    return told
 
 
 def use_for_ever(groups):
@@ -63,8 +30,9 @@ def use_for_ever(groups):
             dist.all_reduce(torch.zeros(1), group=group)
 
 
-@scene
-def lose_and_regain(rank, grid):
+def lose_and_regain(rank):
+    grid = HyperCommGrid("tp=2,dp=3", enable_reconfigure=True)
+    grid.create_pgs(["tp", "dp"], timeout=LONG)
     groups, told = [*grid.pgs.values()], [figures(grid)]
     names = [group.group_name for group in groups]
     if rank == VICTIM:
@@ -90,24 +58,23 @@ def lose_and_regain(rank, grid):
     assert is_spare or [*grid.pgs.values()] == groups
     grid.destroy()
     assert not is_spare or not grid.pgs
-    return [*told, took_s < 10]
+    return [*told, took_s < late_s(10)]
 
 
 # A loss with a spare rank, a reshape that differs between ranks, one that fits, and one that takes
 # the spare rank back: modules that hold the groups never get others.
-@pytest.mark.alone
+@pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 def test_groups_stay(tmp_path):
     told = run_scene(tmp_path, lose_and_regain, 6, victims=[VICTIM])
-    if not HAS_IT:
-        assert told == dict.fromkeys({*range(6)} - {VICTIM})
-        return
     for rank, (before, left, without, again, is_soon) in told.items():
         tp, dp = rank // 2 * 2, [rank % 2 + 2 * at for at in range(3)]
-        assert before == {"tp": sum_of([tp, tp + 1]), "dp": sum_of(dp)}
+        assert before == {"tp": figures_of([tp, tp + 1]), "dp": figures_of(dp)}
         assert left == [0, 1, 2, 4, 5]
         dp.remove(2 + rank % 2)
-        assert without == ({"tp": sum_of([tp, tp + 1]), "dp": sum_of(dp)} if rank != SPARE else [])
-        assert again == {"tp": sum_of([rank]), "dp": sum_of([0, 1, 2, 4, 5])}
+        assert without == (
+            {"tp": figures_of([tp, tp + 1]), "dp": figures_of(dp)} if rank != SPARE else []
+        )
+        assert again == {"tp": figures_of([rank]), "dp": figures_of([0, 1, 2, 4, 5])}
         assert is_soon  # the timeout of the groups is a minute
 
 
@@ -123,13 +90,8 @@ def test_options_that_cannot_work(options, named):
         HyperCommGrid("tp=4", enable_reconfigure=True, **options).create_pg("tp")
 
 
+@pytest.mark.skipif(HAS_IT, reason="torch can do it")
 @pytest.mark.ranks(1)
-def test_where_it_cannot_work(monkeypatch):
-    grid = HyperCommGrid("tp=1", enable_reconfigure=True)
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    capabilities.since.cache_clear()
-    try:
-        with pytest.raises(GroupOptionsError, match="torch has it since"):
-            grid.create_pg("tp")
-    finally:
-        capabilities.since.cache_clear()
+def test_a_torch_that_cannot():
+    with pytest.raises(GroupOptionsError, match="torch has it since"):
+        HyperCommGrid("dp=1", enable_reconfigure=True).create_pg("dp")

@@ -65,59 +65,9 @@ def test_there_and_back(verify, batched):
 # ---- a rank that fails --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def failing_on(rank, where, failures):
-    """Let one rank fail to derive groups, or to create them."""
-    if dist.get_rank() != rank:
-        yield
-    elif where == "derive":
-        failures.append(ERROR)
-        yield
-        failures.clear()
-    else:
-        with mock.patch.object(c10d, "new_group", side_effect=ERROR):
-            yield
-
-
-# One rank fails, before the ranks meet or in the creation: it raises its own error, the others
-# raise within seconds and name it, nobody has lost or kept anything, and all may try again.
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("failing", "where", "verify"),
-    [(0, "create", False), (6, "derive", False), (6, "create", True)],
-)
-@pytest.mark.ranks(8, timeout=90)
-def test_one_rank_fails(failing, where, verify):
-    is_here, failures = dist.get_rank() == failing, []
-
-    def pairs(groups):
-        if failures:
-            raise failures[0]
-        return groups.levels([2, 2])[1]
-
-    with HyperCommGrid("tp=2,dp=4", verify=verify) as grid:
-        grid.create_pg("tp")
-        grid.create_pg("dp", name="pairs", derive=pairs)
-        before = dict(grid.pgs)
-        dist.barrier()  # who still waits in a creation would hear of the failure there
-        begin = time.monotonic()
-        with (
-            failing_on(failing, where, failures),
-            pytest.raises(ZeroDivisionError if is_here else CreationError) as caught,
-        ):
-            grid.reshape("dp=4,tp=2")
-        assert time.monotonic() - begin < late_s(5)
-        assert is_here or f"rank {failing} (host" in str(caught.value)
-        assert is_here or str(ERROR) in str(caught.value)
-        assert [*grid.pgs.items()] == [*before.items()]
-        assert registered_groups() == {dist.group.WORLD, *before.values()}
-        assert sums(grid)["tp",] == numpy_sums("tp=2,dp=4", [("tp",)])["tp",]
-        grid.reshape("dp=4,tp=2")
-        assert sums(grid)["tp",] == numpy_sums("dp=4,tp=2", [("tp",)])["tp",]
-
-
-# A key that another grid's group serves: a reshape that fails does not destroy it, and one that
-# succeeds uses it; it stays its owner's.
+# One rank fails in the creation: it raises its own error, the others raise soon and name it, nobody
+# has lost or kept anything, and all may try again. A key that another grid's group serves: a
+# reshape that fails does not destroy it, and one that succeeds uses it; it stays its owner's.
 @pytest.mark.ranks(4)
 def test_a_group_of_another_grid():
     with HyperCommGrid("tp=2,dp=2", share="identical", name="lender") as lender:
@@ -125,9 +75,18 @@ def test_a_group_of_another_grid():
         with HyperCommGrid("tp=2,dp=2", share="identical", share_with=lender) as grid:
             ends = {"derive": lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))}
             grid.create_pgs(["tp", {"dims": "tp", "name": "ends", **ends}])
-            error = ZeroDivisionError if dist.get_rank() == 0 else CreationError
-            with failing_on(0, "create", []), pytest.raises(error):
+            is_here, before, begin = dist.get_rank() == 0, dict(grid.pgs), time.monotonic()
+            dist.barrier()  # who still waits in a creation would hear of the failure there
+            fails = mock.patch.object(c10d, "new_group", side_effect=ERROR)
+            with (
+                fails if is_here else contextlib.nullcontext(),
+                pytest.raises(ZeroDivisionError if is_here else CreationError) as caught,
+            ):
                 grid.reshape("tp=4,dp=1")
+            assert time.monotonic() - begin < late_s(5)
+            assert is_here or "rank 0 (host" in str(caught.value)
+            assert [*grid.pgs.items()] == [*before.items()]
+            assert registered_groups() == {dist.group.WORLD, lent, *filter(None, before.values())}
             assert sum_over(lent) == 1111
             grid.destroy_pg("tp", name="ends")
             grid.reshape("tp=4,dp=1")

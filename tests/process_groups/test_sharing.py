@@ -3,10 +3,9 @@
 import gc
 
 import pytest
-import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.testing import fake_world, simulate
+from hypercomm.testing import fake_world
 
 
 def grid_of(**arguments):
@@ -37,20 +36,3 @@ def test_shared_after_a_reshape():
         wide = grid.create_pg(["tp", "cp"], share="never")
         grid.reshape("tp=4,dp=2")
         assert grid.create_pg("tp", name="x", share="identical") is grid.get_pg("tp") is wide
-
-
-def two_jobs():
-    backends = []
-    for backend in ("gloo", "nccl"):
-        if not dist.is_initialized():
-            dist.init_process_group(backend)
-        with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-            backends.append((dist.get_backend(grid.create_pg("tp")), grid.explain("tp").backend))
-        dist.destroy_process_group()
-    return backends
-
-
-# The second job of a process has its own backend, in a simulation, too.
-def test_a_second_job():
-    expected = [("gloo", "gloo"), ("nccl", "nccl")]
-    assert simulate(two_jobs, 4, backend="gloo").returned == dict.fromkeys(range(4), expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from group_facts import sum_over
+from group_facts import figures, figures_of, sum_over
 from mortal_ranks import run_scene
 
 from hypercomm import HyperCommGrid, renew_world
@@ -31,18 +31,6 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def figures(grid):
-    """What communicates: the sum over each group, and in which order its members are."""
-    told = {}
-    for key, group in grid.pgs.items():
-        told[str(key)] = None
-        if group is not None:
-            parts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-            dist.all_gather(parts, torch.tensor([dist.get_rank()]), group=group)
-            told[str(key)] = [sum_over(group), [part.item() for part in parts]]
-    return told
-
-
 def is_clean(grid):
     """Whether torch has WORLD and the groups of the grid, and no others."""
     return registered_groups() == {dist.group.WORLD, *filter(None, grid.pgs.values())}
@@ -53,18 +41,13 @@ def create(grid, *keys):
     return grid
 
 
-def sum_of(ranks):
-    """What a group sums up to, and its members in their order."""
-    return [sum(10**rank for rank in ranks), list(ranks)]
-
-
 def groups_in(ranks, tp, rank):
     """The groups over tp and dp that a rank is in, where tp counts fastest in a list of ranks."""
     if rank not in ranks:
         return {"tp": None, "dp": None}
     at = ranks.index(rank)
     first = at - at % tp
-    return {"tp": sum_of(ranks[first : first + tp]), "dp": sum_of(ranks[at % tp :: tp])}
+    return {"tp": figures_of(ranks[first : first + tp]), "dp": figures_of(ranks[at % tp :: tp])}
 
 
 # ---- after a loss -------------------------------------------------------------------------------
@@ -85,7 +68,7 @@ def lose(rank, losses):
         assert (result.kept, len(result.created), len(result.destroyed)) == ((), 3, 3)
         assert result.lost
         sums = figures(grid)
-        assert sums.pop("tp+dp") == (sum_of(ranks) if rank in ranks else None)
+        assert sums.pop("tp+dp") == (figures_of(ranks) if rank in ranks else None)
         assert sums == groups_in(ranks, int(target[3]), rank)
         assert is_clean(grid)
 
@@ -243,6 +226,7 @@ def test_a_new_world_without_one(lists, error, named):
         with pytest.raises(error, match=rf"(?s)renew_world\(\) of ranks .*{named}"):
             renew_world(lists[rank], timeout=timedelta(seconds=2))
         assert time.monotonic() - begin < 2 + late_s(2)
+    dist.barrier()  # the groups wait for three seconds
     assert sum_over(grid.get_pg("tp+dp")) == 1111
     if rank == 3:
         with pytest.raises(RankOutsideError):
@@ -251,4 +235,4 @@ def test_a_new_world_without_one(lists, error, named):
         with renew_world([2, 0, 1], timeout=PATIENCE) as job:
             assert (job.rank, sum_over(dist.group.WORLD)) == ([1, 2, 0][rank], 111)
             assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # other processes
-            assert figures(grid)["tp"] == (sum_of([0, 1]) if job.rank < 2 else None)
+            assert figures(grid)["tp"] == (figures_of([0, 1]) if job.rank < 2 else None)

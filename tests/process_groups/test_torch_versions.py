@@ -13,6 +13,7 @@ import fresh_programs
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s
 from group_facts import registered, sum_over
 
 from hypercomm import HyperCommGrid
@@ -35,7 +36,7 @@ def test_a_trial_that_fails():
     begin = time.monotonic()
     with pytest.raises(CreationError, match="nosuch0"):
         grid.create_pg("dp", timeout=timedelta(seconds=30))
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < late_s(10)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     dist.barrier()
     with grid:
@@ -86,7 +87,7 @@ def test_the_timeout_of_a_group():
             begin = time.monotonic()
             with pytest.raises(RuntimeError):
                 sum_over(group)
-            assert 0.4 < time.monotonic() - begin < 5
+            assert 0.4 < time.monotonic() - begin < late_s(5)
         dist.barrier()
 
 

@@ -390,7 +390,6 @@ class Job:
         ranks: Its ranks.
         server: The store.
         happened: The faults that have happened.
-        took_s: How long it took, in virtual time.
     """
 
     scheduler: Scheduler
@@ -407,11 +406,6 @@ class Job:
     def is_stuck(self) -> str:
         """Why the run was given up; "" if it was not."""
         return self.scheduler.is_stuck
-
-    @property
-    def took_s(self) -> float:
-        """How long it took, in virtual time."""
-        return self.scheduler.now_s
 
     def calls(self, number: int) -> list[Made]:
         """Return the n-th call of each living rank that made so many; -1: the last ones."""
@@ -433,7 +427,7 @@ class Job:
         return [rank.value for rank in self.ranks]
 
     def __str__(self) -> str:
-        lines = [f"{self.size} ranks, {self.took_s:.3f} s {self.is_stuck} {self.happened}"]
+        lines = [f"{self.size} ranks, {self.scheduler.now_s:.3f} s {self.is_stuck} {self.happened}"]
         for rank in self.ranks:
             lines.append(f"{rank}: {'died' if rank.is_dead else repr(rank.error or rank.value)}")
             for call in rank.calls:

@@ -38,19 +38,6 @@ def test_facts_differ(fact, seed):
     assert {*job.kinds(-1)} == {""}, job
 
 
-# Who has not come is named by all others.
-@pytest.mark.parametrize(("missing", "title"), [(0, "trainer rank 0 of 2"), (2, "engine rank 0")])
-def test_a_rank_that_does_not_come(missing, title):
-    def program():
-        if dist.get_rank() != missing:
-            attempt(joined)
-
-    job = simulate_job(program, 3)
-    check_time(job, T + GRACE_S)
-    assert {call.error.missing for call in job.calls(0)} == {(missing,)}, job
-    assert all(title in str(call.error) for call in job.calls(0)), job
-
-
 # A process that ends at any moment while it joins may start again within the timeout; if the first
 # one lives, it must end.
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])

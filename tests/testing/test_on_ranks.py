@@ -1,10 +1,7 @@
 """Tests on real ranks: `given_ranks`, and the pytest plugin as pytest shows it."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -13,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import run_python
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
@@ -138,16 +136,10 @@ pytestmark = pytest.mark.full
 
 def run_pytest(folder, *arguments):
     """Run pytest on a folder as on a project of its own."""
-    plain = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
     plugins = ["-p", pytest_plugin.__name__, "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *arguments],
-        cwd=folder,
-        env={**plain, "COLUMNS": "400", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    tests = str(Path(__file__).parents[1])
+    given = {"folder": folder, "COLUMNS": "400", "PYTHONPATH": tests}
+    done = run_python("-m", "pytest", *plugins, *arguments, **given)
     return done.stdout + done.stderr
 
 

@@ -1,14 +1,13 @@
 """The published strategies: they keep their bounds, reach them, reject impossible ones, shrink."""
 
 import re
-import subprocess
-import sys
 
 import hypothesis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
+from launched import run_python
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, UnknownDimError
@@ -202,8 +201,7 @@ from hypercomm import RankLayout
 from hypercomm.testing import layouts
 print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: one.size > 1))
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-c", program)
     packages, modules, drawn = done.stdout.splitlines()
     assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
     own = ["hypercomm.errors", "hypercomm.testing", "hypercomm.testing.pytest_plugin"]

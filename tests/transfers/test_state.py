@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import store_of_world
+from group_facts import world_anew
 
 from hypercomm import RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
@@ -161,10 +161,7 @@ def test_continuing():
     assert caught.value.bucket == 2
     assert not into or len(missing()) > 5
     dist.barrier()  # what follows stands for a job that was started again
-    store = dist.PrefixStore("again", store_of_world())
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world_anew()
     move(start=caught.value.bucket)
     assert missing() == []
 

@@ -3,15 +3,14 @@
 import ctypes
 import os
 import socket
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from launched import run_python
 
 from hypercomm import live_topology
 from hypercomm.errors import NotInitializedError
-from hypercomm.launchers import VARIABLES
 from hypercomm.tools.place import Level, Topology
 from hypercomm.tools.place.live import nvml_domain, slurm_units
 
@@ -95,11 +94,7 @@ def test_nvml(fabric, domain):
 # With --on live one rank prints the report of the job.
 @pytest.mark.clients
 def test_command():
-    call = "torchrun --nproc-per-node 4 --no-python hypercomm place tp=2,dp=2 --on live"
-    launched = VARIABLES & os.environ.keys()
-    environment = {name: os.environ[name] for name in os.environ.keys() - launched}
-    done = subprocess.run(
-        call.split(), capture_output=True, check=False, text=True, timeout=120, env=environment
-    )
+    torchrun = "-m torch.distributed.run --nproc-per-node 4 --no-python"
+    done = run_python(*torchrun.split(), *["hypercomm", "place", "tp=2,dp=2", "--on", "live"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tp=2,dp=2: 4 ranks on 1 host") == 1
