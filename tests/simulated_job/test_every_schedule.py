@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.protocol import Outcome, Proposal
+from hypercomm.process_groups.agreement.protocol import AGREED, Outcome, Proposal, Record
+from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
 
 KEY = "record"
 
@@ -216,3 +217,22 @@ def test_faults(deed, deaths, late):
     search = Search(["", deed], deaths, late)
     assert search.ends
     assert search.broken() == []
+
+
+# Rank 1 waits in another call for rank 0, which has not seen yet that its own call has ended: that
+# is a circle only while both rounds are open.
+@pytest.mark.parametrize("ended", ["", "own", "other"])
+def test_a_circle_that_has_ended(ended):
+    own, other = (
+        Status(rank, "host", name, "", name, 0, waits_for=(1 - rank,))
+        for rank, name in enumerate(["own", "other"])
+    )
+    held = {status_key("job", 1): other.text()}
+    for name in ("own", "other"):
+        outcome = AGREED if name == ended else None
+        held[name] = Record(0, Proposal(0, "host"), outcome).text()
+    steps, reply = find_deadlock("job", own, {}), None
+    with pytest.raises(StopIteration) as end:
+        while True:
+            reply = perform(held, steps.send(reply))
+    assert end.value.value == ([] if ended else [own, other])

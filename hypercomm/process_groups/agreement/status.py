@@ -106,11 +106,11 @@ def find_deadlock(
     circle = yield from _way_back(namespace, [own], known)
     if any(status.threads > 1 for status in circle):
         return []
-    for status in circle[1:]:
+    for status in [*circle[1:], *circle[:1]]:  # this rank may be the last to see its round end
         record = yield from read_record(status.key)
         if record is None or record.outcome_of(status.round) is not None:
             return []
-        if (yield from read_status(namespace, status.rank)) != status:
+        if status is not own and (yield from read_status(namespace, status.rank)) != status:
             return []
     return circle
 
