@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from busy import late_s
 from group_facts import sum_over
 from mortal_ranks import end_by, run_scene
 
@@ -109,7 +110,7 @@ def gone_at_dp(rank, how, more):
         grid.connect(timeout=timedelta(seconds=4))
     assert rank > 1 or sum_over(grid.get_pg("tp")) == 11
     grid.destroy()
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < late_s(20)
     words, group = str(caught.value), "dp" if rank == 1 else "".join(more)
     assert words.startswith("connect() of each group: timed out: rank 3 (tp=1,")
     assert (caught.value.missing, caught.value.group) == ((3,), group)
