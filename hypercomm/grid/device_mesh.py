@@ -5,11 +5,13 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 from weakref import ref
 
+import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 _IN_ORDER = "_hypercomm_in_order"
 """Set on a mesh whose groups have its ranks in its order, on every rank."""
 
-_made: list[tuple[ref[DeviceMesh], list[str]]] = []
-"""The meshes of grids with the names of their groups; of this process, as DTensor's cache is."""
+_made: list[_Made] = []
+"""The meshes of grids; of this process, as DTensor's cache is."""
+
+_lock = threading.Lock()
+"""Held while `_made` is changed."""
 
 _SORTED = (
     "; torch sorts the ranks of the groups that it makes for a mesh: give it ascending ranks, or "
@@ -67,32 +72,66 @@ def as_mesh(
             mesh=torch.from_numpy(ranks),
             mesh_dim_names=tuple(spans),
         )
-    _check_equal_meshes(mesh, [group.group_name for group in groups])
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
         c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
+    named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
-        group = view[[dim for part in parts for dim in spans[part]]].group
-        c10d.flatten_mesh(mesh, parts, name, group)
+        named[name] = view[[dim for part in parts for dim in spans[part]]].group
+        c10d.flatten_mesh(mesh, parts, name, named[name])
+    _check_equal_meshes(mesh, named)
     return mesh
 
 
-def _check_equal_meshes(mesh: DeviceMesh, names: list[str]) -> None:
-    """Raise if a mesh that torch takes for the same has other groups, else note the mesh.
+@attrs.frozen
+class _Made:
+    """A mesh of a grid, while it lives.
+
+    Attributes:
+        mesh: The mesh.
+        flat: Its flattened dims.
+        groups: The group of each dim.
+    """
+
+    mesh: ref[DeviceMesh]
+    flat: dict[str, ref[DeviceMesh]]
+    groups: dict[str, ref[ProcessGroup]]
+
+    def part(self, name: str) -> DeviceMesh | None:
+        """Return one dim as a mesh; None if there is none, or no mesh any more."""
+        whole = self.mesh()
+        if whole is None or name not in self.groups:
+            return None
+        return self.flat[name]() if name in self.flat else whole[name]
+
+
+def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) -> None:
+    """Raise if torch takes a dim of a mesh for one with another group; else note the mesh.
 
     DTensor caches the result of an operation with the mesh of its first use, and looks it up by
     equality: results on the second mesh would be tensors of the first, and use its groups.
     """
-    _made[:] = [one for one in _made if one[0]() is not None]
-    for other, theirs in _made:
-        if theirs != names and other() == mesh and all(map(c10d.registered_as, theirs)):
-            raise LayoutError(
-                f"{mesh} equals a mesh of another grid, whose groups differ: DTensor would take "
-                f"one for the other, and communicate over the groups of the first; give the dims "
-                f"other names, destroy the other grid first, or make both grids with "
-                f"share='identical' and this one with share_with="
-            )
-    _made.append((ref(mesh), names))
+    flat = {name: ref(one) for name, one in c10d.flattened(mesh).items()}
+    new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
+    with _lock:
+        _made[:] = [one for one in _made if one.mesh() is not None]
+        others = [*_made]
+        _made.append(new)
+    for name, group in groups.items():
+        for other in others:
+            known = other.groups[name]() if name in other.groups else None
+            if known in {None, group} or not c10d.is_registered(known):
+                continue
+            if other.part(name) == new.part(name):
+                with _lock:
+                    _made.remove(new)
+                raise LayoutError(
+                    f"dim {name!r} of {mesh} has other groups than an equal dim of another mesh: "
+                    f"DTensor would take one for the other, and communicate over the groups of the "
+                    f"first; use another name, let both share their groups (shared_dims= of a "
+                    f"view; else share='identical', and share_with= between grids), or destroy the "
+                    f"other grid first"
+                )
 
 
 def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:

@@ -29,8 +29,9 @@ class PipelineEdges:
     The first use of an edge creates it and the edge of the other direction, and waits for the
     neighbour to use one of them. With `wrap`, a rank creates even edges first, then odd ones, then
     the edge from the last stage to the first; otherwise ranks could wait for each other in a ring.
-    In a grid with `verify`, the first use calls `create`. An object stays correct after the grid
-    was reshaped.
+    So the first use may wait for both neighbours, and these for theirs: call `create` first. In a
+    grid with `verify`, the first use calls `create`. An object stays correct after the grid was
+    reshaped. Both ranks of an edge must send and receive in one order.
 
     Attributes:
         wrap: Whether the first stage follows the last one.
@@ -72,40 +73,37 @@ class PipelineEdges:
         return self._group("backward", 0)
 
     def create(self) -> None:
-        """Create all edges that do not exist, in one `create_pgs`, which may raise its errors.
+        """Create all edges that do not exist, each by its two ranks.
 
         Every rank of the grid must call this. Call it before `connect`, `verify` or `reshape`,
-        which compare the groups of all ranks, unless each rank has used all of its edges.
+        which compare the groups of all ranks, unless each rank has used all of its edges. May raise
+        the errors of `create_pg`.
         """
-        view = self._at._view
-        requests = [request for kind in self._kinds() for request in self._requests(kind)]
-        made = [view._key(one["dims"], one["name"], None)[0] in view._created for one in requests]
-        view.create_pgs([one for one, is_made in zip(requests, made, strict=True) if not is_made])
+        self._create(self._kinds())
 
     def _group(self, direction: str, offset: int) -> ProcessGroup | None:
         """Return the group of the edge that begins at a stage `offset` from the calling rank's."""
         kind = self._kind(offset)
         if kind is None:
             return None
+        view = self._at._view
         dims, name = "+".join(self._at.dims), f"edge {direction} {kind}"
-        try:
-            return self._at._view.get_pg(dims, name=name)
-        except GroupMissingError:
-            self._create_at(kind)
-        return self._at._view.get_pg(dims, name=name)
-
-    def _create_at(self, kind: str) -> None:
-        """Create the calling rank's edges of a kind, and register the kinds that it is not in."""
-        view, kinds = self._at._view, self._kinds()
-        if view._owner.is_verified:
+        if view._owner.is_verified:  # all ranks make the same creations, whichever edge they use
             self.create()
-            return
-        needed = kinds[: kinds.index(kind) + 1] if self.wrap else [kind]
-        own = {self._kind(offset) for offset in (0, -1)}
-        for one in kinds:
-            if one in needed or one not in own:
-                for request in self._requests(one):
-                    view.ensure_pg(**request)
+        try:
+            return view.get_pg(dims, name=name)
+        except GroupMissingError:
+            kinds = self._kinds()
+            needed = kinds[: kinds.index(kind) + 1] if self.wrap else [kind]
+            own = {self._kind(offset) for offset in (0, -1)}
+            self._create([one for one in kinds if one in needed or one not in own])
+        return view.get_pg(dims, name=name)
+
+    def _create(self, kinds: list[str]) -> None:
+        """Create the calling rank's edges of some kinds; register kinds that it is not in."""
+        for kind in kinds:
+            for request in self._requests(kind):
+                self._at._view.ensure_pg(**request)
 
     def _kind(self, offset: int) -> str | None:
         """Return the kind of the edge that begins `offset` from here; None if there is none."""

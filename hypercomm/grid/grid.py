@@ -451,7 +451,8 @@ class GridView:
 
         NCCL runs the transfers of a group one after the other: a stage that waits for a gradient
         cannot send activations over the same group. This call creates nothing. The first use of an
-        edge creates it, together with the neighbour alone; `create()` creates all edges.
+        edge creates it, together with the neighbour alone; with `wrap` or `verify` it may wait for
+        further ranks, so call `create()` first, which creates all edges.
 
         Args:
             dims: The dims of the pipeline, as for `get_pg`.
@@ -525,7 +526,8 @@ class GridView:
         grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
         grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
         mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor takes meshes
-        with equal ranks and dim names for one, so a second one with other groups is an error.
+        with equal ranks and dim names for one, so a second one with other groups is an error; the
+        meshes of `init_device_mesh` are not compared.
 
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
@@ -540,8 +542,8 @@ class GridView:
         Raises:
             RankOutsideError: The calling rank is not in the grid.
             LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
-            LayoutError: Another grid has a mesh with equal ranks and dim names, and other groups:
-                use other dim names, destroy that grid first, or share its groups (`share_with`).
+            LayoutError: DTensor would take a dim for that of another mesh, with other groups: use
+                another name, destroy the other grid first, or let both share their groups.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
             GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.
@@ -748,11 +750,17 @@ class GridView:
             >>> entry["profiling_name"], entry["process_group"][1], entry["collective_seq_id"]
             ('fake:barrier', 'dp', 1)
         """
-        views, owner = self._state.views, self._owner
-        layouts = {"": views.base, **{name: view.layout for name, view in views.items()}}
-        groups = lambda: {key: one.pg for key, one in owner.created.items()}  # noqa: E731
+        state = self._state  # a reshape changes what it holds
+
+        def layouts() -> dict[str, RankLayout]:
+            views = state.views
+            return {"": views.base, **{name: view.layout for name, view in views.items()}}
+
+        def groups() -> list[ProcessGroup | None]:
+            return [group.pg for group in list(state.owner.created.values())]
+
         start: type[Watch] = importlib.import_module(_WATCH).Watch
-        return start(seconds, folder, layouts, groups, (owner.world or current()).rank)
+        return start(seconds, folder, layouts, groups, (state.owner.world or current()).rank)
 
     def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.

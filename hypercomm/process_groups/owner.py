@@ -173,6 +173,8 @@ class GroupOwner:
         """Create a group at the first call; return the same group afterwards."""
         while True:
             with self.pool.lock:
+                if spec.key in self.ended:
+                    raise GroupMissingError(spec.key.says_ended())
                 existing = self.specs.get(spec.key)
                 if existing is not None:
                     existing.check_same(spec)
@@ -419,9 +421,10 @@ class GroupOwner:
                 self.ended[key] = pg if stays else None
                 if pg is not None:
                     (isolated if stays else unused).append(pg)
-        for pg in isolated:
-            c10d.isolate(pg)
-        abort(reversed(unused))
+        with contextlib.ExitStack() as endings:  # each is called, also after an error
+            endings.callback(abort, reversed(unused))
+            for pg in isolated:
+                endings.callback(c10d.isolate, pg)
 
     def _release_all(self) -> list[ProcessGroup]:
         """Release all keys; return the groups that no other grid has, the last one first."""

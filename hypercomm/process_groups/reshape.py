@@ -168,7 +168,9 @@ def _gone(
 
 def _staying(old: GroupOwner, new: Sequence[Group]) -> dict[GroupKey, ProcessGroup]:
     """Return the process groups that stay and get other members, by the key that needs them."""
-    held = {key: group.pg for key, group in old.created.items() if group.is_owned} | old.ended
+    own = [(key, group) for key, group in old.created.items() if group.is_owned]
+    own = [(key, group) for key, group in own if all(owner is old for owner, _ in group.users)]
+    held = {key: group.pg for key, group in own} | old.ended
     stays: dict[GroupKey, ProcessGroup] = {}
     for group in new:
         if not group.spec.options.enable_reconfigure or group.spec.own is None:

@@ -124,6 +124,11 @@ def layer(
 
     shapes = {name: parameter.shape for name, parameter in _parameters(dense).items()}
     wholes = {name: drawn(given) for name, given in {**tensors, **shapes}.items()}
+    unknown = cuts.keys() - {*wholes, "output"}
+    if unknown:
+        raise LayoutError(
+            f"cuts names {sorted(unknown)}, but the tensors are {[*wholes]} and output"
+        )
     leaves, expected = _call(dense, wholes)
     start = drawn(expected.shape)
     torch.autograd.backward(expected, start)
@@ -195,6 +200,7 @@ def linear(
         cuts = {"input": 2, "weight": 1, "output": sequence}
     else:
         raise LayoutError(f"cut must be 'column' or 'row', got {cut!r}")
+    cuts = {name: axis for name, axis in cuts.items() if name in {*shapes, "output"}}
     layer(grid, dim, sharded, functional.linear, shapes, cuts=cuts, **options)
 
 
@@ -459,5 +465,5 @@ def _gather(grid: GridView, value: Any) -> dict[int, Any]:
     """Return the value of each rank of the grid, by rank."""
     everyone = grid[grid.dim_names]
     gathered: list[Any] = [None] * everyone.size
-    dist.all_gather_object(gathered, (dist.get_rank(), value), group=everyone.group)
+    dist.all_gather_object(gathered, (grid._owner.rank(), value), group=everyone.group)
     return dict(sorted(gathered))

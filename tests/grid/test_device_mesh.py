@@ -293,6 +293,27 @@ def test_equal_meshes_with_other_groups():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
+# Slices and flattened dims are compared too; those that have the same groups are right, and meshes
+# of an earlier world do not count.
+def test_equal_parts_of_meshes():
+    kept = []
+    for _ in range(2):
+        with fake_world(8):
+            first, second = HyperCommGrid("tp=2,dp=4"), HyperCommGrid("tp=2,pp=4")
+            kept.append(first.device_mesh())
+            with pytest.raises(LayoutError, match="'tp'"):
+                second.device_mesh()
+            assert second.device_mesh("pp").get_group() is second.get_pg("pp")
+    with fake_world(8), HyperCommGrid("tp=2,cp=2,dp=2") as grid:
+        grid.register_view("expert", [4, 2], ["tp", "edp"])
+        grid.register_view("same", [2, 4], ["tp", "edp"], shared_dims=["tp"])
+        kept.append(grid.device_mesh(flatten={"both": ["dp", "cp"]}))
+        kept.append(grid.view("expert").device_mesh("edp", "tp"))
+        assert grid.view("same").device_mesh("edp", "tp")["tp"].get_group() is grid.get_pg("tp")
+        with HyperCommGrid("tp=2,both=4") as other, pytest.raises(LayoutError, match="'both'"):
+            other.device_mesh("both", "tp")
+
+
 # DTensors are sharded over a mesh at an offset, or of listed ranks by their places in the list, and
 # redistributed, on the grid's groups and no others; and every rank reads the list back from it.
 @pytest.mark.parametrize("order", [range(1, 5), [2, 0, 3, 1]], ids=str)

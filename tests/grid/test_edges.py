@@ -257,3 +257,28 @@ def test_verified(wrap):
         assert exchange(edges, [0, 1, 2, 3]) == wanted
         assert len(grid.pgs) == (6 if wrap else 4)
         edges.create()
+
+
+# After a reshape, a rank that has all of its edges takes part in the creation of the new ones.
+@pytest.mark.ranks(4, timeout=60)
+def test_verified_after_a_reshape():
+    rank = dist.get_rank()
+    with HyperCommGrid("pp=2,dp=2", verify=True) as grid:
+        edges = grid.edges()
+        assert exchange(edges, [rank // 2 * 2, rank // 2 * 2 + 1]) == [rank % 2, rank % 2 - 1]
+        grid.reshape("pp=4,dp=1")
+        assert exchange(edges, [0, 1, 2, 3]) == [int(rank > 0), -int(rank < 3)]
+        grid.verify(LIMIT)
+
+
+# Once two ranks have used an edge, all ranks can create the others, and all find the same.
+@pytest.mark.ranks(4, timeout=60)
+def test_create_after_a_use_by_two_ranks():
+    with HyperCommGrid("pp=4") as grid:
+        edges = grid.edges()
+        used = {1: "to_next", 2: "from_previous"}
+        if dist.get_rank() in used:
+            assert getattr(edges, used[dist.get_rank()]).size() == 2
+        edges.create()
+        grid.verify(LIMIT)
+        grid.reshape("pp=2,dp=2")

@@ -78,6 +78,23 @@ def test_groups_stay(tmp_path):
         assert is_soon  # the timeout of the groups is a minute
 
 
+# A group that another grid has too does not get other members: the grid that is reshaped gets a new
+# one.
+@pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
+@pytest.mark.ranks(4, timeout=60)
+def test_a_group_of_two_grids():
+    options = {"share": "identical", "enable_reconfigure": True}
+    lender = HyperCommGrid("tp=2,dp=2", name="lender", **options)
+    other = HyperCommGrid("tp=2,dp=2", name="other", share_with=lender, **options)
+    group = lender.create_pg("tp")
+    assert other.create_pg("tp") is group
+    lender.reshape("tp=4,dp=1", ranks=range(4))
+    assert figures(lender) == {"tp": figures_of([0, 1, 2, 3])}
+    first = dist.get_rank() // 2 * 2
+    assert figures(other) == {"tp": figures_of([first, first + 1])}
+    assert other.get_pg("tp") is group
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

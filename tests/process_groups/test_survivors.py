@@ -119,8 +119,9 @@ def test_timeouts():
         assert grid.get_pg("dp") is group
         assert grid.survivors(timedelta(seconds=41)) == tuple(range(8))
         assert registered_groups() == {dist.group.WORLD}
-        with pytest.raises(GroupMissingError, match="reshape"):
-            grid.get_pg("dp")
+        for use in (grid.get_pg, grid.ensure_pg, lambda dims: grid[dims].group):
+            with pytest.raises(GroupMissingError, match="reshape"):
+                use("dp")
         with pytest.raises(GroupExistsError, match="reshape"):
             grid.create_pg("dp")
         assert "destroyed: tp, dp" in str(grid.reshape("tp=4,dp=2", ranks=range(8)))

@@ -459,6 +459,11 @@ def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup)
     mesh._flatten_mapping[name] = flat
 
 
+def flattened(mesh: Any) -> dict[str, Any]:
+    """Return the flattened dims of a mesh, by name."""
+    return dict(mesh._flatten_mapping)
+
+
 def _as_one_dim(layout: Any) -> Any:
     """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
     if hasattr(layout, "collapse"):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hypercomm.errors import ToolError
 from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.torch_internals.debug_server import (
     DebugHandler,
@@ -16,7 +19,7 @@ from hypercomm.process_groups.torch_internals.debug_server import (
     register_handler,
 )
 from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.evidence import Evidence, read_dumps
+from hypercomm.tools.blame.evidence import Evidence, Record, read_dumps
 
 _ENDPOINT = "hypercomm_watch"
 
@@ -35,6 +38,8 @@ _PAGE = """
     {% endfor %}
 {% endblock %}
 """
+
+_APART_S = 1.0
 
 _RANKS = ("rank", "coordinates", "host", "last call", "state", "line")
 
@@ -64,18 +69,36 @@ class GridPage(DebugHandler):
 
     def _show(self, request: Any) -> bytes:
         verdict = self._judge()
-        waits = [wait.to_row() for wait in verdict.waits]
-        tables = [(verdict.COLUMNS, waits), (_RANKS, _describe_ranks(verdict.evidence))]
+        tables: list[Any] = []
+        if isinstance(verdict, Verdict):
+            waits = [wait.to_row() for wait in verdict.waits]
+            tables = [(verdict.COLUMNS, waits), (_RANKS, _describe_ranks(verdict.evidence))]
         page: bytes = request.frontend.render_template("grid.html", verdict=verdict, tables=tables)
         return page
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> Verdict | str:
+        """Return the verdict on the calls that have not ended for a second; why not as text."""
+        try:
+            before = self._read()
+            time.sleep(_APART_S)
+            now = self._read()
+        except ToolError as error:
+            return str(error)
+        for rank, record in now.ranks.items():
+            earlier = before.ranks.get(rank, Record(rank))
+            for call in itertools.chain.from_iterable(record.lanes.values()):
+                calls = earlier.lanes.get((call.group, call.channel), [])
+                if all(one.number != call.number or one.state == "finished" for one in calls):
+                    call.state = "finished"  # it has only begun
+        return Verdict(now)
+
+    def _read(self) -> Evidence:
         addresses, answers = fetch_all(_ENDPOINT, timeout=self.fetch_timeout)
         dumps = [
             (rank, address, functools.partial(_fields_of, answer))
             for rank, (address, answer) in enumerate(zip(addresses, answers, strict=True))
         ]
-        return Verdict(read_dumps(dumps, None, "the debug server"))
+        return read_dumps(dumps, None, "the debug server")
 
 
 def _fields_of(answer: Any) -> Any:

@@ -185,9 +185,14 @@ class Evidence:
 
     def describe(self, rank: int) -> dict[str, Any]:
         """Return a rank with its coordinates and its host, as far as they are known."""
-        layout, record = self.layout, self.ranks.get(rank)
-        coords = layout.coords(rank) if layout is not None and rank in layout else {}
-        return {"rank": rank, "coords": coords, "host": "" if record is None else record.host}
+        record = self.ranks.get(rank)
+        layouts = (self.layout, None if record is None else record.layout)
+        known = (one.coords(rank) for one in layouts if one is not None and rank in one)
+        return {
+            "rank": rank,
+            "coords": next(known, {}),
+            "host": "" if record is None else record.host,
+        }
 
     def name(self, rank: int) -> str:
         """Return a rank with its position: "rank 3 (tp=1, dp=1; host a)"."""
@@ -240,16 +245,24 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         for file, match in found.items()
         if match is not None
     ]
-    return read_dumps(dumps, layout, f"the folder {shown(str(folder))}")
+    hint = (
+        "; dumps come from grid.watch() or torch's flight recorder, and their names end with the "
+        "rank: hypercomm_watch_3.json, nccl_trace_rank_3"
+    )
+    return read_dumps(dumps, layout, f"the folder {shown(str(folder))}", hint)
 
 
 def read_dumps(
-    dumps: Iterable[tuple[int, str, Callable[[], Any]]], layout: RankLayout | None, source: str
+    dumps: Iterable[tuple[int, str, Callable[[], Any]]],
+    layout: RankLayout | None,
+    source: str,
+    hint: str = "",
 ) -> Evidence:
     """Read the dumps of a job: the rank, the name and a function that loads each one.
 
     Raises:
-        ToolError, WorldSizeError: As `read_folder`; `source` names what holds the dumps.
+        ToolError, WorldSizeError: As `read_folder`; `source` names what holds the dumps, `hint`
+            says where they come from.
     """
     records: dict[int, Record] = {}
     unreadable: dict[int, str] = {}
@@ -266,11 +279,7 @@ def read_dumps(
             raise ToolError(f"rank {rank} has two dumps, {both}; keep one of them")
         records[rank] = record
     if not records:
-        raise ToolError(
-            f"{source} has {next(iter(unreadable.values()), 'no dump')}; dumps come from "
-            f"grid.watch() or torch's flight recorder, and the names of their files end with the "
-            f"rank: hypercomm_watch_3.json, nccl_trace_rank_3"
-        )
+        raise ToolError(f"{source} has {next(iter(unreadable.values()), 'no dump')}{hint}")
     records = dict(sorted(records.items()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}
     world_size = _world_size(records, unreadable, layout)

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -37,7 +37,6 @@ from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.spec import GroupKey
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ class Watch:
     Args:
         seconds: The time without a call that starts or ends, after which the record is written.
         folder: The folder of the record.
-        layouts: The layouts of the grid, "", and of its views, by name.
-        pgs: Returns the existing groups by key.
+        layouts: Returns the layouts of the grid, "", and of its views, by name.
+        pgs: Returns the existing groups.
 
     Attributes:
         rank: This rank.
@@ -95,8 +94,8 @@ class Watch:
         self,
         seconds: float,
         folder: str | os.PathLike[str],
-        layouts: Mapping[str, RankLayout],
-        pgs: Callable[[], Mapping[GroupKey, ProcessGroup | None]],
+        layouts: Callable[[], Mapping[str, RankLayout]],
+        pgs: Callable[[], Sequence[ProcessGroup | None]],
         rank: int,
     ) -> None:
         if not 0 < seconds <= 1e6:
@@ -149,22 +148,23 @@ class Watch:
         self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
     def debug_page(self) -> DebugHandler:
-        """Return a page for torch's debug server that judges the records of all ranks as they are.
+        """Return a page for torch's debug server that judges the calls of all ranks.
 
         The page "/grid" shows which rank the others wait for, as `hypercomm blame` does, every
-        call in which ranks wait, and each rank with its coordinates and its last call. Every rank
-        must have a watch, and call this before it starts the server; rank 0 shows the page. The
-        server's `dump_dir` gets the verdict too if `enabled_dumps` has "grid".
+        call in which ranks wait, and each rank with its coordinates and its last call. It reads
+        the calls twice, a second apart, and counts those as ended that are not the same. Every
+        rank must have a watch, and call this before it starts the server; rank 0 shows the page.
+        The server's `dump_dir` gets the verdict too if `enabled_dumps` has "grid".
 
         Raises:
-            ToolError: The installed torch has no such pages, or misses what they need.
+            ToolError: The installed torch has no such pages.
 
         Example:
             >>> def watched(grid, train):
             ...     from torch.distributed.debug import start_debug_server
             ...
             ...     with grid.watch(60) as watch:
-            ...         start_debug_server(handlers=[watch.debug_page()])
+            ...         start_debug_server(handlers=[watch.debug_page()], start_method="spawn")
             ...         train()
         """
         try:
@@ -265,11 +265,12 @@ class Watch:
         with self._lock:  # other threads keep calling
             self._poll()
             groups, entries = dict(self._groups), [dict(entry) for entry in self._entries]
+            counts = {one.name: dict(one.counts) for one in groups.values()}
         if error is not None and entries:
             _reopen(entries[-1], error)
-        for group in filter(None, [dist.group.WORLD, *self._pgs().values()]):
+        for group in filter(None, [dist.group.WORLD, *self._pgs()]):
             with contextlib.suppress(KeyError, ValueError, RuntimeError):  # destroyed by its user
-                groups.setdefault(group, _Group(group))
+                counts.setdefault(groups.setdefault(group, _Group(group)).name, {})
         stack = sys._current_frames()[threading.main_thread().ident or 0]
         return {
             "version": "2.10",
@@ -281,8 +282,8 @@ class Watch:
             "hypercomm": {
                 "host": socket.gethostname(),
                 "why": why,
-                "layouts": {name: layout.to_dict() for name, layout in self._layouts.items()},
-                "counts": {one.name: one.counts for one in groups.values()},
+                "layouts": {name: layout.to_dict() for name, layout in self._layouts().items()},
+                "counts": counts,
                 "stack": [_frame(each.f_code, line) for each, line in traceback.walk_stack(stack)],
             },
         }

@@ -33,6 +33,10 @@ def show(store):
             pass
     print(found, flush=True)
     store.set("seen", "1")
+    while not store.check(["watched"]):  # calls go on
+        found = page()
+    print("<h3>running</h3>", found, flush=True)
+    store.set("read", "1")
 
 def main():
     dist.init_process_group("gloo")
@@ -48,6 +52,18 @@ def main():
             store.wait(["seen"])
         dist.all_reduce(torch.ones(4), group=groups[1])
         dist.barrier()
+        for _ in range(200):
+            dist.all_reduce(torch.ones(4), group=groups[0])
+            time.sleep(0.01)
+        dist.barrier()
+        if rank == 0:
+            store.set("watched", "1")
+        while not store.check(["read"]):  # a wait would keep the thread from the store
+            time.sleep(0.05)
+    dist.barrier()
+    if rank == 0:
+        print("<h3>over</h3>", page(), flush=True)
+    dist.barrier()
     if rank == 0:
         stop_debug_server()
     dist.destroy_process_group()
@@ -58,7 +74,8 @@ if __name__ == "__main__":
 
 
 # Rank 3 has not entered the all_reduce over dp of ranks 1 and 3: it is named, and each rank has its
-# coordinates and its last call. No process is aborted at its end.
+# coordinates and its last call. While calls go on, nobody is named. No process is aborted at the
+# end.
 @pytest.mark.full
 def test_one_rank_hangs(tmp_path):
     program = tmp_path / "program.py"
@@ -69,7 +86,9 @@ def test_one_rank_hangs(tmp_path):
         command, env=rank_free(), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    page = html.unescape(done.stdout)
+    page, running, over = re.split("<h3>\\w+</h3>", html.unescape(done.stdout))
+    assert "no rank waits" in running
+    assert "this rank has no watch" in over
     assert "rank 3 (tp=1, dp=1" in page
     found = re.findall("<tr>(.*?)</tr>", page, re.DOTALL)
     rows = [re.findall("<td>(.*?)</td>", row) for row in found]
