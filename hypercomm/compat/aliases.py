@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from hypercomm.errors import StateError
@@ -35,9 +35,7 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             f"{loaded} was imported before install(), and what it imported cannot be replaced; "
             f"call install() before the first import of {loaded}"
         )
-    for package in packages:
-        if importlib.util.find_spec(package) is not None:
-            continue
+    for package in filter(_is_missing, packages):
         module = sys.modules[package] = ModuleType(package)
         module.__path__ = []
         parent, _, name = package.rpartition(".")
@@ -45,6 +43,13 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             setattr(sys.modules[parent], name, module)
     sys.meta_path.insert(0, _Aliases(homes))
     return True
+
+
+def _is_missing(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is None
+    except Exception:  # noqa: BLE001 - it is there, and its parent raises when it is imported
+        return False
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -59,7 +64,11 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        theirs = PathFinder.find_spec(fullname, path, target)
+        others = (
+            finder for finder in sys.meta_path if finder is not self
+        )  # also of editable installs
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        theirs = next(filter(None, found), None)
         if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable
             spec.submodule_search_locations = theirs.submodule_search_locations
         return spec
