@@ -488,6 +488,10 @@ def _levels(config: Configuration, _: int) -> Iterable[int]:
 
 
 def _sizes(_: Configuration, size: int) -> Iterable[int]:
+    if size % 2:
+        raise ConfigurationError(
+            f"hybrid_context_parallel=True needs an even number of ranks over dp and cp, got {size}"
+        )
     return hybrid_sizes(size)
 
 
