@@ -45,10 +45,6 @@ def groups_by_dims(case):
     return found
 
 
-def where(changes, result):
-    return [change for change in changes.changes if change.result == result]
-
-
 @st.composite
 def neighbours(draw):
     """Two layouts that are likely to share groups: of another order, offset or size of one dim."""
@@ -56,7 +52,7 @@ def neighbours(draw):
     names = draw(st.permutations(before.dim_names))
     shape = [before.size_of(dim) for dim in names]
     shape[-1] = draw(st.sampled_from([shape[-1], 1, 2, 4]))
-    names[0] = draw(st.sampled_from([names[0], "new"]))
+    names[0] = draw(st.sampled_from([names[0], names[0], "new"]))
     offset = before.rank_offset + draw(st.sampled_from([0, 0, 1, 2, 4]))
     return tabled(before), tabled(RankLayout(shape, names, offset))
 
@@ -127,18 +123,6 @@ def test_totals(pair):
     assert changes.ranks_new == len(there.keys() - shared)
 
 
-# From a layout to itself, or to one with other names, everything is kept.
-@given(gappy_layouts)
-def test_nothing_changes(case):
-    layout, _ = case
-    renamed = layout.rename(**{dim: f"{dim}_" for dim in layout.dim_names})
-    for after in (layout, renamed):
-        changes = difference(layout, after)
-        assert where(changes, "kept") == list(changes.changes)
-        assert changes.groups_gone == changes.groups_new == 0
-    assert difference(layout, layout).ranks_moved == 0
-
-
 # What str() prints, as a user sees it.
 def test_table():
     before, after = RankLayout.parse("tp=2,cp=1,dp=3"), RankLayout.parse("tp=2,dp=3", rank_offset=2)
@@ -179,7 +163,7 @@ def test_most_dims():
     sizes = [2, 1] * MOST_DIMS
     layout = RankLayout(sizes, [f"d{index}" for index in range(len(sizes))])
     changes = difference(layout, layout)
-    assert len(where(changes, "kept")) == 2**MOST_DIMS - 1
+    assert [change.result for change in changes.changes] == ["kept"] * (2**MOST_DIMS - 1)
     assert changes.groups_kept == 3**MOST_DIMS - 2**MOST_DIMS
 
 
