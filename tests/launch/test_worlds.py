@@ -28,7 +28,6 @@ from hypercomm.errors import (
     WorldRestartedError,
     WorldSizeError,
 )
-from hypercomm.process_groups.owner import GroupOwner
 
 SOON_S = 1.5
 """How fast ranks hear what differs, a second, and what a busy machine needs to run them."""
@@ -546,26 +545,3 @@ def test_two_threads_as_default(order):
     assert dist.group.WORLD is None
     for world in worlds:
         world.leave()
-
-
-# An error of one grid's end is raised once the other grids have ended, and the world itself.
-def test_leave_after_an_error(monkeypatch):
-    world = join_world(dist.HashStore(), **GOOD)
-    grids = [HyperCommGrid("tp=1", world=world) for _ in range(2)]
-    for grid in grids:
-        grid.create_pg("tp")
-    end, errors = GroupOwner.end, [RuntimeError("broken")]
-    monkeypatch.setattr(
-        GroupOwner, "end", lambda *given: end(*given) if not errors else _raise(errors.pop())
-    )
-    with pytest.raises(RuntimeError, match="broken"):
-        world.leave()
-    assert sorted(len(grid.pgs) for grid in grids) == [0, 1]
-    with pytest.raises(NotInitializedError):
-        _ = world.pg
-    for grid in grids:
-        grid.destroy()
-
-
-def _raise(error):
-    raise error
