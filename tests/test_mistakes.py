@@ -62,6 +62,10 @@ def grid(*arguments, **options):
     return HyperCommGrid(*arguments, **{"world_size": 8, **options})
 
 
+def reconfigured(**options):
+    return HyperCommGrid("tp=8", enable_reconfigure=True, **options)
+
+
 def created(call):
     """Call with a grid of 8 ranks, seen from rank 5, whose dp groups exist: nothing changes."""
 
@@ -342,6 +346,13 @@ CREATED = [
             ({"all": []}, "()"),
             ({"all": ["cp", "dp"]}, "('dp', 'cp', 'tp')"),
             ({"all": ["dp", "tp"]}, "('dp', 'cp', 'tp')"),
+        )
+    ),
+    *(
+        (lambda _, more=more: reconfigured(**more).create_pg("tp"), GroupOptionsError, words)
+        for more, words in (
+            ({"lazy_init": True}, "lazy_init=True"),
+            ({"creation": "enumerate"}, "creation='enumerate'"),
         )
     ),
     (lambda grid: Mpu(grid, dp=7), LayoutError, "7"),

@@ -89,12 +89,7 @@ def test_plan_in_a_job(environment, sizes, layout, in_process, monkeypatch):
     ],
 )
 def test_diff(arguments, in_process):
-    header, _, *rows, last = in_process("diff", *arguments).stdout.splitlines()
-    assert header.split() == ["before", "after", "groups", "x", "size", "result"]
-    found = {row.split()[0]: row.split()[1:] for row in rows}
-    assert len(rows) == 7
-    assert found["cp"] == ["-", "4", "x", "2", "gone"]
-    assert found["[tp]+cp"] == ["[tp]", "2", "x", "4", "kept"]
+    last = in_process("diff", *arguments).stdout.splitlines()[-1]
     assert last.endswith("7 of 19 groups are kept, 12 gone, 0 new; 4 of 8 ranks change coordinates")
     answer = json.loads(in_process("diff", *arguments, "--json").stdout)
     assert answer["groups"] == {"kept": 7, "gone": 12, "new": 0}

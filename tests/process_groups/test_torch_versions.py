@@ -19,7 +19,6 @@ from group_facts import registered, sum_over
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals import split
 from hypercomm.testing import fake_world
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -64,14 +63,6 @@ def test_a_rank_outside_a_split(monkeypatch, outside):
         HyperCommGrid([2, 2], ["tp", "dp"], creation="split", cover="any") as grid,
     ):
         assert grid.create_pg("tp") is None
-
-
-# The name that a split gets ends with its block: other groups have those that torch gives them.
-def test_the_name_of_a_split():
-    with fake_world(2), split.named(None):
-        with split.named("ours"):
-            assert dist.distributed_c10d._process_group_name([0, 1], use_hashed_name=True) == "ours"
-        assert dist.distributed_c10d._process_group_name([0, 1], use_hashed_name=True) != "ours"
 
 
 # The timeout of a group can be changed, without a warning of torch.
