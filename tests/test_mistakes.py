@@ -22,7 +22,7 @@ from hypercomm import (
     run_ranks,
     torchtitan_grids,
 )
-from hypercomm.compat.deepspeed import Mpu
+from hypercomm.compat.deepspeed import Mpu, process_topology
 from hypercomm.compat.torchtitan import torchtitan_meshes
 from hypercomm.errors import (
     GridDestroyedError,
@@ -258,6 +258,17 @@ GRIDS = [
     (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
     (lambda: torchtitan_meshes({}), LayoutError, "{}"),
     (lambda: Mpu(LAYOUT), LayoutError, "HyperCommGrid"),
+    *(
+        (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)
+        for given, dp, words in (
+            (RankLayout([2, 2], ["dp", "pp"], 4), "dp", "rank_offset=4"),
+            (RankLayout([2, 2], ["dp", "pp"], strides=[1, 4]), "dp", "strides=(1, 4)"),
+            (RankLayout([2, 2], ["dp", "pp"], ranks=[0, 1, 3, 2]), "dp", "ranks=(0, 1, 3, 2)"),
+            (RankLayout("dp=2,pp=2,cp=2"), ["dp", "cp"], "'data': ('dp', 'cp')"),
+            (RankLayout("dp=2,pp=2,cp=2"), "dp", "'cp' of size 2 has no role"),
+            ("dp=2,pp=2", "dp", "'dp=2,pp=2'"),
+        )
+    ),
     (lambda: run_ranks(print, 2, args=[threading.Lock()]), TypeError, "cannot pickle"),
     (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),
     (lambda: run_ranks(threading.Lock, 2), RankFailedError, "cannot pickle"),
@@ -293,6 +304,7 @@ CREATED = [
         GroupOptionsError,
         "pg_options",
         "7",
+        "passes no options",
     ),
     (after_destroy, GridDestroyedError, "tp=2,cp=2,dp=2", "destroyed"),
     (lambda grid: grid.reshape("tp=2,dp=3", ranks=range(7)), WorldSizeError, "6", "7"),

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -201,26 +200,6 @@ def test_axes(drawn):
             )
             groups = layout.groups(*dims) if dims else [(rank,) for rank in layout.ranks]
             assert sorted(lines.tolist()) == sorted(map(list, groups))
-
-
-# What DeepSpeed's numbering cannot express is refused, before DeepSpeed is imported.
-@pytest.mark.parametrize("make", [topology_axes, process_topology])
-@pytest.mark.parametrize(
-    ("layout", "arguments"),
-    [
-        (RankLayout([2, 2], ["dp", "pp"], 4), {}),
-        (RankLayout([2, 2], ["dp", "pp"], strides=[1, 4]), {}),
-        (RankLayout([2, 2], ["dp", "pp"], ranks=[0, 1, 3, 2]), {}),
-        (RankLayout.parse("dp=2,pp=2,cp=2"), {"dp": ["dp", "cp"]}),
-        (RankLayout.parse("dp=2,pp=2,cp=2"), {}),
-        ("dp=2,pp=2", {}),
-    ],
-    ids=str,
-)
-def test_bad_topologies(make, layout, arguments, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(errors.LayoutError):
-        make(layout, **arguments)
 
 
 # ---- with DeepSpeed itself ----------------------------------------------------------------------

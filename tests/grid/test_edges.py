@@ -93,16 +93,6 @@ def test_they_are_not_shared():
         assert len({pp, *(getattr(edges, name) for name in EDGES)}) == 5
 
 
-# One stage has no edges, and no keys.
-@pytest.mark.parametrize("wrap", [False, True])
-def test_one_stage(wrap):
-    with fake_world(2), HyperCommGrid("tp=2,pp=1") as grid:
-        edges = grid.edges(wrap=wrap)
-        edges.create()
-        assert members(edges) == [None] * 4
-        assert not grid.pgs
-
-
 # Dims are those of the grid or of a view; dims that a view shares have the grid's edges.
 def test_views():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=2,pp=2") as grid:
