@@ -15,6 +15,7 @@ from hypercomm import (
     RankMapping,
     draw,
     errors,
+    live_topology,
     megatron_grids,
     place,
     read_topology,
@@ -39,6 +40,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.launch import report
+from hypercomm.layout import read_layout
 from hypercomm.layout.difference import MOST_DIMS, difference
 from hypercomm.testing import fake_world, simulate
 from hypercomm.tools.place import Level, Topology, Traffic
@@ -179,6 +181,12 @@ TEXTS = [
     (lambda: RankLayout.parse("tp,dp=-1", world_size=8), LayoutError, "tp", "dp"),
     (lambda: RankLayout.parse("tp=3,dp=-1", world_size=8), WorldSizeError, "3", "8"),
     (lambda: RankLayout.parse("tp=3,dp=2", world_size=8), WorldSizeError, "6", "8"),
+    (lambda: read_layout("tp=4,dp=4", world_size=8), WorldSizeError, "16 ranks; the world has 8"),
+    (lambda: RankLayout("tp=4,dp=4", world_size=8), WorldSizeError, "16 ranks; the world has 8"),
+    (lambda: read_layout("tp=3,dp", world_size=8), WorldSizeError, "of 3 ranks, as 6 and 9; the"),
+    (lambda: read_layout("tp=4,dp", None, 5, 8), WorldSizeError, "as 4; 3 are left from rank 5 on"),
+    (lambda: read_layout("tp=4", None, 6, 8), WorldSizeError, "from rank 6 needs 10 ranks; the"),
+    (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), WorldSizeError, " 7 ranks; ", " 4 and 8 ranks"),
 ]
 MAPPINGS = [
     (lambda: RankMapping("dp=2", "tp=2", "xx"), UnknownDimError, "'xx'", "neither"),
@@ -206,6 +214,14 @@ MAPPINGS = [
     (lambda: RankMapping("dp=8192", "tp=8192").table(), LayoutError, "67108864", "leaders=True"),
 ]
 GRIDS = [
+    (live_topology, NotInitializedError, "call hypercomm.join() first"),
+    (
+        viewed(lambda grid: grid.register_view("x", "ep=3,rest=-1")),
+        LayoutError,
+        "ep=3,rest=-1 needs ",
+        " the grid size is 8",
+    ),
+    (viewed(lambda grid: grid.register_view("x", "ep=8", ["ep"])), LayoutError, "'ep=8' names the"),
     (lambda: grid([2, -1]), LayoutError, "dim_names"),
     (lambda: grid("tp=2", ["tp"]), LayoutError, "dim_names", "'tp=2'"),
     (lambda: grid("tp=2,dp=-1", None, 5), WorldSizeError, "dp=-1", "3"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.text import shown
@@ -48,23 +48,6 @@ def test_layouts_in_a_world(monkeypatch):
         change("HYPERCOMM_LAYOUT")
         with pytest.raises(LayoutError, match="HYPERCOMM_LAYOUT"):
             read_layout(None)
-
-
-# Sizes that do not fit are said in one sentence, with the ranks that they need and that there are.
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: read_layout("tp=4,dp=4", world_size=8), "16 ranks; the world has 8"),
-        (lambda: RankLayout("tp=4,dp=4", world_size=8), "16 ranks; the world has 8"),
-        (lambda: read_layout("tp=3,dp", world_size=8), "of 3 ranks, as 6 and 9; the world has 8"),
-        (lambda: read_layout("tp=4,dp", None, 5, 8), "of 4 ranks, as 4; 3 are left from rank 5 on"),
-        (lambda: read_layout("tp=4", None, 6, 8), "from rank 6 needs 10 ranks; the world has 8"),
-        (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), "multiply to 7 ranks; .* 4 and 8 ranks"),
-    ],
-)
-def test_sizes_that_do_not_fit(call, sentence):
-    with pytest.raises(WorldSizeError, match=sentence):
-        call()
 
 
 # ---- text ---------------------------------------------------------------------------------------
