@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import threading
 from datetime import timedelta
 
 import pytest
@@ -14,12 +15,16 @@ from hypercomm import (
     RankMapping,
     draw,
     errors,
+    live_topology,
     megatron_grids,
     place,
     read_topology,
     renew_world,
     run_ranks,
+    torchtitan_grids,
 )
+from hypercomm.compat.deepspeed import Mpu, process_topology
+from hypercomm.compat.torchtitan import torchtitan_meshes
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -29,12 +34,14 @@ from hypercomm.errors import (
     LaunchError,
     LayoutError,
     NotInitializedError,
+    RankFailedError,
     RankOutsideError,
     UnknownDimError,
     WorldSizeError,
 )
 from hypercomm.launch import report
-from hypercomm.layout.difference import difference
+from hypercomm.layout import read_layout
+from hypercomm.layout.difference import MOST_DIMS, difference
 from hypercomm.testing import fake_world, simulate
 from hypercomm.tools.place import Level, Topology, Traffic
 from hypercomm.training import clip_grad_norm_, grad_norm
@@ -43,10 +50,22 @@ LAYOUT = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
 DP = LAYOUT.groups("dp")
 MAPPING = RankMapping("dp=2", "dp=4")
 SWAPPED = RankLayout([2], ["tp"], ranks=[1, 0])
+LISTED = RankLayout([2, 2], ["tp", "dp"], ranks=[3, 1, 7, 5])
+MANY_DIMS = RankLayout([2] * (MOST_DIMS + 1), [f"d{index}" for index in range(MOST_DIMS + 1)])
+HALVES = RankMapping("dp=2", RankLayout([3, 2], ["cp", "dp"], 2))
+FOUR = "tp=2,dp=2"
+
+
+def listed(ranks, **arguments):
+    return RankLayout([2, 2], ["tp", "dp"], ranks=ranks, **arguments)
 
 
 def grid(*arguments, **options):
     return HyperCommGrid(*arguments, **{"world_size": 8, **options})
+
+
+def reconfigured(**options):
+    return HyperCommGrid("tp=8", enable_reconfigure=True, **options)
 
 
 def created(call):
@@ -111,10 +130,42 @@ LAYOUTS = [
     (lambda: LAYOUT.rank(tp=2, cp=0, dp=0), LayoutError, "'tp'", "range(2)", "2"),
     (lambda: LAYOUT.split("dp", a=3, b=1), LayoutError, "'dp'", "a=3"),
     (lambda: RankLayout.from_json("{}"), LayoutError, "sizes are missing"),
-    (lambda: RankMapping("dp=2", "tp=2", "xx"), UnknownDimError, "'xx'", "neither"),
+    (lambda: RankLayout([2, 4]), LayoutError, "dim_names are missing"),
+    (lambda: RankLayout("tp=2", dp=2), LayoutError, "given twice: 'tp=2'"),
+    (lambda: RankLayout(LAYOUT, ["tp"]), LayoutError, "already has dims"),
+    (lambda: RankLayout({"tp": "2"}), LayoutError, "'tp'", "'2'"),
+    (lambda: RankLayout(tp=2, strides=[0]), LayoutError, "strides", "0"),
+    (lambda: RankLayout(tp=2, dp=2, strides=[2]), LayoutError, "strides", "got (2,)"),
+    (lambda: RankLayout(tp=2, dp=2, strides=[1, 1]), LayoutError, "strides (1, 1) overlap"),
+    (lambda: RankLayout(tp=2**20, dp=2**20), LayoutError, "2147483647"),
+    (lambda: listed([0, 1, 1, 3]), LayoutError, "rank 1 comes twice in ranks"),
+    (lambda: listed([0, 1, 2]), LayoutError, "ranks holds 3 ranks, ", " 4 positions"),
+    (lambda: listed([0, 1, 2, -3]), LayoutError, "ranks", "-3"),
+    (lambda: listed([0, 1, 2, 2**31]), LayoutError, "ranks", "2147483648"),
+    (lambda: listed({0, 1}), LayoutError, "ranks", "a set has no order"),
+    (lambda: listed(LISTED.ranks, rank_offset=4), LayoutError, "rank_offset 4"),
+    (lambda: listed(LISTED.ranks, strides=[1, 4]), LayoutError, "strides", "got (1, 4)"),
+    (lambda: LISTED.select(tp=0, dp=1), LayoutError, "the rank there, 7"),
+    (lambda: LAYOUT.shift(0, "xp", 1), UnknownDimError, "'xp'"),
+    (lambda: LAYOUT.split("dp"), LayoutError, "'dp'", "sizes are missing"),
+    (lambda: LAYOUT.rename(tp="dp"), LayoutError, "'dp' comes twice"),
+    (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, ", " has 8"),
+    (lambda: RankLayout.from_json("[]"), LayoutError, "is not the JSON form"),
+    (lambda: RankLayout.fit(8, tp=3, dp=0), LayoutError, "'dp'", "0"),
+    (lambda: LAYOUT.groups("tp,dp"), LayoutError, "'tp,dp'", "'tp+dp'"),
+    (lambda: LAYOUT.groups("tp+"), LayoutError, "'tp+'"),
+    (lambda: LAYOUT.groups("TP"), UnknownDimError, "did you mean 'tp'"),
+    (lambda: LAYOUT.order_dims(3), LayoutError, "dims", "3"),
+    (lambda: difference("tp=2", LAYOUT), LayoutError, "before", "'tp=2'"),
+    (lambda: difference(LAYOUT, None), LayoutError, "after", "None"),
+    (lambda: difference(MANY_DIMS, LAYOUT), LayoutError, "before has 13 dims", "12"),
+    (lambda: difference(LAYOUT, RankLayout(dp=2**25)), LayoutError, "after has 33,554,432 ranks"),
     (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tensor_model"),
 ]
 TEXTS = [
+    (lambda: RankLayout.parse(" "), LayoutError, "the text is empty"),
+    (lambda: RankLayout.parse("tp=2,dp,"), LayoutError, "part 3 of 'tp=2,dp,' is empty"),
+    (lambda: RankLayout.parse("tp8"), LayoutError, "did you mean 'tp=8'"),
     (lambda: RankLayout.parse("tp=2,,dp"), LayoutError, "'tp=2,,dp'"),
     (lambda: RankLayout.parse("tp=x"), LayoutError, "'tp=x'"),
     (lambda: RankLayout.parse("tp=2 dp=4"), LayoutError, "comma", "tp=2,dp=4"),
@@ -130,8 +181,47 @@ TEXTS = [
     (lambda: RankLayout.parse("tp,dp=-1", world_size=8), LayoutError, "tp", "dp"),
     (lambda: RankLayout.parse("tp=3,dp=-1", world_size=8), WorldSizeError, "3", "8"),
     (lambda: RankLayout.parse("tp=3,dp=2", world_size=8), WorldSizeError, "6", "8"),
+    (lambda: read_layout("tp=4,dp=4", world_size=8), WorldSizeError, "16 ranks; the world has 8"),
+    (lambda: RankLayout("tp=4,dp=4", world_size=8), WorldSizeError, "16 ranks; the world has 8"),
+    (lambda: read_layout("tp=3,dp", world_size=8), WorldSizeError, "of 3 ranks, as 6 and 9; the"),
+    (lambda: read_layout("tp=4,dp", None, 5, 8), WorldSizeError, "as 4; 3 are left from rank 5 on"),
+    (lambda: read_layout("tp=4", None, 6, 8), WorldSizeError, "from rank 6 needs 10 ranks; the"),
+    (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), WorldSizeError, " 7 ranks; ", " 4 and 8 ranks"),
+]
+MAPPINGS = [
+    (lambda: RankMapping("dp=2", "tp=2", "xx"), UnknownDimError, "'xx'", "neither"),
+    (lambda: RankMapping(4, FOUR), LayoutError, "4"),
+    (lambda: RankMapping(FOUR, FOUR, 3), UnknownDimError, "along", "3"),
+    (lambda: RankMapping(FOUR, FOUR, batch_axis=True), LayoutError, "batch_axis", "True"),
+    (lambda: RankMapping("dp=4", "dp=6"), LayoutError, "along dp into 4 ", " 6 "),
+    (lambda: RankMapping(FOUR, FOUR, "db"), UnknownDimError, "along", "'db'", "'tp', 'dp'"),
+    (lambda: RankMapping("tp=2", "tp=2"), UnknownDimError, "along", "'dp'", "along=None"),
+    (lambda: RankMapping(FOUR, FOUR, shards={"dp": 1}), LayoutError, "along and by shards"),
+    (lambda: RankMapping(FOUR, FOUR, pipeline="dp"), LayoutError, "along and by pipeline"),
+    (lambda: RankMapping(FOUR, FOUR, shards=["tp"]), LayoutError, "shards", "'tp'"),
+    (lambda: RankMapping(FOUR, FOUR, shards={"tp": 1.5}), LayoutError, "'tp' in shards", "1.5"),
+    (lambda: RankMapping(FOUR, FOUR, shards={"tp": "zigzag"}), LayoutError, "'tp'", "'zigzag'"),
+    (lambda: HALVES.sends(0)[0].global_slices([5, 3]), LayoutError, "axis 0 ", "5", "4 and 6"),
+    (lambda: HALVES.sends(0)[0].source_slices([4, 4]), LayoutError, "axis 1 ", "4", "3 and 6"),
+    (lambda: HALVES.sends(0)[0].global_slices([4]), LayoutError, "axis 1, ", "1 axes"),
+    (lambda: HALVES.received_shape([-1, 3]), LayoutError, "shape", "-1"),
+    (
+        lambda: RankMapping(FOUR, FOUR, shards={"tp": -2}).received_shape([4, 4]),
+        LayoutError,
+        "axes 0 and -2",
+        "one axis",
+    ),
+    (lambda: RankMapping("dp=8192", "tp=8192").table(), LayoutError, "67108864", "leaders=True"),
 ]
 GRIDS = [
+    (live_topology, NotInitializedError, "call hypercomm.join() first"),
+    (
+        viewed(lambda grid: grid.register_view("x", "ep=3,rest=-1")),
+        LayoutError,
+        "ep=3,rest=-1 needs ",
+        " the grid size is 8",
+    ),
+    (viewed(lambda grid: grid.register_view("x", "ep=8", ["ep"])), LayoutError, "'ep=8' names the"),
     (lambda: grid([2, -1]), LayoutError, "dim_names"),
     (lambda: grid("tp=2", ["tp"]), LayoutError, "dim_names", "'tp=2'"),
     (lambda: grid("tp=2,dp=-1", None, 5), WorldSizeError, "dp=-1", "3"),
@@ -160,6 +250,44 @@ GRIDS = [
     (lambda: GridSet.tile(8, a="tp=8", requires="tile"), LayoutError, "mean 'tiled'?"),
     (lambda: GridSet.tile(8, a=SWAPPED), LayoutError, "grid 'a'", "in their own order"),
     (lambda: GridSet.tile(8, a="tp=2", b="tp=8"), WorldSizeError, "10", "8"),
+    (lambda: GridSet.tile(8), LayoutError, "at least one"),
+    (lambda: GridSet(["a"], world_size=8), LayoutError, "grids", "['a']"),
+    (lambda: GridSet(a="tp=2", b=2, world_size=8), LayoutError, "'b'", "2"),
+    (lambda: GridSet({"a": "tp=2"}, nam="x", world_size=8), TypeError, "'nam'", "'name'"),
+    (lambda: GridSet.tile(8, a="tp=x"), LayoutError, "'tp=x'"),
+    (lambda: GridSet.tile(8, a="tp", b="pp"), LayoutError, "tp of a", "pp of b"),
+    (lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"), WorldSizeError, "'b'", " 4 and 6; 5"),
+    (lambda: GridSet.tile(8, a="tp=9", b="dp"), WorldSizeError, "no ranks are left"),
+    (lambda: GridSet.tile(8, a="tp=4"), WorldSizeError, "'tiled'", "4..7"),
+    (lambda: GridSet.tile(8, a="tp=4", b="dp=6"), WorldSizeError, "'b'", "10 ranks", " 8"),
+    (lambda: GridSet.tile(0, a="tp"), LayoutError, "world_size"),
+    (lambda: GridSet.colocated(8, a="tp=4", b="tp=8"), WorldSizeError, "'b'", "'a' has 4"),
+    (lambda: GridSet.colocated(8, a="tp,dp"), LayoutError, "'a'", "unspecified"),
+    (
+        lambda: GridSet.tile(8, a="tp=2", b="dp", requires="colocated"),
+        WorldSizeError,
+        "a has ranks 0..1, b has ranks 2..7",
+    ),
+    (lambda: GridSet.tile(8, a="tp=8", backend="bogus"), GroupOptionsError, "bogus"),
+    (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, "'a_b'"),
+    (lambda: torchtitan_grids(tp=2, ep=3, world_size=8), WorldSizeError, "ep=3"),
+    (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
+    (lambda: torchtitan_meshes({}), LayoutError, "{}"),
+    (lambda: Mpu(LAYOUT), LayoutError, "HyperCommGrid"),
+    *(
+        (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)
+        for given, dp, words in (
+            (RankLayout([2, 2], ["dp", "pp"], 4), "dp", "rank_offset=4"),
+            (RankLayout([2, 2], ["dp", "pp"], strides=[1, 4]), "dp", "strides=(1, 4)"),
+            (RankLayout([2, 2], ["dp", "pp"], ranks=[0, 1, 3, 2]), "dp", "ranks=(0, 1, 3, 2)"),
+            (RankLayout("dp=2,pp=2,cp=2"), ["dp", "cp"], "'data': ('dp', 'cp')"),
+            (RankLayout("dp=2,pp=2,cp=2"), "dp", "'cp' of size 2 has no role"),
+            ("dp=2,pp=2", "dp", "'dp=2,pp=2'"),
+        )
+    ),
+    (lambda: run_ranks(print, 2, args=[threading.Lock()]), TypeError, "cannot pickle"),
+    (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),
+    (lambda: run_ranks(threading.Lock, 2), RankFailedError, "cannot pickle"),
     (lambda: fake_world(8, rank=8).__enter__(), LayoutError, "rank", "range(8)", "8"),
     (lambda: simulate(int, 2, args=7), LaunchError, "args", "7"),
     (lambda: run_ranks(int, 4097), LaunchError, "nprocs", "4097"),
@@ -192,6 +320,7 @@ CREATED = [
         GroupOptionsError,
         "pg_options",
         "7",
+        "passes no options",
     ),
     (after_destroy, GridDestroyedError, "tp=2,cp=2,dp=2", "destroyed"),
     (lambda grid: grid.reshape("tp=2,dp=3", ranks=range(7)), WorldSizeError, "6", "7"),
@@ -224,6 +353,40 @@ CREATED = [
         for text in (" gloo", "cpu: gloo", "cuda:0:nccl", "cpu:gloo,", "cpu:gloo,cpu:gloo")
         for call in (lambda grid: grid.create_pg, lambda grid: grid.explain)
     ),
+    (lambda grid: grid.device_mesh("pp"), UnknownDimError, "unknown dim 'pp'"),
+    (lambda grid: grid.device_mesh("tp", "tp"), LayoutError, "tp"),
+    (lambda grid: grid.device_mesh(("dp", "tp"), "dp"), LayoutError, "dp"),
+    (lambda grid: grid.device_mesh(("tp", "dp")), LayoutError, "write ('dp', 'tp')"),
+    (
+        lambda grid: grid.device_mesh(("cp", "dp"), "tp"),
+        LayoutError,
+        "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest",
+    ),
+    (lambda grid: grid.device_mesh(3), LayoutError, "3"),
+    (lambda grid: grid.device_mesh(()), LayoutError, "dim"),
+    *(
+        (lambda grid, to=to: grid.device_mesh(flatten=to), LayoutError, value)
+        for to, value in (
+            ("dp_cp", "'dp_cp'"),
+            ({"dp": ["cp"]}, "'dp'"),
+            ({"all": ["dp", "cpp"]}, "'cpp'"),
+            ({"all": 5}, "5"),
+            ({"all": []}, "()"),
+            ({"all": ["cp", "dp"]}, "('dp', 'cp', 'tp')"),
+            ({"all": ["dp", "tp"]}, "('dp', 'cp', 'tp')"),
+        )
+    ),
+    *(
+        (lambda _, more=more: reconfigured(**more).create_pg("tp"), GroupOptionsError, words)
+        for more, words in (
+            ({"lazy_init": True}, "lazy_init=True"),
+            ({"creation": "enumerate"}, "creation='enumerate'"),
+        )
+    ),
+    (lambda grid: Mpu(grid, dp=7), LayoutError, "7"),
+    (lambda grid: Mpu(grid, tp=["tp", 3]), LayoutError, "3"),
+    (lambda grid: Mpu(grid, sp=["cp", "dp"]), LayoutError, "'dp'"),
+    (Mpu, LayoutError, "'cp'"),
 ]
 TOOLS = [
     (lambda: draw(LAYOUT, groups="ep"), UnknownDimError, "'ep'"),
@@ -263,7 +426,7 @@ TOOLS = [
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
-        *((call, kind, parts) for call, kind, *parts in LAYOUTS + TEXTS + GRIDS + TOOLS),
+        *((call, kind, parts) for call, kind, *parts in LAYOUTS + TEXTS + MAPPINGS + GRIDS + TOOLS),
         *((created(call), kind, parts) for call, kind, *parts in CREATED),
     ],
 )

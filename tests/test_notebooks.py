@@ -11,39 +11,19 @@ from hypercomm.layout.difference import difference
 from hypercomm.testing import fake_world, simulate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grid.ipynb"
-ODD = RankLayout([2, 3], ["t<p", "d&p"], 4)
-LISTED = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
 
 
-def told_by_a_grid():
-    with fake_world(8), HyperCommGrid("t<p=2,dp=4") as grid:
-        grid.create_pgs(["t<p", "dp"])
-        return grid.explain("t<p"), grid.connect(), grid.reshape("t<p=4,dp=2")
-
-
-def program():
-    with HyperCommGrid("t<p=2") as grid:
-        grid.create_pg("t<p")
-
-
-VALUES = [
-    ODD,
-    LISTED,
-    RankMapping("t<p=2,dp=2", "dp=4"),
-    LISTED.groups("dp"),
-    difference(RankLayout.parse("t<p=2,dp=4"), RankLayout.parse("t<p=4,dp=2")),
-    simulate(program, 2),
-    *told_by_a_grid(),
-    GridSet.tile(8, **{"a<b": "t<p=2,dp=2", "llm": RankLayout.parse("tp=4")}),
-    HyperCommGrid("t<p=2,dp=4", world_size=8),
-]
-
-
-# `repr` of all of them is one line, and `str` is a text.
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_one_line(value):
-    assert "\n" not in repr(value)
-    assert str(value)
+# `repr` of what calls return is one line, and `str` is a text.
+def test_one_line():
+    layout, listed = RankLayout("tp=2,dp=4"), RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
+    with fake_world(8), HyperCommGrid(layout) as grid:
+        grid.create_pgs(["tp", "dp"])
+        values = [grid, grid.explain("tp"), grid.connect(), grid.reshape("tp=4,dp=2")]
+    values += [layout, listed, listed.groups("dp"), RankMapping("dp=2", "dp=4"), simulate(int, 2)]
+    values += [difference(layout, listed), GridSet.tile(8, a=layout)]
+    for value in values:
+        assert "\n" not in repr(value)
+        assert str(value)
 
 
 # A mapping reads its ends off a grid or a text, as well as off a layout.

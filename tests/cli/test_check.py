@@ -23,19 +23,6 @@ CHECK = [sys.executable, "-m", "hypercomm", "check"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-# The main job: every combination of dims is created, communicated over and right. A pipe gets no
-# progress, and no line that ends with spaces.
-@pytest.mark.full
-def test_check():
-    done = subprocess.run([*CHECK, "tp=2,dp=3"], **PIPES, env=rank_free(), check=True)
-    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("ok")]
-    found = [(row[0], " ".join(row[1:4])) for row in rows]
-    assert found == [("tp", "3 x 2"), ("dp", "2 x 3"), ("tp+dp", "1 x 6")]
-    assert "right over every group, on 6 gloo ranks" in done.stdout
-    assert done.stderr == ""
-    assert not re.search(r" $", done.stdout, re.MULTILINE)
-
-
 # --groups chooses, of views too; --json prints one object. Groups of one have no figures.
 def test_views(in_process):
     arguments = ("--nproc", "4", "--view", "moe:ep=4,pp=1", "--groups", "dp,ep,cp", "--json")

@@ -1,5 +1,6 @@
 """The command line as a user meets it: arguments, two streams and an exit code."""
 
+import importlib.util
 import json
 import re
 import resource
@@ -18,10 +19,10 @@ def hypercomm(*arguments, before="", **variables):
     return run_python("-c", program, *arguments, **variables)
 
 
-# The plan's numbers are those of the layout, in JSON and in the table.
+# The plan's numbers are those of the layout; its table is on the site's page of it.
 def test_plan(in_process):
-    sizes = ("plan", "tp=8,cp=2,dp=64,pp=8", "--rank", "37")
-    plan = json.loads(in_process(*sizes, "--json").stdout)
+    sizes = "tp=8,cp=2,dp=64,pp=8"
+    plan = json.loads(in_process("plan", sizes, "--rank", "37", "--json").stdout)
     assert (plan["ranks"], plan["hosts"], plan["rank"]) == (8192, 1024, 37)
     # 37 = 5 + 8 * 0 + 16 * 2
     assert plan["coords"] == {"tp": 5, "cp": 0, "dp": 2, "pp": 0}
@@ -31,10 +32,6 @@ def test_plan(in_process):
     assert rows["dp"]["hosts_per_group"] == [64, 64]
     assert rows["dp"]["example"] == list(range(5, 5 + 16 * 16, 16))
     assert rows["tp+cp"]["hosts_per_group"] == [2, 2]
-    text = in_process(*sizes).stdout
-    assert "rank 37 is at tp=5, cp=0, dp=2, pp=0" in text
-    assert re.search(r"dp +128 +64 +16 +64 +5 21 \.\. 1013", text)
-    assert not re.search(r" $", text, re.MULTILINE)
     # of more than six dims there are only the pairs: twenty have a million combinations
     found = in_process("plan", ",".join(f"d{number}=2" for number in range(7)), "--json").stdout
     assert len(json.loads(found)["groups"]) == 7 + 21
@@ -92,12 +89,7 @@ def test_plan_in_a_job(environment, sizes, layout, in_process, monkeypatch):
     ],
 )
 def test_diff(arguments, in_process):
-    header, _, *rows, last = in_process("diff", *arguments).stdout.splitlines()
-    assert header.split() == ["before", "after", "groups", "x", "size", "result"]
-    found = {row.split()[0]: row.split()[1:] for row in rows}
-    assert len(rows) == 7
-    assert found["cp"] == ["-", "4", "x", "2", "gone"]
-    assert found["[tp]+cp"] == ["[tp]", "2", "x", "4", "kept"]
+    last = in_process("diff", *arguments).stdout.splitlines()[-1]
     assert last.endswith("7 of 19 groups are kept, 12 gone, 0 new; 4 of 8 ranks change coordinates")
     answer = json.loads(in_process("diff", *arguments, "--json").stdout)
     assert answer["groups"] == {"kept": 7, "gone": 12, "new": 0}
@@ -121,7 +113,10 @@ def test_a_closed_pipe(form):
         assert process.stderr.read() == b""
 
 
-# Every mistake in a call ends with exit code 2, nothing on stdout, and the offending part.
+NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs torch: pip install"
+
+
+# Every mistake in a call ends with exit code 2, nothing on stdout, the offending part, and no file.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,13 +136,33 @@ def test_a_closed_pipe(form):
         ("diff tp=8 tp=3,dp", "multiple of 3 ranks, as 6 and 9; the other layout has 8"),
         ("diff tp=2 dp=33554432", "after has 33,554,432 ranks"),
         ("diff tp=2", "Missing argument 'AFTER'"),
+        ("place tp=2 --on nope", "--on"),
+        ("place tp --on n1,n2", "--gpus-per-node"),
+        ("place tp=2,dp=2 --on 8 --traffic tp=1 --overlap dp", "--overlap"),
+        ("place tp=2 --on 8 --weights host=a", "domain=1,leaf=7"),
+        ("place tp=2 --on hots=2", "did you mean 'host'"),
+        ("place tp=2 --on 8 --on live", "--on live"),
+        ("place tp=2 --on live", NO_JOB),
+        ("place tp=4,dp --on n[1-3] --gpus-per-node 2", "6"),
+        ("place tp=2 --on 8 --write order x", "rankfile"),
+        ("place tp=2 --on 8 --write rankfile /no/x", "/no/x"),
+        ("draw tp=2,dp=4 -o grid.pdf", ".svg or .png"),
+        ("draw tp=2,dp=4 --groups pp", "'pp'"),
+        ("draw tp=2,dp=4 --on 0", "'0'"),
+        ("draw tp=2,dp=4 tp=4,dp=2 --to dp=8", "--to"),
+        ("draw tp=2 --to tp=2 --groups tp", "along"),
+        ("blame none", "cannot read the folder"),
+        ("blame . --layout tp=2,dp", "the size of dim 'dp' is unspecified"),
+        ("blame", "Missing argument 'FOLDER'"),
     ],
 )
-def test_mistakes(arguments, message, in_process):
+def test_mistakes(arguments, message, in_process, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     done = in_process(*arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # The version, the help, and what to install for the command line or a command that needs torch.

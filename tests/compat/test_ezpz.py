@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of, given_back, threads_and_files
+from group_facts import sum_over
 from group_facts import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypercomm import run_ranks
 from hypercomm.compat.ezpz import TensorParallelState, tp
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.testing import fake_world
@@ -59,26 +58,29 @@ def configurations(draw):
     return sizes, draw(st.integers(0, world_size - 1))
 
 
-# The world is an array over (dp, pp, cp, tp), as ezpz builds it: a group is a line through it.
+def lines(world, rank):
+    """A rank's group by name: a line through the world as an array, as ezpz builds it."""
+    place = np.unravel_index(rank, world.shape)
+    axes = enumerate(("data", "pipeline", "context", "tensor"))
+    return {
+        name: world[(*place[:axis], slice(None), *place[axis + 1 :])].tolist()
+        for axis, name in axes
+    }
+
+
+# Each group has the ranks of its line.
 @given(configurations())
 def test_all_sizes(configuration):
     (dp, pp, cp, size), rank = configuration
     world = np.arange(dp * pp * cp * size).reshape(dp, pp, cp, size)
-    place = np.unravel_index(rank, world.shape)
     with fake_world(world.size, rank):
         tp.initialize_tensor_parallel(size, pp, cp)
         assert tp.tensor_parallel_is_initialized()
-        expected = {}
-        for axis, name in enumerate(("data", "pipeline", "context", "tensor")):
-            line = tuple(slice(None) if at == axis else place[at] for at in range(4))
-            ranks = world[line].tolist()
-            expected |= {
-                f"{name} ranks": ranks,
-                f"{name} rank": place[axis],
-                f"{name} world_size": len(ranks),
-                f"{name} group": ranks,
-            }
-        assert facts() == expected | {"src": rank // size * size}
+        expected = {"src": rank // size * size}
+        for name, ranks in lines(world, rank).items():
+            expected |= {f"{name} ranks": ranks, f"{name} group": ranks}
+            expected |= {f"{name} rank": ranks.index(rank), f"{name} world_size": len(ranks)}
+        assert facts() == expected
         tp.destroy_tensor_parallel()
 
 
@@ -274,39 +276,13 @@ def test_install(tmp_path, has_ezpz):
 # ---- real gloo ranks ----------------------------------------------------------------------------
 
 
-# Eight ranks as (pp, cp, tp), the last one fastest, as in ezpz; dp is left with one.
-WORLD = np.arange(8).reshape(1, 2, 2, 2)
-
-
-def cycles(count):
-    """Initialise, all-reduce over every group, destroy; groups, threads and files after each end.
-
-    10 to the power of each member's rank tells who was there.
-    """
-
-    def cycle():
+# One all-reduce over each group reaches its members and nobody else, also the second time.
+@pytest.mark.ranks(8)
+def test_every_group_communicates():
+    wanted = lines(np.arange(8).reshape(1, 2, 2, 2), dist.get_rank())
+    for _ in range(2):
         tp.initialize_tensor_parallel(2, 2, 2, timeout=timedelta(seconds=60))
-        sums = {name: all_reduce_of(10 ** dist.get_rank(), ask(name, "group")) for name in NAMES}
+        for name, ranks in wanted.items():
+            assert sum_over(ask(name, "group")) == sum(10**member for member in ranks)
         tp.destroy_tensor_parallel()
-        return sums
-
-    sums = cycle()
-    dist.barrier()
-    before = len(registered()[0]), threads_and_files()
-    for _ in range(count - 1):
-        assert cycle() == sums
-    dist.barrier()
-    return sums, before, (len(registered()[0]), given_back(before[1]))
-
-
-# One all-reduce over each group reaches its members and nobody else. Many initialisations leave as
-# many groups, threads and files as one.
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_every_group_communicates(count):
-    for rank, (sums, before, after) in enumerate(run_ranks(cycles, 8, args=(count,))):
-        place = np.unravel_index(rank, WORLD.shape)
-        for axis, name in enumerate(("data", "pipeline", "context", "tensor")):
-            line = tuple(slice(None) if at == axis else place[at] for at in range(4))
-            assert sums[name] == sum(10**member for member in WORLD[line].tolist())
-        assert after == before
-        assert before[0] == 1  # WORLD
+        assert registered()[0] == {dist.group.WORLD}

@@ -119,7 +119,8 @@ def test_destroy_forgets_what_was_written():
 # ---- patches and mocks ------------------------------------------------------------------------
 
 
-# mock.patch.object sets a global for a while, an exception or not, and puts the same value back.
+# mock.patch.object sets a global for a while, an exception or not, and puts the same value back;
+# pytest's monkeypatch does, too, and deletes.
 @pytest.mark.usefixtures("job")
 def test_patch_object():
     held, stand_in = ours._TENSOR_MODEL_PARALLEL_GROUP, mock.Mock(size=lambda: 9)
@@ -127,17 +128,7 @@ def test_patch_object():
         assert patched is stand_in is ours.get_tensor_model_parallel_group()
         assert sizes() == (9, 2)
         raise KeyError
-    assert ours._TENSOR_MODEL_PARALLEL_GROUP is held
-    assert sizes() == (2, 2)
-
-
-# pytest's monkeypatch sets, deletes and puts back; it refuses a name that does not exist.
-@pytest.mark.usefixtures("job")
-def test_monkeypatch():
-    held = ours._TENSOR_MODEL_PARALLEL_GROUP
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours, TP, mock.Mock(size=lambda: 9))
-        assert sizes() == (9, 2)
         patch.setattr(f"{ours.__name__}.{MPU_TP}", 3)
         assert sizes() == (3, 2)
         patch.delattr(ours, TP)

@@ -135,31 +135,6 @@ def test_adoption():
         assert dist.is_initialized()
 
 
-# ---- bad calls ----------------------------------------------------------------------------------
-
-BAD_MESHES = [
-    (("pp",), KeyError, "unknown dim 'pp'"),
-    (("tp", "tp"), ValueError, "tp"),
-    ((("dp", "tp"), "dp"), ValueError, "dp"),
-    ((("tp", "dp"),), LayoutError, "write ('dp', 'tp')"),
-    ((("cp", "dp"), "tp"), LayoutError, "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest"),
-    ((3,), ValueError, "3"),
-    (((),), ValueError, "dim"),
-]
-
-
-@pytest.mark.parametrize(("dims", "kind", "sentence"), BAD_MESHES, ids=str)
-def test_bad_mesh(dims, kind, sentence):
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        grid.create_pg("tp")
-        grid.create_pg("dp")
-        before = registered(), str(grid)
-        with pytest.raises(kind) as caught:
-            grid.device_mesh(*dims)
-        assert sentence in str(caught.value)
-        assert (registered(), str(grid)) == before
-
-
 # Missing groups are created, flattened ones too.
 def test_missing_groups():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
@@ -200,45 +175,6 @@ def test_left_out_ranks(ranks):
             assert grid.is_current_rank_in_grid() == (rank in table)
             for name in ("tp", "dp") if rank in table else ():
                 assert grid.get_pg(name) is mesh.get_group(name)
-
-
-# A mesh that a grid over listed ranks made is read back, in any order of its dims: on every rank,
-# also one that sees only lines that ascend.
-@pytest.mark.parametrize("ranks", [[2, 0, 3, 1], [0, 1, 3, 2], [5, 4, 0, 1]], ids=str)
-def test_listed_grid_there_and_back(ranks):
-    layout = RankLayout([2, 2], ["tp", "dp"], ranks=ranks)
-    for rank in ranks:
-        with fake_world(6, rank), HyperCommGrid(layout) as grid:
-            for dim in layout.dim_names:
-                grid.create_pg(dim)
-            assert HyperCommGrid.from_device_mesh(grid.device_mesh()).layout == layout
-            turned = HyperCommGrid.from_device_mesh(grid.device_mesh("tp", "dp"))
-            for dim in layout.dim_names:
-                assert turned.get_pg(dim) is grid.get_pg(dim)
-                assert turned.group_ranks(dim) == grid.group_ranks(dim)
-
-
-# ---- flattened dims -----------------------------------------------------------------------------
-
-
-# What cannot be flattened says so, before anything is looked up.
-@pytest.mark.parametrize(
-    ("flatten", "kind", "value"),
-    [
-        ("dp_cp", LayoutError, "'dp_cp'"),
-        ({"dp": ["cp"]}, LayoutError, "'dp'"),
-        ({"all": ["dp", "cpp"]}, LayoutError, "'cpp'"),
-        ({"all": 5}, LayoutError, "5"),
-        ({"all": []}, LayoutError, "()"),
-        ({"all": ["cp", "dp"]}, LayoutError, "('dp', 'cp', 'tp')"),
-        ({"all": ["dp", "tp"]}, LayoutError, "('dp', 'cp', 'tp')"),
-    ],
-)
-def test_bad_flatten(flatten, kind, value):
-    with fake_world(8), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
-        grid.create_pgs(["tp", "cp", "dp"])
-        with pytest.raises(kind, match=re.escape(value)):
-            grid.device_mesh(flatten=flatten)
 
 
 # ---- real ranks ---------------------------------------------------------------------------------

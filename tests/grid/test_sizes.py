@@ -3,7 +3,6 @@
 import pytest
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
-from hypercomm.errors import LayoutError
 
 FORMS = [
     (("tp=2,dp=4",), {}),
@@ -44,15 +43,6 @@ def test_views(sizes):
     grid.register_view("expert", *sizes)
     assert grid.view("expert").layout == RankLayout([4, 2], ["ep", "rest"], 4)
     assert list(grid) == ["tp", "dp"]
-
-
-def test_a_view_that_does_not_fit():
-    grid = HyperCommGrid("tp=2,dp=4", world_size=8)
-    with pytest.raises(LayoutError, match=r"ep=3,rest=-1 needs .* the grid size is 8"):
-        grid.register_view("expert", "ep=3,rest=-1")
-    with pytest.raises(LayoutError, match="'ep=8' names the dims"):
-        grid.register_view("expert", "ep=8", ["ep"])
-    assert not grid.views
 
 
 # A grid that leaves out ranks of the world says which, unless it is told what is meant, or where

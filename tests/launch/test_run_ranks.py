@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -232,20 +231,6 @@ def test_a_caller_that_ends(number):
         caller.communicate(timeout=30)
     assert_gone(pids)
     wait_until(lambda: not has_processes(caller.pid))
-
-
-# A wrong call raises an error with the argument and its value, or the one of pickle or torch.
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: run_ranks(print, 2, args=[threading.Lock()]), TypeError, "cannot pickle"),
-        (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),
-        (lambda: run_ranks(threading.Lock, 2), RankFailedError, "cannot pickle"),
-    ],
-)
-def test_bad_calls(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
 
 
 def test_without_cloudpickle(monkeypatch):

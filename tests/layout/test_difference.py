@@ -45,10 +45,6 @@ def groups_by_dims(case):
     return found
 
 
-def where(changes, result):
-    return [change for change in changes.changes if change.result == result]
-
-
 @st.composite
 def neighbours(draw):
     """Two layouts that are likely to share groups: of another order, offset or size of one dim."""
@@ -56,7 +52,7 @@ def neighbours(draw):
     names = draw(st.permutations(before.dim_names))
     shape = [before.size_of(dim) for dim in names]
     shape[-1] = draw(st.sampled_from([shape[-1], 1, 2, 4]))
-    names[0] = draw(st.sampled_from([names[0], "new"]))
+    names[0] = draw(st.sampled_from([names[0], names[0], "new"]))
     offset = before.rank_offset + draw(st.sampled_from([0, 0, 1, 2, 4]))
     return tabled(before), tabled(RankLayout(shape, names, offset))
 
@@ -127,18 +123,6 @@ def test_totals(pair):
     assert changes.ranks_new == len(there.keys() - shared)
 
 
-# From a layout to itself, or to one with other names, everything is kept.
-@given(gappy_layouts)
-def test_nothing_changes(case):
-    layout, _ = case
-    renamed = layout.rename(**{dim: f"{dim}_" for dim in layout.dim_names})
-    for after in (layout, renamed):
-        changes = difference(layout, after)
-        assert where(changes, "kept") == list(changes.changes)
-        assert changes.groups_gone == changes.groups_new == 0
-    assert difference(layout, layout).ranks_moved == 0
-
-
 # What str() prints, as a user sees it.
 def test_table():
     before, after = RankLayout.parse("tp=2,cp=1,dp=3"), RankLayout.parse("tp=2,dp=3", rank_offset=2)
@@ -153,24 +137,7 @@ def test_table():
     ]
 
 
-LAYOUT = RankLayout.parse("tp=2,dp=2")
 BINARY = RankLayout([2] * (MOST_DIMS + 1), [f"d{index}" for index in range(MOST_DIMS + 1)])
-LARGE = RankLayout([2**25], ["dp"])
-
-
-# What cannot be compared is named, with the argument that it is.
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("tp=2", LAYOUT, "before .*'tp=2'"),
-        (LAYOUT, None, "after .*None"),
-        (BINARY, LAYOUT, "before has 13 dims .*12"),
-        (LAYOUT, LARGE, "after has 33,554,432 ranks"),
-    ],
-)
-def test_mistakes(before, after, message):
-    with pytest.raises(LayoutError, match=message):
-        difference(before, after)
 
 
 # As many dims as are compared, among more that have size 1.
@@ -179,7 +146,7 @@ def test_most_dims():
     sizes = [2, 1] * MOST_DIMS
     layout = RankLayout(sizes, [f"d{index}" for index in range(len(sizes))])
     changes = difference(layout, layout)
-    assert len(where(changes, "kept")) == 2**MOST_DIMS - 1
+    assert [change.result for change in changes.changes] == ["kept"] * (2**MOST_DIMS - 1)
     assert changes.groups_kept == 3**MOST_DIMS - 2**MOST_DIMS
 
 
@@ -216,7 +183,7 @@ def test_lost_in_words():
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))
     assert lost.words == "5: tp=1,dp=2"
     assert Lost(layout, layout).words == "none"
-    assert Lost(BINARY, LAYOUT).words == "4..8191: d2=1; d3=1; d4=1; d5=1; ..."
+    assert Lost(BINARY, RankLayout.parse("dp=4")).words == "4..8191: d2=1; d3=1; d4=1; d5=1; ..."
     for dims in (["pp"], []):
         with pytest.raises(LayoutError):
             lost.shards(*dims)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numbered import numbered
 
 from hypercomm import RankLayout, RankMapping
-from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
+from hypercomm.errors import RankOutsideError
 
 DIMS = ("tp", "cp", "dp", "pp")
 many = settings(
@@ -213,89 +213,31 @@ def test_text():
     assert [mapping.kind, mapping.inverse().kind, cp.kind] == ["fan-in", "fan-out", "equal"]
 
 
-# ---- bad calls ----------------------------------------------------------------------------------
-
-TP = "tp=2,dp=2"
-HALVES = RankMapping("dp=2", RankLayout([3, 2], ["cp", "dp"], 2))
-
-BAD_CALLS = [
-    (lambda: RankMapping(4, TP), LayoutError, "4"),
-    (lambda: RankMapping(TP, TP, 3), UnknownDimError, "along .*3"),
-    (lambda: RankMapping(TP, TP, batch_axis=True), LayoutError, "batch_axis .*True"),
-    (lambda: RankMapping("dp=4", "dp=6"), LayoutError, "along dp into 4 .* 6 "),
-    (lambda: RankMapping(TP, TP, "db"), UnknownDimError, "along .*'db'.*'tp', 'dp'"),
-    (lambda: RankMapping("tp=2", "tp=2"), UnknownDimError, "along .*'dp'.*along=None"),
-    (lambda: RankMapping(TP, TP, shards={"dp": 1}), LayoutError, "'dp' .*along and by shards"),
-    (lambda: RankMapping(TP, TP, pipeline="dp"), LayoutError, "'dp' .*along and by pipeline"),
-    (lambda: RankMapping(TP, TP, shards=["tp"]), LayoutError, "shards .*'tp'"),
-    (lambda: RankMapping(TP, TP, shards={"tp": 1.5}), LayoutError, "'tp' in shards .*1.5"),
-    (lambda: RankMapping(TP, TP, shards={"tp": "zigzag"}), LayoutError, "'tp' .*'zigzag'"),
-    (lambda: HALVES.sends(0)[0].global_slices([5, 3]), LayoutError, "axis 0 .*5.*4 and 6"),
-    (lambda: HALVES.sends(0)[0].source_slices([4, 4]), LayoutError, "axis 1 .*4.*3 and 6"),
-    (lambda: HALVES.sends(0)[0].global_slices([4]), LayoutError, "axis 1, .*1 axes"),
-    (lambda: HALVES.received_shape([-1, 3]), LayoutError, "shape .*-1"),
-    (
-        lambda: RankMapping(TP, TP, shards={"tp": -2}).received_shape([4, 4]),
-        LayoutError,
-        "axes 0 and -2.*one axis",
-    ),
-    (lambda: RankMapping("dp=8192", "tp=8192").table(), LayoutError, "67108864 .*leaders=True"),
-]
-
-
-# A bad call names the argument and the value.
-@pytest.mark.parametrize(("call", "kind", "words"), BAD_CALLS)
-def test_bad_calls(call, kind, words):
-    with pytest.raises(kind, match=words):
-        call()
-
-
 # ---- Megatron's bridge as the oracle ------------------------------------------------------------
 
 
-def bridge(source, target):
-    from oracle import bridge_communicator
-
-    made = object.__new__(bridge_communicator.BridgeCommunicator)
-    made.comm_map = defaultdict(lambda: None)
-    made.src_grid, made.dest_grid = (
-        SimpleNamespace(
-            rank_offset=layout.rank_offset,
-            size=layout.size,
-            shape=list(layout.shape),
-            dim_names=list(layout.dim_names),
-            _gen_rank_enum=lambda dims, of=layout: of.enumerate_ranks(dims).tolist(),
-        )
-        for layout in (source, target)
-    )
-    return made
-
-
-# Leaders send to and receive from whom Megatron's bridge tells them to, for every pair of dp sizes;
-# and the stages are its boundary stages.
+# Leaders send to and receive from whom Megatron's bridge tells them to, for every pair of dp sizes.
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
 def test_leaders_as_in_megatron(before, after):
+    from oracle import bridge_communicator
+
     source = RankLayout([2, 1, before, 2], DIMS)
     target = RankLayout([3, 1, after, 3], DIMS, source.size)
-    made = bridge(source, target)
+    bridge = object.__new__(bridge_communicator.BridgeCommunicator)
+    bridge.comm_map = defaultdict(lambda: SimpleNamespace(send_to_ranks=[], recv_from_ranks=[]))
+    bridge.src_grid, bridge.dest_grid = source, target
     senders = [source.rank(tp=0, cp=0, dp=dp, pp=1) for dp in range(before)]
     receivers = [target.rank(tp=0, cp=0, dp=dp, pp=0) for dp in range(after)]
     if before % after and after % before:
         with pytest.raises(ValueError, match="must be evenly divisible"):
-            made.build_comm_map(senders, receivers)
+            bridge.build_comm_map(senders, receivers)
         with pytest.raises(ValueError, match="multiple of the other"):
             RankMapping(source, target)
         return
-    made.build_comm_map(senders, receivers)
+    bridge.build_comm_map(senders, receivers)
     mapping = RankMapping(source, target, leaders=True)
     for rank in source.ranks:
-        assert list(mapping.targets_of(rank)) == list(made.comm_map[rank].send_to_ranks or [])
+        assert list(mapping.targets_of(rank)) == list(bridge.comm_map[rank].send_to_ranks)
     for rank in target.ranks:
-        assert list(mapping.sources_of(rank)) == list(made.comm_map[rank].recv_from_ranks or [])
-    for grid, is_source, ours in (
-        (made.src_grid, True, mapping.source_ranks),
-        (made.dest_grid, False, mapping.target_ranks),
-    ):
-        theirs = made.get_boundary_pp_stage_ranks(grid, is_src=is_source)
-        assert sorted(ours) == sorted(rank for ranks in theirs for rank in ranks)
+        assert list(mapping.sources_of(rank)) == list(bridge.comm_map[rank].recv_from_ranks)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.errors import LayoutError
 from hypercomm.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.text import shown
@@ -48,70 +48,6 @@ def test_layouts_in_a_world(monkeypatch):
         change("HYPERCOMM_LAYOUT")
         with pytest.raises(LayoutError, match="HYPERCOMM_LAYOUT"):
             read_layout(None)
-
-
-# Sizes that do not fit are said in one sentence, with the ranks that they need and that there are.
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: read_layout("tp=4,dp=4", world_size=8), "16 ranks; the world has 8"),
-        (lambda: RankLayout("tp=4,dp=4", world_size=8), "16 ranks; the world has 8"),
-        (lambda: read_layout("tp=3,dp", world_size=8), "of 3 ranks, as 6 and 9; the world has 8"),
-        (lambda: read_layout("tp=4,dp", None, 5, 8), "of 4 ranks, as 4; 3 are left from rank 5 on"),
-        (lambda: read_layout("tp=4", None, 6, 8), "from rank 6 needs 10 ranks; the world has 8"),
-        (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), "multiply to 7 ranks; .* 4 and 8 ranks"),
-    ],
-)
-def test_sizes_that_do_not_fit(call, sentence):
-    with pytest.raises(WorldSizeError, match=sentence):
-        call()
-
-
-LISTED = RankLayout([2, 2], ["tp", "dp"], ranks=[3, 1, 7, 5])
-
-
-def listed(ranks, **arguments):
-    return RankLayout([2, 2], ["tp", "dp"], ranks=ranks, **arguments)
-
-
-# Mistakes name the argument and the value; more of them are in tests/test_mistakes.py.
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: RankLayout([2, 4]), LayoutError, "dim_names are missing"),
-        (lambda: RankLayout("tp=2", dp=2), LayoutError, "given twice: 'tp=2'"),
-        (lambda: RankLayout(LAYOUT, ["tp"]), LayoutError, "already has dims"),
-        (lambda: RankLayout({"tp": "2"}), LayoutError, "'tp' .*'2'"),
-        (lambda: RankLayout(tp=2, strides=[0]), LayoutError, "strides .*0"),
-        (lambda: RankLayout(tp=2, dp=2, strides=[2]), LayoutError, "strides .*got .2,."),
-        (lambda: RankLayout(tp=2, dp=2, strides=[1, 1]), LayoutError, "strides .1, 1. overlap"),
-        (lambda: RankLayout(tp=2**20, dp=2**20), LayoutError, "2147483647"),
-        (lambda: listed([0, 1, 1, 3]), LayoutError, "rank 1 comes twice in ranks"),
-        (lambda: listed([0, 1, 2]), LayoutError, "ranks holds 3 ranks, .* 4 positions"),
-        (lambda: listed([0, 1, 2, -3]), LayoutError, "ranks .*-3"),
-        (lambda: listed([0, 1, 2, 2**31]), LayoutError, "ranks .*2147483648"),
-        (lambda: listed({0, 1}), LayoutError, "ranks .*a set has no order"),
-        (lambda: listed(LISTED.ranks, rank_offset=4), LayoutError, "rank_offset 4"),
-        (lambda: listed(LISTED.ranks, strides=[1, 4]), LayoutError, "strides .*got .1, 4."),
-        (lambda: LISTED.select(tp=0, dp=1), LayoutError, "the rank there, 7"),
-        (lambda: LAYOUT.shift(0, "xp", 1), UnknownDimError, "'xp'"),
-        (lambda: LAYOUT.split("dp"), LayoutError, "'dp' .*sizes are missing"),
-        (lambda: LAYOUT.rename(tp="dp"), LayoutError, "'dp' comes twice"),
-        (lambda: LAYOUT.renumber([5], ["x"]), LayoutError, "x=5 has 5 ranks, .* has 24"),
-        (lambda: RankLayout.from_json("[]"), LayoutError, "'.*' is not the JSON form"),
-        (lambda: RankLayout.fit(8, tp=3, dp=0), LayoutError, "'dp' .*0"),
-        (lambda: RankLayout.parse(" "), LayoutError, "the text is empty"),
-        (lambda: RankLayout.parse("tp=2,dp,"), LayoutError, "part 3 of 'tp=2,dp,' is empty"),
-        (lambda: RankLayout.parse("tp8"), LayoutError, "did you mean 'tp=8'"),
-        (lambda: LAYOUT.groups("tp,dp"), LayoutError, "'tp,dp' .*'tp[+]dp'"),
-        (lambda: LAYOUT.groups("tp+"), LayoutError, "'tp[+]'"),
-        (lambda: LAYOUT.groups("TP"), UnknownDimError, "did you mean 'tp'"),
-        (lambda: LAYOUT.order_dims(3), LayoutError, "dims .*3"),
-    ],
-)
-def test_mistakes(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
 
 
 # ---- text ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Several hosts, which are network namespaces on one switch, with torchrun on each of them."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,49 +15,8 @@ from launched import rank_free
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough by themselves
 
-TIMEOUT_S = 5
 SWITCH = f"hc{os.getpid()}-net"
 NAMED = 'hostname "$0" && exec "$@"'
-PROGRAM = """
-import json, os, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from hypercomm import HyperCommGrid
-from group_facts import sum_over
-
-folder, cut_off = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-rank, timeout = dist.get_rank(), timedelta(seconds=5)
-grid = HyperCommGrid([2, dist.get_world_size() // 2], ["tp", "dp"])
-grid.create_pg("tp")
-
-
-def write(suffix, value):
-    draft = folder / f"{rank}.draft"
-    draft.write_text(json.dumps(value))
-    draft.rename(folder / f"{rank}.{suffix}")
-
-
-def caught(function):
-    begin, got = time.monotonic(), {"kinds": [], "words": "", "missing": []}
-    try:
-        function()
-    except Exception as error:
-        got["kinds"] = [kind.__name__ for kind in type(error).__mro__]
-        got["words"], got["missing"] = str(error), list(getattr(error, "missing", []))
-    return {**got, "took": time.monotonic() - begin}
-
-
-write("ready", os.getpid())
-if int(os.environ["GROUP_RANK"]) != cut_off:
-    write("json", caught(lambda: grid.create_pg("dp", timeout=timeout)))
-while not (folder / "go on").exists():
-    time.sleep(0.02)
-write("again", sum_over(grid.create_pg("dp")))
-grid.destroy()
-dist.destroy_process_group()
-"""
 
 
 def ip(*arguments):
@@ -75,8 +33,6 @@ class Hosts:
         self.folder = folder
         self.names = []
         self.agents = []
-        self.program = folder / "program.py"
-        self.program.write_text(PROGRAM)
 
     def build(self, count):
         ip("netns", "add", SWITCH)
@@ -115,10 +71,6 @@ class Hosts:
                     )
                 )
 
-    def set_link(self, number, state):
-        """Cut a host off, or connect it again: packets vanish, and nobody is told."""
-        ip("-n", SWITCH, "link", "set", f"port{number}", state)
-
     def processes(self):
         return [int(pid) for name in self.names for pid in ip("netns", "pids", name).split()]
 
@@ -126,17 +78,6 @@ class Hosts:
         return "\n".join(
             f"---- {name}\n{(self.folder / f'{name}.log').read_text()}" for name in self.names
         )
-
-    def wait_for(self, names, seconds):
-        """Read what ranks have written, once all of them have."""
-        paths = [self.folder / name for name in names]
-
-        def say():
-            absent = [path.name for path in paths if not path.exists()]
-            return f"no {absent} after {seconds} s\n{self.logs()}"
-
-        wait_until(lambda: all(path.exists() for path in paths), seconds, say)
-        return [json.loads(path.read_text()) for path in paths]
 
     def wait_for_end(self, seconds):
         """Wait until every torchrun has ended well, and nothing is left of them."""
@@ -182,15 +123,6 @@ def hosts(_permitted, tmp_path):
         made.remove()
 
 
-def place(rank):
-    """How an error names a rank that has not reported: two ranks to a host."""
-    return f"rank {rank} (tp={rank % 2}, dp={rank // 2})"
-
-
-def dp_sum(rank, count):
-    return sum(10 ** (rank % 2 + 2 * host) for host in range(count))
-
-
 # `hypercomm check` joins a job of several hosts, and finds all of its groups right.
 @pytest.mark.parametrize("count", [2, 4])
 def test_check_across_hosts(hosts, count):
@@ -206,26 +138,3 @@ def test_check_across_hosts(hosts, count):
         ("dp", f"2 x {count}"),
         ("tp+dp", f"1 x {2 * count}"),
     ]
-
-
-# A host that is cut off before its ranks come to a creation is named, rank by rank, by all others
-# when their time is over; once it is connected again, all try again and succeed.
-def test_a_host_cut_off_during_a_creation(hosts):
-    hosts.build(3)
-    hosts.start(hosts.program, str(hosts.folder), "1")
-    hosts.wait_for([f"{rank}.ready" for rank in range(6)], 40)
-    hosts.set_link(1, "down")
-    waiting = [0, 1, 4, 5]
-    outcomes = hosts.wait_for([f"{rank}.json" for rank in waiting], TIMEOUT_S + 5)
-    for rank, got in zip(waiting, outcomes, strict=True):
-        absent = 2 + rank % 2
-        assert got["kinds"][0] == "GroupCreationTimeout", got
-        assert got["missing"] == [absent]
-        assert place(absent) in got["words"]
-        assert TIMEOUT_S - 0.5 < got["took"] < TIMEOUT_S + 2
-    hosts.set_link(1, "up")
-    (hosts.folder / "go on").touch()
-    assert hosts.wait_for([f"{rank}.again" for rank in range(6)], 20) == [
-        dp_sum(rank, 3) for rank in range(6)
-    ]
-    hosts.wait_for_end(20)

@@ -13,7 +13,6 @@ from test_survivors import die
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
-from hypercomm.testing import fake_world
 
 HAS_IT = hasattr(dist, "_reconfigure")
 """Whether torch can do it, from 2.14 on."""
@@ -93,18 +92,6 @@ def test_a_group_of_two_grids():
     first = dist.get_rank() // 2 * 2
     assert figures(other) == {"tp": figures_of([first, first + 1])}
     assert other.get_pg("tp") is group
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"lazy_init": True}, "lazy_init=True"),
-        ({"creation": "enumerate"}, "creation='enumerate'"),
-    ],
-)
-def test_options_that_cannot_work(options, named):
-    with fake_world(4), pytest.raises(GroupOptionsError, match=named):
-        HyperCommGrid("tp=4", enable_reconfigure=True, **options).create_pg("tp")
 
 
 @pytest.mark.skipif(HAS_IT, reason="torch can do it")

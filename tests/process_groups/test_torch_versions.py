@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import late_s
-from group_facts import registered, sum_over
+from group_facts import sum_over
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError, GroupOptionsError
+from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals import split
 from hypercomm.testing import fake_world
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -43,17 +42,6 @@ def test_a_trial_that_fails():
         assert sum_over(grid.create_pg("dp")) == 11
 
 
-# gloo leaves options aside, so they are refused, also where torch calls gloo a plugin (2.14).
-@pytest.mark.ranks(2)
-def test_gloo_options_are_refused():
-    before, grid = registered(), HyperCommGrid([2], ["dp"])
-    for options in (dist.ProcessGroupGloo._Options(), object(), 7):
-        with pytest.raises(GroupOptionsError, match=r"pg_options .*passes no options to .*'gloo'"):
-            grid.create_pg("dp", pg_options=options)
-    assert registered() == before
-    assert dict(grid.pgs) == {}
-
-
 # A rank outside a split gets None from torch, or since torch 2.14 a number; users get None.
 @pytest.mark.parametrize("outside", [None, dist.GroupMember.NON_GROUP_MEMBER])
 def test_a_rank_outside_a_split(monkeypatch, outside):
@@ -64,14 +52,6 @@ def test_a_rank_outside_a_split(monkeypatch, outside):
         HyperCommGrid([2, 2], ["tp", "dp"], creation="split", cover="any") as grid,
     ):
         assert grid.create_pg("tp") is None
-
-
-# The name that a split gets ends with its block: other groups have those that torch gives them.
-def test_the_name_of_a_split():
-    with fake_world(2), split.named(None):
-        with split.named("ours"):
-            assert dist.distributed_c10d._process_group_name([0, 1], use_hashed_name=True) == "ours"
-        assert dist.distributed_c10d._process_group_name([0, 1], use_hashed_name=True) != "ours"
 
 
 # The timeout of a group can be changed, without a warning of torch.

@@ -109,26 +109,6 @@ def test_a_rank_joins_again(name, seed):
 FORMER = "hypercomm/worlds/weights/0"
 
 
-# Keys do not grow with incarnations.
-def test_keys_of_incarnations():
-    def program(count):
-        world = joined()
-        for number in range(count):
-            with HyperCommGrid([3], ["tp"], world=world) as grid:
-                grid.create_pg("tp")
-            gate(f"{number}")
-            if dist.get_rank() == number % 3:
-                world.leave()
-                world = joined()
-            else:
-                world.rejoin()
-        return world.incarnation
-
-    jobs = [simulate_job(program, 3, args=(count,)) for count in (3, 9)]
-    assert [job.values() for job in jobs] == [[3] * 3, [9] * 3], jobs
-    assert len({len(job.server.held) for job in jobs}) == 1, [job.server.held for job in jobs]
-
-
 # On a store that is gone or silent, all end in time with an error of ours.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])

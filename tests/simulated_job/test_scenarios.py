@@ -6,10 +6,8 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.errors import HyperCommError
-from hypercomm.process_groups.world import current
-from hypercomm.transfers.consent import consent
 from simulated_job.cases import GRACE_S, T, square
 from simulated_job.job import (
     Fault,
@@ -377,17 +375,6 @@ def test_a_restart_on_the_old_store(at):
     again = simulate_job(program, 4, server=lost.server, timeout_s=T)
     check_time(again, QUICK_S)
     assert again.kinds(0) == [""] * 4, again
-
-
-# A rank that agrees with nobody else writes nothing to the store, which holds the address of WORLD.
-def test_a_lone_rank():
-    def program():
-        rank = dist.get_rank()
-        attempt(consent, current(), RankMapping(*[RankLayout([1], ["dp"], rank)] * 2), "all")
-
-    job = simulate_job(program, 2)
-    assert job.kinds(0) == ["", ""], job
-    assert [*job.server.held] == ["cpu//0/0"]
 
 
 # ---- survivors -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,7 +18,7 @@ from torch.nn import functional
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.testing import given_ranks, grids, properties
+from hypercomm.testing import properties
 from hypercomm.testing.properties import PropertyError
 
 # ---- sharded layers, with the mistake that `bug` names -------------------------------------------
@@ -103,8 +102,6 @@ def column(tp, bug=None):
 def row(tp, bug=None):
     def layer(x, weight, bias):
         add = SumTwice if bug == "gradient summed twice" else Sum
-        if bug == "bias on each rank":
-            return add.apply(functional.linear(x, weight, bias), tp)
         if bug == "output not summed":
             return functional.linear(x, weight) + bias / tp.size
         return add.apply(functional.linear(x, weight), tp) + bias
@@ -141,11 +138,7 @@ def attention(cp, *, causal, zigzag, bug=None):
         tokens = query.size(2)
         own = positions(0 if bug == "local positions" else cp.rank, tokens)
         every = torch.cat([positions(rank, tokens) for rank in range(cp.size)])
-        if bug == "keys in another order":
-            every = every.sort().values
-        mask = own[:, None] >= every if causal and bug != "no mask" else None
-        if bug == "own tokens alone":
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        mask = own[:, None] >= every if causal else None
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 
     return layer
@@ -159,7 +152,7 @@ def vocabulary_loss(tp, bug=None, reduction="mean"):
         exponents = (logits - largest).exp().sum(1)
         if bug != "exponents not summed":
             exponents = add.apply(exponents, tp)
-        index = targets - (0 if bug == "targets not shifted" else tp.rank * size)
+        index = targets - tp.rank * size
         is_own = (index >= 0) & (index < size)
         picked = (logits - largest).gather(1, index.clamp(0, size - 1)[:, None])[:, 0]
         losses = exponents.log() - add.apply(picked * is_own, tp)
@@ -176,8 +169,6 @@ def token_loss(dp, bug=None):
             return functional.cross_entropy(logits, targets) / dp.size
         share = functional.cross_entropy(logits, targets, reduction="sum")
         count = dp.sum((targets >= 0).sum())
-        if bug == "gradient summed twice":
-            return SumTwice.apply(share, dp) / count
         return share / count / (dp.size if bug == AVERAGED else 1)
 
     return loss
@@ -194,6 +185,9 @@ def test_right_layers():
             tp = grid["tp"]
             properties.linear(grid, "tp", column(tp), "column")
             properties.linear(grid, "tp", row(tp), "row", features=(6, 3))
+            properties.linear(
+                grid, "tp", column(tp), "column", features=(3, 2), dtype=torch.float64
+            )
             properties.linear(grid, "tp", sequence_column(tp), "column", sequence=0)
             properties.linear(grid, "tp", sequence_row(tp), "row", sequence=0)
             plain = functools.partial(row(tp), bias=torch.zeros(1))
@@ -243,22 +237,6 @@ def test_right_dtensors():
         properties.layer(grid, "tp", own, block(), {"x": (3, 5)}, cuts=cuts)
 
 
-# A grid that hypothesis draws, with its own sizes of a layer; the tensors are small and not round.
-@pytest.mark.full
-@given_ranks(
-    grids(dim_names=["tp", "dp"], dims_required=["tp"], max_ranks=4),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    max_examples=5,
-)
-def test_any_grid(grid, inner, outer):
-    tp = grid["tp"]
-    features = inner * tp.size, outer * tp.size
-    for dtype in (torch.float32, torch.float64):
-        properties.linear(grid, "tp", column(tp), "column", features=features, dtype=dtype)
-        properties.linear(grid, "tp", row(tp), "row", features=features, dtype=dtype)
-
-
 # Megatron's own layers, which return pairs; those of sequence parallelism need a GPU.
 @pytest.mark.clients
 @pytest.mark.ranks(2)
@@ -288,10 +266,9 @@ def of_linear(cut, make, **options):
     return lambda grid, bug: properties.linear(grid, "tp", make(grid["tp"], bug), cut, **options)
 
 
-def of_attention(*, causal, zigzag=False):
-    options = {"causal": causal, "zigzag": zigzag}
+def of_attention(*, causal):
     return lambda grid, bug: properties.attention(
-        grid, "tp", attention(grid["tp"], **options, bug=bug), **options
+        grid, "tp", attention(grid["tp"], causal=causal, zigzag=False, bug=bug), causal=causal
     )
 
 
@@ -314,20 +291,14 @@ MISTAKES = [
     # the property, the mistake, the tensors that differ, and a word of their cause
     (COLUMN, OF_THE_INPUT, ["gradient of input"], "all-reduce"),
     (COLUMN, "parts in another order", ["output"], "position"),
-    (ROW, "bias on each rank", ["output"], ""),
     (ROW, "output not summed", ["output"], "all-reduce"),
     (ROW, TWICE, ["gradient of input", "gradient of weight"], "by 4"),
     (COLUMN_BY_TOKENS, OF_THE_INPUT, ["gradient of input"], ""),
     (ROW_BY_TOKENS, OF_THE_BIAS, ["gradient of bias"], "all-reduce"),
     (CAUSAL, "local positions", ["output"], ""),
-    (CAUSAL, "no mask", ["output"], ""),
-    (ATTENTION, "own tokens alone", ["output"], ""),
-    (of_attention(causal=True, zigzag=True), "keys in another order", ["output"], ""),
     (ATTENTION, "gradient of keys not summed", ["gradient of key", "gradient of value"], ""),
     (VOCABULARY, TWICE, ["gradient of logits"], "by 4"),
     (VOCABULARY, "exponents not summed", ["output"], ""),
-    (VOCABULARY, "targets not shifted", ["output"], ""),
-    (TOKENS, TWICE, ["gradient of logits"], "by 4"),
     (TOKENS, MEAN, ["gradient of logits"], "by 4"),
     (of_loss("tokens", token_loss, padded=True), MEANS, ["gradient of logits"], ""),
     (TOKENS, AVERAGED, ["gradient of logits"], "by 1/4"),

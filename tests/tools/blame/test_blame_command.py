@@ -47,19 +47,3 @@ def test_nobody(missing, code, words, in_process, tmp_path):
     done = in_process("blame", str(Dumps(2).write(tmp_path, but=missing)))
     assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["none"], "cannot read the folder"),
-        ([".", "--layout", "tp=2"], "--layout tp=2 has 2 ranks, but the job has 4"),
-        ([".", "--layout", "tp=2,dp"], "the size of dim 'dp' is unspecified"),
-        ([], "Missing argument 'FOLDER'"),
-    ],
-)
-def test_mistakes(arguments, words, in_process, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    done = in_process("blame", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr

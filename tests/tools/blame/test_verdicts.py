@@ -13,11 +13,6 @@ def found(verdict):
     return [(finding.kind, finding.culprits) for finding in verdict.findings]
 
 
-def test_nobody(tmp_path):
-    verdict = blame(job().write(tmp_path), "tp=2,dp=2")
-    assert (verdict.outcome, verdict.findings) == ("clear", [])
-
-
 # 1 is in no second call of tp; 0 waits there for it, and 2 in dp for 0. The place is known.
 def test_chain(tmp_path):
     dumps = job()

@@ -40,24 +40,6 @@ def test_files(in_process, tmp_path, arguments, picture):
     assert in_process("draw", *arguments, "-o", str(file), "--force").returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        (["tp=2,dp=4", "-o", "grid.pdf"], ".svg or .png"),
-        (["tp=2,dp=4", "--groups", "pp"], "'pp'"),
-        (["tp=2,dp=4", "--on", "0"], "'0'"),
-        (["tp=2,dp=4", "tp=4,dp=2", "--to", "dp=8"], "--to"),
-        (["tp=2", "--to", "tp=2", "--groups", "tp"], "along"),
-    ],
-)
-def test_bad_calls(in_process, tmp_path, monkeypatch, arguments, value):
-    monkeypatch.chdir(tmp_path)
-    done = in_process("draw", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert value in " ".join(done.stderr.split())
-    assert list(tmp_path.iterdir()) == []
-
-
 # A picture of two million ranks takes as long as one of sixteen thousand: of the processor, at most
 # two seconds.
 @pytest.mark.parametrize("sizes", ["tp=8,cp=2,dp=256,pp=4", "tp=8,cp=2,dp=262144,pp=4"])

@@ -43,6 +43,17 @@ SLURM_YAML = """
 """
 
 
+@pytest.fixture
+def file(tmp_path):
+    """Write a file and return its path."""
+
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
 def units(topology):
     """The names of the units of each rank, by level."""
     return {level.name: [level.names[unit] for unit in level.of_rank] for level in topology.levels}
