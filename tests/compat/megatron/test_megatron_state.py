@@ -4,7 +4,7 @@ import math
 
 import pytest
 from effort import examples
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from megatron_facts import TAKEN, ours, read_globals, state_of, theirs
 
@@ -134,6 +134,7 @@ def broken_configurations(draw):
 # Megatron accepts, we accept, but for hybrid groups that would not come out even.
 @settings(max_examples=examples(400))
 @given(broken_configurations())
+@example((6, {"tensor_model_parallel_size": 2, "hybrid_context_parallel": True}))
 def test_refusals_are_megatrons(configuration):
     world_size, arguments = configuration
     expected = state_of(theirs, world_size, 0, arguments)
