@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class ModuleState:
     Attributes:
         values: The value of each global.
         strict: Whether a call outside `use` is an error while several states are alive.
+        changed: Called after each change.
 
     Example:
         >>> state = ModuleState({"_SIZE": lambda: None})
@@ -45,6 +46,7 @@ class ModuleState:
 
     def __init__(self, empty: Mapping[str, Callable[[], Any]]) -> None:
         self._empty = empty
+        self.changed: Callable[[], None] = lambda: None
         self.reset()
 
     def reset(self) -> None:
@@ -82,6 +84,7 @@ class ModuleState:
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals."""
         self.values.update(values)
+        self.changed()
 
 
 def check_job() -> None:
@@ -107,22 +110,25 @@ class CurrentState(Generic[State]):
     Attributes:
         default: The state outside every block.
         alone: The default state as long as no block is open and no other state is alive, else
-            None. Getters read it first. `torch.compile` cannot trace the rest of `get`.
+            None. `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, kind: Callable[[], State]) -> None:
         self._name = name
         self._kind = kind
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._shown: list[tuple[str, CellType]] = []
         self._begin()
 
     def _begin(self) -> None:
         self.default = self._kind()
+        self.default.changed = self._show
         self.alone: State | None = self.default
         self._open = 0
         self._alive: list[State] = []
         self._warned = False
+        self._show()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -133,7 +139,28 @@ class CurrentState(Generic[State]):
             yield
         finally:
             vars(self).update(kept)
+            self._show()
             self._scoped.reset(token)
+
+    def show(self, getter: Callable[..., Any], **names: str) -> None:
+        """Let a getter read values of the default state as variables while that is alone.
+
+        This is the fastest way to read them. At other times, and if there is no value, the
+        variable is None, and the getter asks the state that `get` returns.
+
+        Args:
+            getter: A function within another one that has the variables.
+            names: The global whose value each variable has.
+        """
+        assert isinstance(getter, FunctionType)  # noqa: S101 - for mypy
+        cells = dict(zip(getter.__code__.co_freevars, getter.__closure__ or (), strict=True))
+        self._shown += [(name, cells[variable]) for variable, name in names.items()]
+
+    def _show(self) -> None:
+        with self._lock:
+            values = {} if self.alone is None else self.alone.values
+            for name, cell in self._shown:
+                cell.cell_contents = values[name] if name in values else None  # noqa: SIM401
 
     def get(self) -> State:
         """Return the current state.
@@ -191,11 +218,16 @@ class CurrentState(Generic[State]):
             self._open += change
             is_alone = all(state is self.default for state in self._alive)
             self.alone = self.default if is_alone and not self._open else None
+            self._show()
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        members["__dir__"] = lambda module: [*ModuleType.__dir__(module), *self.get().values]
+        own = members.copy()
+        members["__dir__"] = lambda module: [
+            *ModuleType.__dir__(module),
+            *filter(self.get().values.__contains__, own),
+        ]
         # Functions that use the module travel to other processes by cloudpickle.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)

@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -29,15 +29,7 @@ from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
-from hypercomm.compat.megatron.table import (
-    DP,
-    DP_CP,
-    EXPERT_DP,
-    GLOO,
-    INTRA_DP_CP,
-    INTRA_EXPERT_DP,
-    WITH_GTP,
-)
+from hypercomm.compat.megatron.table import DP, DP_CP, EXPERT_DP, GLOO
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
 from hypercomm.layout.text import shown
@@ -49,9 +41,6 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Stand for the functions and globals that the table's rows bring."""
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _state = current.get
 
@@ -88,19 +77,11 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     return current.use(state)
 
 
-def _with_arguments_of(
-    other: Callable[P, Any],
-) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Return a decorator for a function that takes the arguments of another one."""
-
-    def decorate(function: Callable[..., R]) -> Callable[P, R]:
-        function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+def _sign(function: Any, other: Callable[..., Any]) -> None:
+    """Give a function the signature of another one, which gets its arguments."""
+    function.__signature__ = inspect.signature(other)
 
 
-@_with_arguments_of(table.Configuration)
 def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     """Create all of Megatron's groups, and fill the default state; every rank must call this.
 
@@ -168,6 +149,9 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     current.default.initialize(table.Configuration(*args, **kwargs))
 
 
+_sign(initialize_model_parallel, table.Configuration)
+
+
 def destroy_model_parallel() -> None:
     """Destroy the groups that the default state created, and set its globals to None.
 
@@ -214,52 +198,50 @@ def _deprecated(name: str, other: str) -> None:
 
 # ---- groups -----------------------------------------------------------------------------------
 
-_PARTS = {DP: NO_PART, DP_CP: INTRA_DP_CP, EXPERT_DP: INTRA_EXPERT_DP}
+_PARTS = {DP: NO_PART, DP_CP: table.INTRA_DP_CP, EXPERT_DP: table.INTRA_EXPERT_DP}
 """The part of a data parallel group in one optimizer instance."""
 
-_PEERS = {name: name + WITH_GTP for name in (*_PARTS, *_PARTS.values())} | {NO_PART: NO_PART}
+_PEERS = {name: name + table.WITH_GTP for name in (*_PARTS, *_PARTS.values())}
+_PEERS[NO_PART] = NO_PART
 """The data parallel group that includes the GTP peers."""
 
-_STAGE_RANKS = "_PIPELINE_GLOBAL_RANKS"
 _FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
 
 
 def _held(name: str, check_initialized: bool = True) -> Any:
-    state = current.alone or _state()
-    held = state.values.get(name)
-    if held is None and check_initialized:
-        raise state.missing(name)
-    return held
+    return _state().require(name, check_initialized)
 
 
 def _getter(name: str, required: bool = True) -> Callable[..., Any]:
-    """Return a getter of a global; as `_held`, whose call would double its time."""
+    """Return a getter of a global."""
+    held: Any = None
 
     def get(check_initialized: bool = required) -> Any:
-        state = current.alone or _state()
-        held = state.values[name]
-        if held is None and check_initialized:
-            raise state.missing(name)
-        return held
+        return _state().require(name, check_initialized) if held is None else held
 
+    current.show(get, held=name)
     get.__doc__ = f"Return the {_words(name)} of the calling rank."
     return get
 
 
 def _first(name: str) -> Callable[[], int]:
-    def get() -> int:
-        return _held(name)[0]
+    held: Any = None
 
+    def get() -> int:
+        return (_state().require(name) if held is None else held)[0]
+
+    current.show(get, held=name)
     get.__doc__ = f"Return the first of the {_words(name)}."
     return get
 
 
 def _fact(name: str, fact: str) -> Callable[[], int]:
-    def get() -> int:
-        state = current.alone or _state()
-        known = state.facts[fact][name]
-        return state.ask(fact, name) if known is None else known
+    key, held = f"{name}_{fact}", None
 
+    def get() -> int:
+        return _state().ask(key) if held is None else held
+
+    current.show(get, held=key)
     get.__doc__ = f"Return the {_FACTS[fact]} {_words(name)}."
     return get
 
@@ -307,7 +289,13 @@ def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 globals().update(_functions_of_rows())
 _stages, _stage = _fact(table.PP, SIZE), _fact(table.PP, RANK)
-get_pipeline_model_parallel_first_rank = _first(_STAGE_RANKS)
+_stage_ranks = _getter("_PIPELINE_GLOBAL_RANKS")
+_tensor_data = _getter("_TENSOR_AND_DATA_PARALLEL_GROUP")
+_tensor_data_context = _getter("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+_expert_model, _with_egtp = _getter(table.EXPERT_MP), _getter(f"{table.EXPERT_MP}_WITH_EGTP")
+_first_of_dp = _first("_DATA_PARALLEL_GLOBAL_RANKS")
+_first_with_cp = _first("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
+get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
 get_virtual_pipeline_model_parallel_rank = _getter(STAGE, required=False)
 get_virtual_pipeline_model_parallel_world_size = _getter(STAGES, required=False)
 
@@ -384,17 +372,15 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Return the group over tensor and data parallel, and context parallel if asked."""
-    return _held(
-        "_TENSOR_AND_DATA_PARALLEL_GROUP" + "_WITH_CP" * bool(with_context_parallel),
-        check_initialized,
-    )
+    get = _tensor_data_context if with_context_parallel else _tensor_data
+    return get(check_initialized)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over the tensors, experts and stages, and GTP peers if asked."""
-    return _held(table.EXPERT_MP + "_WITH_EGTP" * bool(with_egtp_remat), check_initialized)
+    return (_with_egtp if with_egtp_remat else _expert_model)(check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -411,7 +397,7 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     state = current.alone or _state()
-    name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+    name = table.INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
     if with_gtp_remat and state.answers_gtp:
         name = _PEERS[name]
     return state.values.get(name) or state.require(name, check_initialized)
@@ -419,7 +405,7 @@ def get_expert_data_parallel_group(
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return the gloo group of expert data parallel ranks."""
-    return _held((INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP) + GLOO)
+    return _held((table.INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP) + GLOO)
 
 
 def get_data_modulo_expert_parallel_group(
@@ -434,6 +420,8 @@ def get_data_modulo_expert_parallel_group(
 
 
 def _data_fact(fact: str) -> Callable[..., int]:
+    dp, dp_cp, parts, peers = _keys_of(fact, DP, DP_CP)
+
     def get(
         with_context_parallel: bool = False,
         *,
@@ -441,29 +429,37 @@ def _data_fact(fact: str) -> Callable[..., int]:
         partial_data_parallel: bool = False,
     ) -> int:
         state = current.alone or _state()
-        name = DP_CP if with_context_parallel else DP
+        key = dp_cp if with_context_parallel else dp
         if partial_data_parallel:
-            name = _PARTS[name]
+            key = parts[key]
         if with_gtp_remat and state.answers_gtp:
-            name = _PEERS[name]
-        known = state.facts[fact][name]
-        return state.ask(fact, name) if known is None else known
+            key = peers[key]
+        known = state.values[key]
+        return state.ask(key) if known is None else known
 
     get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
     return get
 
 
 def _expert_data_fact(fact: str) -> Callable[..., int]:
+    whole, part, _, peers = _keys_of(fact, EXPERT_DP, table.INTRA_EXPERT_DP)
+
     def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
         state = current.alone or _state()
-        name = INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+        key = part if partial_expert_data_parallel else whole
         if with_gtp_remat and state.answers_gtp:
-            name = _PEERS[name]
-        known = state.facts[fact][name]
-        return state.ask(fact, name) if known is None else known
+            key = peers[key]
+        known = state.values[key]
+        return state.ask(key) if known is None else known
 
     get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
     return get
+
+
+def _keys_of(fact: str, *names: str) -> Any:
+    """Return the keys of a fact about two groups, and about their parts and those with peers."""
+    tables = ({f"{key}_{fact}": f"{of}_{fact}" for key, of in t.items()} for t in (_PARTS, _PEERS))
+    return (*(f"{name}_{fact}" for name in names), *tables)
 
 
 get_data_parallel_world_size, get_data_parallel_rank = map(_data_fact, _FACTS)
@@ -481,30 +477,24 @@ def get_all_ranks() -> str:
 # ---- global ranks, and the pipeline -----------------------------------------------------------
 
 
-def _pipeline(step: int) -> Any:
-    """Return the rank some stages after that of the calling rank, which come round."""
-    ranks = _held(_STAGE_RANKS)
-    return ranks[(_stage() + step) % _stages()]
-
-
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _held(_STAGE_RANKS)[_stages() - 1]
+    return _stage_ranks()[_stages() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the rank of the next stage, the first one after the last."""
-    return _pipeline(1)
+    return _stage_ranks()[(_stage() + 1) % _stages()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the rank of the previous stage, the last one before the first."""
-    return _pipeline(-1)
+    return _stage_ranks()[(_stage() - 1) % _stages()]
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first rank of a data parallel group."""
-    return _held("_DATA_PARALLEL_GLOBAL_RANKS" + "_WITH_CP" * bool(with_context_parallel))[0]
+    return _first_with_cp() if with_context_parallel else _first_of_dp()
 
 
 def get_data_parallel_group_ranks() -> list[int]:
@@ -597,7 +587,6 @@ def destroy_global_symmetric_memory_buffer() -> None:
 # ---- groups outside the state -----------------------------------------------------------------
 
 
-@_with_arguments_of(dist.new_group)
 def create_group(*args: Any, **kwargs: Any) -> Any:
     """Create one group as `torch.distributed.new_group` does, and list it for `update_pg_timeout`.
 
@@ -608,6 +597,9 @@ def create_group(*args: Any, **kwargs: Any) -> Any:
     if own is not None:
         _state().list_groups([own])
     return group
+
+
+_sign(create_group, dist.new_group)
 
 
 def create_all_gather_groups(

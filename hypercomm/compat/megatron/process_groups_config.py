@@ -5,6 +5,7 @@ Source: names, signatures and behaviour follow `megatron.core.process_groups_con
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -158,23 +159,24 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
         model, of_state = model_chunks[0], pg_collection is None
-        source: Any = _State() if of_state else pg_collection
-        ddp_config = getattr(model, "ddp_config", None)
-        instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
-        groups = _data_groups(source, lambda: _config_of(model), instances, has_experts=True)
+        given, ddp_config = _given(pg_collection), getattr(model, "ddp_config", None)
+        groups = _data_groups(given, lambda: _config_of(model), ddp_config, of_state)
         is_sharded = of_state or getattr(ddp_config, "use_distributed_optimizer", False)
-        whole = _take(source, "intra_dist_opt") if is_sharded or instances > 1 else None
-        groups["intra_dist_opt"] = whole if is_sharded else None
-        groups |= {"mp": _take(source, "mp"), "expt_tp_pp": _take(source, "tp_ep_pp")}
-        merged = "tp_ep_pp_with_egtp_remat"
-        has_merged = _has(source, merged)
-        groups["expt_tp_pp_with_egtp_remat"] = _take(source, merged if has_merged else "tp_ep_pp")
-        named = {f"{name}_group": group for name, group in groups.items()}
+        is_cut = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
+        whole = _take(given, "intra_dist_opt") if is_sharded or is_cut else None
+        groups |= {
+            "expt_dp": _take(given, "expt_dp"),
+            "mp": _take(given, "mp"),
+            "expt_tp_pp": _take(given, "tp_ep_pp"),
+            "expt_tp_pp_with_egtp_remat": given.get("tp_ep_pp_with_egtp_remat", given["tp_ep_pp"]),
+            "intra_dist_opt": whole if is_sharded else None,
+        }
         if use_gloo_process_groups and not of_state:
             raise ConfigurationError(
                 "Gloo process groups are not supported when pg_collection is provided; give "
                 "use_gloo_process_groups=False"
             )
+        named = {f"{name}_group": group for name, group in groups.items()}
         has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
         for name in ("intra_dp_cp", "intra_expt_dp"):
             gloo = current.get().require(table.FIELDS[name] + table.GLOO) if has_gloo else None
@@ -196,18 +198,18 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
             ValueError: A group that is needed was not set.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
-        of_state, instances = pg_collection is None, ddp_config.num_distributed_optimizer_instances
-        source: Any = _State() if of_state else pg_collection
-        groups = _data_groups(source, lambda: config, instances, has_experts=of_state)
+        given, of_state = _given(pg_collection), pg_collection is None
+        groups = _data_groups(given, lambda: config, ddp_config, of_state)
+        groups |= {name: _take(given, name) for name in ("tp", "pp", "ep")}
         if of_state:
             is_sharded = ddp_config.use_distributed_optimizer
-            groups["intra_dist_opt"] = _take(source, "intra_dist_opt") if is_sharded else None
-        groups |= {name: _take(source, name) for name in ("tp", "pp", "ep")}
+            groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
         if groups["expt_dp"] is None:
             logger.warning("no expt_dp group was given; creating one with this rank alone")
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            names = ["expt_dp", *(["intra_expt_dp"] * (instances == 1))]
-            groups |= dict.fromkeys(names, c10d.as_member(alone))
+            groups["expt_dp"] = c10d.as_member(alone)
+            if ddp_config.num_distributed_optimizer_instances == 1:
+                groups["intra_expt_dp"] = groups["expt_dp"]
         return {f"{name}_group": group for name, group in groups.items()}
 
     @staticmethod
@@ -301,66 +303,54 @@ def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
 # ---- the groups for training --------------------------------------------------------------------
 
 
+def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
+    """Return the groups that were set in a collection; without one, those that the state has."""
+    if collection is not None:
+        return vars(collection)
+    held = vars(ProcessGroupCollection.use_mpu_process_groups())
+    return {name: group for name, group in held.items() if group is not None}
+
+
 def _data_groups(
-    source: Any, config: Callable[[], Any], instances: int, *, has_experts: bool
+    given: Mapping[str, Group], config: Callable[[], Any], ddp_config: Any, of_state: bool
 ) -> dict[str, Group]:
     """Return the data parallel groups, those of optimizer instances, and those of GTP peers.
 
     Args:
-        source: A collection, or the state.
+        given: The groups that were set.
         config: Returns the configuration of the model.
-        instances: The number of optimizer instances.
-        has_experts: Whether the expert data parallel group must have been set.
+        ddp_config: That of DistributedDataParallel; None for one optimizer instance.
+        of_state: Whether the groups are those of the state.
     """
-    dp = _take(source, "dp")
-    expert = _take(source, "expt_dp") if has_experts else getattr(source, "expt_dp", None)
-    has_cp = _has(source, "dp_cp") or getattr(config(), "context_parallel_size", 1) != 1
-    dp_cp = _take(source, "dp_cp") if has_cp else dp
-    has_parts = isinstance(source, _State) or instances > 1
+    instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
+    has_cp = "dp_cp" in given or getattr(config(), "context_parallel_size", 1) != 1
+    dp, expert = _take(given, "dp"), given.get("expt_dp")
+    dp_cp = _take(given, "dp_cp") if has_cp else dp
+    has_parts = of_state or instances > 1
     return {
         "dp": dp,
         "expt_dp": expert,
         "dp_cp": dp_cp,
-        "intra_dp_cp": _take(source, "intra_dp_cp") if has_parts else dp_cp,
-        "intra_expt_dp": _take(source, "intra_expt_dp") if has_parts else expert,
-        "inter_dist_opt": _take(source, "inter_dist_opt") if instances > 1 else None,
-        **{name: getattr(source, name, None) for name in _PEERS},
+        "intra_dp_cp": _take(given, "intra_dp_cp") if has_parts else dp_cp,
+        "intra_expt_dp": _take(given, "intra_expt_dp") if has_parts else expert,
+        "inter_dist_opt": _take(given, "inter_dist_opt") if instances > 1 else None,
+        **{name: given.get(name) for name in _PEERS},
     }
 
 
-class _State:
-    """The current parallel state as a collection, every group of which was set."""
-
-    def __getattr__(self, name: str) -> Any:
-        state = current.get()
-        return (state.values.get if name in _PEERS else state.require)(table.FIELDS[name])
-
-
-def _take(source: Any, name: str) -> Any:
+def _take(given: Mapping[str, Group], name: str) -> Group:
     """Return a group that must have been set, perhaps to None."""
-    if not _has(source, name):
+    if name not in given:
         raise ConfigurationError(
-            f"the process group {name!r} is needed, but the collection has only {source!r}; "
-            f"set it, to None if it is not used"
+            f"the process group {name!r} is needed, but only {list(given)} were set; set it, to "
+            f"None if it is not used"
         )
-    return getattr(source, name)
-
-
-def _has(source: Any, name: str) -> bool:
-    """Return whether a collection, or a stand-in for one, has a group that was set."""
-    return name in vars(source) or getattr(source, name, None) is not None
+    return given[name]
 
 
 def _config_of(model: Any) -> Any:
-    """Return the configuration of a model, which may be wrapped."""
-    inner = model
-    while getattr(inner, "config", None) is None:
-        if not hasattr(inner, "module"):
-            raise ConfigurationError(
-                f"neither model_chunks[0] nor the module in it has a config: {model!r}"
-            )
-        inner = inner.module
-    return inner.config
+    """Return the configuration of a model, which may be wrapped, as Megatron finds it."""
+    return importlib.import_module("megatron.core.utils").get_model_config(model)
 
 
 # ---- several modules ----------------------------------------------------------------------------

@@ -66,14 +66,13 @@ _NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
-_OVERRIDES_OF = {
-    fact: {
-        name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}_{fact}"
-        for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
-    }
+FACTS = {
+    f"{name}_{fact}": (name, fact, f"_MPU{stem}_{fact}")
+    for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
+    for stem in [name.removeprefix("_INTRA_PARTIAL").partition("_GROUP")[0]]
     for fact in (SIZE, RANK)
 }
-"""The global that overrides a fact about a group, by the global of the group."""
+"""The facts that a state has beside its globals: the group, what it is, what overrides it."""
 
 
 class GlobalMemoryBuffer:
@@ -272,8 +271,8 @@ class ParallelState(ModuleState):
         configuration: The arguments that it was created from; None while it is empty.
         grids: The "dense" grid, and its view "expert" of the expert layers; none in an empty state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
-        facts: `SIZE` and `RANK` of the real groups that it holds, by global; None where a getter
-            must ask.
+        values: The value of each global, and of each of the `FACTS` about its real groups, which
+            is None where a getter must ask.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -283,7 +282,6 @@ class ParallelState(ModuleState):
     """
 
     def __init__(self) -> None:
-        self.facts: dict[str, dict[str, int | None]] = {SIZE: {}, RANK: {}}
         super().__init__(GLOBALS)
 
     def reset(self) -> None:
@@ -296,30 +294,34 @@ class ParallelState(ModuleState):
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals, and update the facts about their groups."""
-        super().fill(values)
-        for fact, known in self.facts.items():
-            for name, override in _OVERRIDES_OF[fact].items():
-                group: Any = self.values.get(name)
-                given = self.values.get(override)
-                # Not of a mock, whose answers may change.
-                if given is None and issubclass(type(group), ProcessGroup):
-                    given = group.size() if fact == SIZE else group.rank()
-                is_lone = group is None and name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
-                known[name] = 0 if given is None and is_lone else given
+        self.values.update(values)
+        facts: dict[str, int | None] = {}
+        for key, (name, fact, override) in FACTS.items():
+            group: Any = self.values.get(name)
+            given = self.values.get(override)
+            # Not of a mock, whose answers may change.
+            if given is None and issubclass(type(group), ProcessGroup):
+                given = group.size() if fact == SIZE else group.rank()
+            is_lone = group is None and name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
+            facts[key] = 0 if given is None and is_lone else given
+        super().fill(facts)
 
-    def ask(self, fact: str, name: str) -> Any:
-        """Return a fact that is not known: of a mock, of no group, or without torch.distributed.
+    def ask(self, key: str) -> Any:
+        """Return a fact, also of a mock, of no group, or without torch.distributed.
 
         Raises:
             StateError: There is no group.
         """
+        name, fact, _ = FACTS[key]
+        group, known = self.values.get(name), self.values[key]
+        if known is not None:
+            return known
         if name not in _NEED_A_JOB and not dist.is_initialized():
             return 0
-        group = self.values.get(name)
         if group is not None:
             return group.size() if fact == SIZE else group.rank()
         if name == table.EXPERT_TP:
-            return self.values[_OVERRIDES_OF[fact][table.TP]]
+            return self.values[FACTS[f"{table.TP}_{fact}"][2]]
         raise self.missing(name)
 
     @classmethod

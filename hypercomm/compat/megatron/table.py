@@ -215,15 +215,6 @@ _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) 
 Configuration.__init__.__qualname__ = "initialize_model_parallel"
 
 
-def hybrid_sizes(replicas: int) -> list[int]:
-    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
-
-    >>> hybrid_sizes(16)
-    [2, 4, 8]
-    """
-    return [2**power for power in range(1, int(math.log2(replicas)))]
-
-
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
 ) -> RankLayout:
@@ -487,12 +478,17 @@ def _levels(config: Configuration, _: int) -> Iterable[int]:
     return range(len(config.hierarchical_context_parallel_sizes or ()))
 
 
-def _sizes(_: Configuration, size: int) -> Iterable[int]:
-    if size % 2:
+def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
+    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
+
+    >>> hybrid_sizes(Configuration(), 16)
+    [2, 4, 8]
+    """
+    if replicas % 2:
         raise ConfigurationError(
-            f"hybrid_context_parallel=True needs an even number of ranks over dp and cp, got {size}"
+            f"hybrid_context_parallel needs an even number of dp-cp ranks, got {replicas}"
         )
-    return hybrid_sizes(size)
+    return [2**power for power in range(1, int(math.log2(replicas)))]
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -571,7 +567,7 @@ TABLE = (
     _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
            gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(DP_CP,)),
     _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
-           parts=_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
+           parts=hybrid_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
     _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
     _dense("gtp_remat", "gtp_remat", "gtp_remat", GTP_GROUP,
            "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="gtp_remat_size"),
