@@ -126,7 +126,8 @@ def lose_the_store(rank, server, number):
     dist.barrier()
     for name in [*calls][2 * rank :] + [*calls][: 2 * rank]:
         begin = time.monotonic()
-        with pytest.raises(HyperCommError, match="store"):
+        # A rank that was stopped for long, as under load, assumes that the others have timed out.
+        with pytest.raises(HyperCommError, match=r"store|timed out on the other ranks"):
             calls[name](grids[name])
         limit_s = STORE_S * (3 if name == "survivors" else 1) + GRACE_S
         assert time.monotonic() - begin < limit_s, name

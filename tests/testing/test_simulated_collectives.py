@@ -1,5 +1,6 @@
 """What simulated ranks call: recorded, and compared over all of them."""
 
+import contextlib
 import itertools
 import re
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early
 from torch.distributed import all_reduce as early_all_reduce
 
-from hypercomm import HyperCommGrid
+from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.errors import RankFailedError, SimulationError
 from hypercomm.testing import simulate
 
@@ -364,3 +365,14 @@ def test_any_program(data):
     got = simulate(run_steps, WORLD, args=(steps, odd, change, at))
     concerned = [one for one in got.disagreements if one.group.ranks == GROUPS[own_steps[at][0]]]
     assert any(odd in {*one.waiting, *one.absent} for one in concerned)
+
+
+# gloo agrees with a simulation: what it names makes real ranks fail, and what it does not, works.
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [None, 1])
+def test_beside_gloo(odd):
+    args = [(5, 1, False), (2, 2, False), (0, 1, False)], odd, "skips", 1
+    differs = bool(simulate(run_steps, WORLD, args=args).disagreements)
+    assert differs == (odd is not None)
+    with pytest.raises(RankFailedError) if differs else contextlib.nullcontext():
+        run_ranks(run_steps, WORLD, args=args, timeout=10)

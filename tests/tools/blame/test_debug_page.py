@@ -14,23 +14,21 @@ from hypercomm.errors import ToolError
 from hypercomm.testing import fake_world
 
 PROGRAM = """
-import sys, threading, time, urllib.request
+import contextlib, sys, threading, time, urllib.request
 import torch, torch.distributed as dist
 from torch.distributed.debug import start_debug_server, stop_debug_server
 from hypercomm import HyperCommGrid
 
-def page():
-    with urllib.request.urlopen(f"http://localhost:{sys.argv[1]}/grid") as answer:
-        return answer.read().decode()
+def page(found=""):
+    url = f"http://localhost:{sys.argv[1]}/grid"
+    while not found:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
+            found = answer.read().decode()
+    return found
 
 def show(store):
-    found = ""
-    while "has not entered" not in found:
-        time.sleep(0.1)
-        try:
-            found = page()
-        except OSError:  # the server starts
-            pass
+    while "has not entered" not in (found := page()):
+        pass
     print(found, flush=True)
     store.set("seen", "1")
     while not store.check(["watched"]):  # calls go on
@@ -63,9 +61,8 @@ def main():
     dist.barrier()
     if rank == 0:
         print("<h3>over</h3>", page(), flush=True)
-    dist.barrier()
-    if rank == 0:
         stop_debug_server()
+    dist.barrier()
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -105,11 +102,8 @@ def test_one_rank_hangs(tmp_path):
 # Where torch has no such pages, as in torch 2.10.
 def test_torch_has_no_pages(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "hypercomm.tools.blame.debug_page", raising=False)
-    private = "hypercomm.process_groups.torch_internals.debug_server"
-    monkeypatch.setitem(sys.modules, private, None)
-    with (
-        fake_world(4),
-        HyperCommGrid("tp=4").watch(60, tmp_path) as watch,
-        pytest.raises(ToolError),
-    ):
-        watch.debug_page()
+    monkeypatch.setitem(sys.modules, "hypercomm.process_groups.torch_internals.debug_server", None)
+    with fake_world(4):
+        watch = HyperCommGrid("tp=4").watch(60, tmp_path)
+        with watch, pytest.raises(ToolError):
+            watch.debug_page()
