@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -28,24 +28,8 @@ Group = ProcessGroup | None
 """A group in a collection; None if it was not set, and on a rank that is in none of them."""
 
 
-NAMES = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep"),
-    *("tp_ep_pp", "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat"),
-    *("dp_cp_ag", "gtp_remat", "expt_gtp_remat", "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag"),
-    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
-)
-"""The fields of a collection, in Megatron's order; the table has the group of each."""
-
-_Fields: Any = make_dataclass(
-    "_Fields",
-    [(name, Group, field(init=False)) for name in NAMES],
-    init=False,
-    repr=False,
-    eq=False,
-)
-
-
-class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields of the table
+@dataclass(init=False, repr=False, eq=False)
+class ProcessGroupCollection:
     """The process groups of one model; a field that was not set is None.
 
     With megatron-core 0.16 reading it raises AttributeError, as there. Other attributes can be set.
@@ -65,6 +49,34 @@ class ProcessGroupCollection(_Fields):  # type: ignore[misc] # with the fields o
         ...     print(groups)
         ProcessGroupCollection(tp(2), dp(4))
     """
+
+    tp: Group = field(init=False)
+    pp: Group = field(init=False)
+    mp: Group = field(init=False)
+    embd: Group = field(init=False)
+    pos_embd: Group = field(init=False)
+    cp: Group = field(init=False)
+    tp_cp: Group = field(init=False)
+    hcp: list[ProcessGroup] | None = field(init=False)
+    ep: Group = field(init=False)
+    expt_tp: Group = field(init=False)
+    tp_ep: Group = field(init=False)
+    tp_ep_pp: Group = field(init=False)
+    tp_ep_pp_with_egtp_remat: Group = field(init=False)
+    tp_dp_cp: Group = field(init=False)
+    dp: Group = field(init=False)
+    dp_cp: Group = field(init=False)
+    dp_cp_gtp_remat: Group = field(init=False)
+    dp_cp_ag: Group = field(init=False)
+    gtp_remat: Group = field(init=False)
+    expt_gtp_remat: Group = field(init=False)
+    expt_dp: Group = field(init=False)
+    expt_dp_gtp_remat: Group = field(init=False)
+    expt_dp_ag: Group = field(init=False)
+    intra_dp_cp: Group = field(init=False)
+    intra_expt_dp: Group = field(init=False)
+    inter_dist_opt: Group = field(init=False)
+    intra_dist_opt: Group = field(init=False)
 
     def __init__(self, **kwargs: Any) -> None:
         _check_fields(type(self), "Unknown attribute", *kwargs)
