@@ -71,7 +71,8 @@ def test_all_are_tested():
 )
 def test_example(name, tmp_path):
     words = EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])
-    done = run_python(*words, folder=tmp_path, seconds=300, DS_ACCELERATOR="cpu")
+    # Longer than the limit of run_ranks, which says where each rank is.
+    done = run_python(*words, folder=tmp_path, seconds=330, DS_ACCELERATOR="cpu")
     if name == "survivors_in_place" and not hasattr(dist, "_reconfigure"):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr
         return
