@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from types import CellType, FunctionType, ModuleType
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -142,7 +142,7 @@ class CurrentState(Generic[State]):
             self._show()
             self._scoped.reset(token)
 
-    def show(self, getter: Callable[..., Any], **names: str) -> None:
+    def show(self, getter: Any, **names: str) -> None:
         """Let a getter read values of the default state as variables while that is alone.
 
         This is the fastest way to read them. At other times, and if there is no value, the
@@ -152,7 +152,6 @@ class CurrentState(Generic[State]):
             getter: A function within another one that has the variables.
             names: The global whose value each variable has.
         """
-        assert isinstance(getter, FunctionType)  # noqa: S101 - for mypy
         cells = dict(zip(getter.__code__.co_freevars, getter.__closure__ or (), strict=True))
         self._shown += [(name, cells[variable]) for variable, name in names.items()]
 
