@@ -38,6 +38,7 @@ from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED, create
+from hypercomm.process_groups.torch_internals.gloo import one_device
 from hypercomm.process_groups.world import World, current, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
@@ -592,8 +593,13 @@ def create_batches(
         return [f"{name}: {entry}" if name else entry for name, entry in every]
 
     def work(call: Call[None]) -> None:
-        for name, batch in batches.items():
-            batch.create(call, name)
+        try:
+            with one_device():
+                for name, batch in batches.items():
+                    batch.create(call, name)
+        except BaseException:
+            undo()  # at once: the others may still connect to the device of what has failed
+            raise
 
     def undo() -> None:
         for batch in reversed(batches.values()):

@@ -2,11 +2,12 @@
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from group_facts import sum_over
+from group_facts import given_back, sum_over, threads_and_files
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import PlanMismatchError
@@ -41,3 +42,37 @@ def test_lazy_groups_connect_when_used():
             assert sockets() - before > created or not lazy_init
             dist.barrier()  # a peer that destroys its groups closes our sockets, too
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
+# The gloo groups of one call listen on one socket, with one thread that receives: a call for eight
+# groups opens seven of each less than eight calls. A group goes on when another one is destroyed,
+# and a call that fails closes what it has opened.
+@pytest.mark.ranks(2)
+def test_groups_of_one_call_share_a_device():
+    names, opened = "abcdefgh", []
+    plan = [{"dims": "dp", "name": name, "timeout": timedelta(seconds=20)} for name in names]
+    with HyperCommGrid([2], ["dp"]) as grid:
+        for create in (
+            lambda: [grid.create_pg(**one) for one in plan],
+            lambda: grid.create_pgs(plan),
+        ):
+            before = threads_and_files()
+            groups = create()
+            opened.append(
+                [now - then for now, then in zip(threads_and_files(), before, strict=True)]
+            )
+            assert [sum_over(group) for group in groups] == [11] * 8
+            grid.destroy_pg("dp", name="a")
+            assert sum_over(groups[-1]) == 11
+            for name in names[1:]:
+                grid.destroy_pg("dp", name=name)
+            groups.clear()
+            dist.barrier()
+            assert given_back(before) == before
+        threads, files = zip(*opened, strict=True)
+        assert threads[0] - threads[1] == 7
+        assert files[0] - files[1] >= 7
+        plan[-1] |= {"timeout": timedelta(seconds=20 + dist.get_rank())}
+        with pytest.raises(PlanMismatchError):
+            grid.create_pgs(plan)
+        assert given_back(before) == before

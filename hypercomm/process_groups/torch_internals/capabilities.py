@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import Any
@@ -110,10 +110,12 @@ class Patch:
 
     Args:
         name: The name of the attribute.
+        read: Reads it: `inspect.getattr_static` for a method of a class.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, read: Callable[..., Any] = getattr) -> None:
         self._name = name
+        self._read = read
         self._changed = threading.Condition()
         self._users = 0
         self._owner: Any = None
@@ -124,7 +126,7 @@ class Patch:
         """Return the value that `owner` has when it is not replaced; None if it has none."""
         with self._changed:
             is_replaced = self._users and self._owner is owner
-            return self._original if is_replaced else getattr(owner, self._name, None)
+            return self._original if is_replaced else self._read(owner, self._name, None)
 
     @contextlib.contextmanager
     def applied(self, owner: Any, ours: Any) -> Iterator[None]:
@@ -133,7 +135,7 @@ class Patch:
             self._changed.wait_for(lambda: not self._users or self._ours == ours)
             if not self._users:
                 self._owner, self._ours = owner, ours
-                self._original = getattr(owner, self._name)
+                self._original = self._read(owner, self._name)
                 self._set(ours)
             self._users += 1
         try:

@@ -8,7 +8,9 @@ has ended.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -155,6 +157,61 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
             values = [self._store.get(key) for key in keys]
         self._found.update(zip(keys, map(bytes, values), strict=True))
         return True
+
+
+# ---- the devices of groups ---------------------------------------------------------------------
+
+_init = Patch("__init__", inspect.getattr_static)
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+    """Let the gloo groups that this thread creates in a `with` block receive on one device.
+
+    A device is a listening socket with a thread. torch opens one for each group, which takes about
+    as long as connecting the group. It is not for groups that live on after the creation of another
+    one on their device has failed: a late peer of that one could still connect, and crash gloo.
+    """
+    _here.devices = []
+    try:
+        yield
+    finally:
+        _here.devices = None
+
+
+@contextlib.contextmanager
+def on_that_device() -> Iterator[None]:
+    """Create a gloo group on the device of `one_device`, if this thread is in such a block."""
+    devices = getattr(_here, "devices", None)
+    if devices is None or os.environ.get("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"):
+        yield
+        return
+    _here.shared = devices
+    try:
+        with _init.applied(dist.ProcessGroupGloo, _create):
+            yield
+    finally:
+        _here.shared = None
+
+
+def _create(backend: Any, *args: Any, **given: Any) -> None:
+    """Replace `ProcessGroupGloo.__init__`, which other threads may call, too."""
+    devices, original = getattr(_here, "shared", None), _init.original(dist.ProcessGroupGloo)
+    if devices:
+        original(backend, *args, _options(devices, given["timeout"]))
+        return
+    original(backend, *args, **given)
+    if devices is not None:
+        devices += backend.options._devices
+
+
+def _options(devices: list[Any], timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = devices, timeout
+    options._threads = 2 * len(devices)  # as torch does
+    return options
 
 
 # ---- lazily connected groups -------------------------------------------------------------------

@@ -34,6 +34,7 @@ from hypercomm.process_groups.torch_internals.gloo import (
     GlooStore,
     Wait,
     lazy_init,
+    on_that_device,
 )
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
@@ -95,19 +96,20 @@ def new_group(
         if singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms()):
             place = GlooStore(place, len(members), wait, world.stale)
         try:
-            group, _ = _torch._new_process_group_helper(
-                len(members),
-                members.index(world.rank),
-                members if world.is_default else [],
-                backend,
-                place,
-                group_name=name,
-                backend_options=pg_options,
-                timeout=timeout,
-                device_id=device,
-                group_desc=options.group_desc,
-                **({"enable_reconfigure": True} if changes else {}),
-            )
+            with on_that_device() if place is not world.store else contextlib.nullcontext():
+                group, _ = _torch._new_process_group_helper(
+                    len(members),
+                    members.index(world.rank),
+                    members if world.is_default else [],
+                    backend,
+                    place,
+                    group_name=name,
+                    backend_options=pg_options,
+                    timeout=timeout,
+                    device_id=device,
+                    group_desc=options.group_desc,
+                    **({"enable_reconfigure": True} if changes else {}),
+                )
         except Exception as error:
             if not isinstance(place, GlooStore):
                 raise
@@ -121,8 +123,16 @@ def new_group(
             if isinstance(place, GlooStore):
                 place.close()
     _kept[group] = place
-    _torch._world.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
+    _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
+
+
+def _numbers(members: list[int]) -> dict[int, int]:
+    """Return the number of each member in a group; a group of all ranks has WORLD's own dict."""
+    known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
+    if len(members) == len(known) and members == list(known):
+        return known
+    return {member: at for at, member in enumerate(members)}
 
 
 def split_group(
