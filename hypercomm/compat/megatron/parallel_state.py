@@ -117,7 +117,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         rank_offset: The smallest rank of the model.
         local_world_size: The number of ranks of the model; default: that of the job.
         share: "identical" creates one group for each distinct set of ranks, except those that
-            exist to overlap.
+            exist to overlap; default: groups of one rank only.
         strict: Raise if a getter is called outside `use(state)` while several states are alive;
             default: a warning, once.
 

@@ -743,7 +743,8 @@ def rows(
         common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
         if view is not None and row.grid == "expert":
             common["view"] = view
-        if not dims or (config.share == "identical" and not row.overlaps):
+        is_alone = layout.size_of(*dims, default=1) == 1  # such groups have no traffic to overlap
+        if is_alone or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
         for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
             name, given = row.name_in_grid(dims, part), common.copy()

@@ -220,7 +220,8 @@ def test_each_key_reaches_its_groups(file):
     }
 
 
-# All options of a file reach NCCL as Megatron passes them; a group without any gets none.
+# All options of a file reach NCCL as Megatron passes them; a group without any gets none. Equal
+# groups of one rank are one group.
 @pytest.mark.usefixtures("with_nccl")
 @pytest.mark.parametrize("rank", [0, 15])
 @pytest.mark.parametrize(
@@ -249,7 +250,9 @@ def test_options_are_megatrons(content, high_priority, rank, file):
         Counter((group.ranks, group.options) for group in groups_of(module, rank, **arguments))
         for module in (ours, theirs)
     )
-    assert found == expected
+    assert found.keys() == expected.keys()
+    larger = [key for key in expected if len(key[0]) > 1]
+    assert [found[key] for key in larger] == [expected[key] for key in larger]
     assert high_priority == before
 
 
