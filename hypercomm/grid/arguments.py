@@ -91,8 +91,7 @@ class GridOptions:
         check_choices(self.creation, self.share)
         if self.backend is not None:
             check_known(self.backend)
-        if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init)
+        check_lazy_init(self.lazy_init)
         if self.lazy_init and self.enable_reconfigure:
             raise GroupOptionsError(
                 "lazy_init=True cannot work with enable_reconfigure=True, which connects all "

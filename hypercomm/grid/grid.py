@@ -58,7 +58,6 @@ from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
 from hypercomm.process_groups.create import abort, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_timeout
@@ -802,7 +801,7 @@ class GridView:
         """
         owner = self._owner
         owner.check_alive()
-        check_duration("timeout", timeout, GroupOptionsError)
+        check_duration(timeout)
         self.coords()  # raises on a rank outside
         owner.check_outlasts(timeout)
         least, limit_s = as_int(min_ranks, "min_ranks"), timeout.total_seconds()
@@ -812,7 +811,7 @@ class GridView:
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
         owner.end_groups()
-        return find_survivors(owner.world, owner.agreement, self.layout, limit_s, least)
+        return owner.agreement.find_survivors(owner.world, limit_s, least)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -1125,8 +1124,9 @@ class HyperCommGrid(GridView):
             scope = None
             if world is not None:
                 scope = owner.grid_scope(world)
-                if left is not None:
-                    scope = continuing_scope(owner.agreement, world, sorted(left))
+                if left is not None:  # all lists use one record: the first holds
+                    there = tuple(sorted(left))
+                    scope = owner.agreement.scope(world, "continues", there, is_fenced=True)
             with contextlib.nullcontext() if scope is None else refusing(scope):
                 layout = read_target(target, self.layout, left)
                 if not isinstance(views, Mapping | None):

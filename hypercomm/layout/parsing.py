@@ -339,17 +339,6 @@ def nearest_multiples(number: int, factor: int) -> str:
     return f"{below} and {below + factor}" if below > 0 else f"{factor}"
 
 
-def nearest_divisors(number: int, near: int) -> str:
-    """Name the divisors of `number` around `near`, for error messages.
-
-    >>> nearest_divisors(16, 6)
-    '4 or 8'
-    """
-    below = [divisor for divisor in divisors(number) if divisor < near]
-    above = [divisor for divisor in divisors(number) if divisor > near]
-    return " or ".join(map(str, [*below[-1:], *above[:1]]))
-
-
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer, ascending.
 

@@ -52,15 +52,13 @@ class GroupOptions:
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        if self.timeout is not None:
-            check_given_timeout(self.timeout)
+        check_timeout(self.timeout)
         desc = "" if self.group_desc is None else self.group_desc
         if not (isinstance(desc, str) and is_utf8(desc)):
             raise GroupOptionsError(
                 f"group_desc must be a string that can be written as UTF-8, got {shown(desc)}"
             )
-        if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init)
+        check_lazy_init(self.lazy_init)
         if self.backend is not None:
             check_known(self.backend)
 
@@ -119,16 +117,7 @@ def check_timeout(timeout: timedelta | None) -> None:
         GroupOptionsError: With the given value.
     """
     if timeout is not None:
-        check_given_timeout(timeout)
-
-
-def check_given_timeout(timeout: timedelta) -> None:
-    """Raise unless `timeout` is a positive timedelta.
-
-    Raises:
-        GroupOptionsError: With the given value.
-    """
-    check_duration("timeout", timeout, GroupOptionsError)
+        check_duration(timeout)
 
 
 def check_lazy_init(lazy_init: bool | None) -> None:

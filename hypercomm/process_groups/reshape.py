@@ -19,7 +19,7 @@ from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
-from hypercomm.process_groups.create import check_strategy, discard
+from hypercomm.process_groups.create import discard
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 from hypercomm.process_groups.strategies import create
@@ -96,7 +96,7 @@ def reshape(
         specs = [*_specs(old, fresh, views)]
         if scope is not None:
             for spec in specs:
-                check_strategy(spec, len(scope.ranks), scope.world.size)
+                _check_strategy(spec, len(scope.ranks), scope.world.size)
         keeps = fresh.pool is old.pool
         kept = _survivors(old, specs) if keeps and is_same_world else {}
         groups, new = _find_groups(old, fresh, specs, kept)
@@ -194,6 +194,21 @@ def check_settled(owner: GroupOwner) -> None:
         raise CreationError(
             f"other threads are creating the process groups over {', '.join(waiting)}; reshape the "
             f"grid once they are done"
+        )
+
+
+def _check_strategy(spec: GroupSpec, ranks: int, world_size: int) -> None:
+    """Raise if ranks outside of the grid would have to take part in a creation.
+
+    Raises:
+        CreationError: With a strategy that works.
+    """
+    if spec.choice.strategy != "local" and ranks < world_size:
+        raise CreationError(
+            f"the process groups over {spec.key} would be created with "
+            f"creation={spec.choice.strategy!r}, which every rank of the world must call, and "
+            f"{world_size - ranks} of its {world_size} ranks are not among ranks; "
+            f"creation='local' creates groups without them"
         )
 
 

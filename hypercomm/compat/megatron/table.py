@@ -20,10 +20,15 @@ from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.checks import (
+    as_ordered,
+    as_world_size,
+    check_choice,
+    check_duration,
+    positive,
+)
 from hypercomm.layout.groups import ArrayGroups
 from hypercomm.layout.parsing import misfit, parse_order
-from hypercomm.process_groups.options import check_given_timeout
 
 GTP = "gtp_remat"
 """The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
@@ -97,7 +102,7 @@ class Configuration:
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
-        check_given_timeout(self.timeout)
+        check_duration(self.timeout)
         check_choice("share", self.share, SHARES)
         if instances > 1 and self.has_gtp:
             raise ConfigurationError(

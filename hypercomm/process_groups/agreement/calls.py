@@ -33,8 +33,7 @@ from hypercomm.errors import (
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.driver import perform, run
-from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Ticket
+from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Record, Ticket
 from hypercomm.process_groups.agreement.status import (
     MOST,
     SAME_CALLS,
@@ -47,7 +46,13 @@ from hypercomm.process_groups.agreement.status import (
     this_host,
 )
 from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
-from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
+from hypercomm.process_groups.torch_internals.store import (
+    LateError,
+    forget,
+    in_time,
+    read_bytes,
+    workers,
+)
 from hypercomm.process_groups.world import World
 
 logger = logging.getLogger(__name__)
@@ -81,6 +86,47 @@ _SILENT_S = 1.0
 
 _MOST_POLLS = 2000
 """How many ranks of a job may poll in a second, once they have waited for long."""
+
+
+# ---- the driver ---------------------------------------------------------------------------------
+
+
+def run(steps: protocol.Steps[V], store: Any) -> V:
+    """Run steps of the protocol on a store in this thread, and return their result.
+
+    Raises:
+        DistNetworkError: The store is gone.
+    """
+    reply: Any = None
+    while True:
+        try:
+            operation = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        reply = perform(operation, store)
+
+
+def perform(operation: protocol.Operation, store: Any) -> Any:
+    """Perform one operation on a store, and return the reply."""
+    match operation:
+        case protocol.Exchange(key, expected, text):
+            return store.compare_set(key, expected, text).decode(errors="replace")
+        case protocol.Read(key):
+            found = read_bytes(store, key)
+            return None if found is None else found.decode(errors="replace")
+        case protocol.Add(key):
+            return store.add(key, 1)
+        case protocol.Append(key, text) if store.has_extended_api():
+            return store.append(key, text)
+        case protocol.Append(key, text):
+            old = perform(protocol.Read(key), store) or ""
+            while (found := perform(protocol.Exchange(key, old, old + text), store)) != old + text:
+                old = found
+            return None
+        case protocol.Write(key, text):
+            return store.set(key, text)
+        case protocol.Delete(keys):
+            return forget(store, keys)
 
 
 # ---- who takes part ----------------------------------------------------------------------------
@@ -123,6 +169,10 @@ class Scope:
     def seen(self) -> int:
         """The last round that this rank has left; -1 if there is none."""
         return self.world.seen.get(self.path, -1)
+
+    def read(self) -> Record | None:
+        """Return what the record holds; None if there is none."""
+        return run(protocol.read_record(self.key), self.world.store)
 
     def leave(self, number: int) -> None:
         """Note that this rank has left a round."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Generator, Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -380,12 +381,9 @@ def as_entry(headline: str, options: dict[str, object]) -> str:
 
 def first_difference(own: Proposal, first: Proposal) -> str | None:
     """Return the first entry that two proposals differ in, in words; None if they are equal."""
-    if own.entries == first.entries:
-        return None
     here, there = own.name, first.name
-    for position in range(max(len(own.entries), len(first.entries))):
-        mine = own.entries[position] if position < len(own.entries) else "nothing more"
-        theirs = first.entries[position] if position < len(first.entries) else "nothing more"
+    pairs = zip_longest(own.entries, first.entries, fillvalue="nothing more")
+    for position, (mine, theirs) in enumerate(pairs):
         if mine == theirs:
             continue
         (headline, *options), (other, *others) = mine.split("\n"), theirs.split("\n")
