@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupMissingError, GroupOptionsError, LayoutError, SimulationError
+from hypercomm.errors import GroupMissingError, LayoutError, SimulationError
 from hypercomm.layout.groups import Place
-from hypercomm.layout.text import shown
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 
@@ -166,7 +165,6 @@ class GridDims:
             value: The value of this rank; a tensor is not changed.
 
         Raises:
-            GroupOptionsError: The value is neither a number nor a tensor.
             SimulationError: The world is fake, and the group has other ranks.
 
         Example:
@@ -178,13 +176,9 @@ class GridDims:
         """
         if isinstance(value, Tensor):
             total = value.detach().clone()
-        elif isinstance(value, Real) and not isinstance(value, bool):
-            kind = torch.int64 if isinstance(value, Integral) else torch.float64
-            if kind == torch.int64 and not -(2**63) <= value < 2**63:
-                raise GroupOptionsError(f"value must fit in 64 bits, got {shown(value)}")
-            total = torch.tensor(value, dtype=kind, device=c10d.device_type(self.group))
         else:
-            raise GroupOptionsError(f"value must be a number or a tensor, got {shown(value)}")
+            kind = torch.int64 if isinstance(value, Integral) else torch.float64
+            total = torch.tensor(value, dtype=kind, device=c10d.device_type(self.group))
         dist.all_reduce(total, group=self._live_group())
         return total if isinstance(value, Tensor) else total.item()
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, UnknownDimError
+from hypercomm.errors import GroupOptionsError, HyperCommError, UnknownDimError
 from hypercomm.grid.arguments import (
     Cover,
     Creation,
@@ -75,15 +75,6 @@ if TYPE_CHECKING:
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
-
-_WRITE = {
-    "get_coordinate": "grid.coords()",
-    "get_group": "grid[dim].group",
-    "get_local_rank": "grid[dim].rank",
-    "mesh": "grid.device_mesh().mesh",
-    "mesh_dim_names": "grid.dim_names, where the first dim varies fastest",
-}
-"""Replacements for the names of a DeviceMesh that a grid lacks."""
 
 _WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
@@ -299,13 +290,9 @@ class GridView:
         return iter(self.layout.dim_names)
 
     def __getattr__(self, name: str) -> NoReturn:
-        hint = _WRITE.get(name)
-        if hint is None and not name.startswith("_") and name in self.layout.dim_names:
-            hint = f"grid[{name!r}]"
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-            + (f"; write {hint}" if hint else "")
-        )
+        is_dim = not name.startswith("_") and name in self.layout.dim_names
+        hint = f"; write grid[{name!r}]" if is_dim else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     # ---- process groups -------------------------------------------------------------------------
 
@@ -544,7 +531,6 @@ class GridView:
             LayoutError: DTensor would take a dim for that of another mesh, with other groups: use
                 another name, destroy the other grid first, or let both share their groups.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-            GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.
 
         Example:
@@ -560,10 +546,6 @@ class GridView:
         from hypercomm.grid.device_mesh import as_mesh
 
         self._owner.check_alive()
-        if device_type is not None and not isinstance(device_type, str):
-            raise GroupOptionsError(
-                f"device_type must be a name such as 'cuda', got {shown(device_type)}"
-            )
         mesh = as_mesh(self, dims, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
@@ -1127,10 +1109,8 @@ class HyperCommGrid(GridView):
                 if left is not None:  # all lists use one record: the first holds
                     there = tuple(sorted(left))
                     scope = owner.agreement.scope(world, "continues", there, is_fenced=True)
-            with contextlib.nullcontext() if scope is None else refusing(scope):
+            with refusing(scope):
                 layout = read_target(target, self.layout, left)
-                if not isinstance(views, Mapping | None):
-                    raise LayoutError(f"views must map names to texts, got {shown(views)}")
                 refactored = state.views.refactored(layout, views or {})
                 check_settled(owner)
                 pool = owner.pool if left is None else Pool()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.errors import UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import (
     GroupArguments,
     SetArguments,
@@ -203,7 +203,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __getitem__(self, name: str) -> HyperCommGrid:
         if not isinstance(name, str) or name not in self._grids:
-            raise _unknown(name, self._grids)
+            raise UnknownDimError(
+                f"there is no grid {shown(name)} in this set; it has {list(self)}"
+                f"{did_you_mean(name, self)}"
+            )
         return self._grids[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -340,11 +343,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     print({name: [pg.size() for pg in pgs] for name, pgs in created.items()})
             {'a': [2], 'b': [4, 2]}
         """
-        if not isinstance(requests, Mapping):
-            raise LayoutError(
-                f"requests must map names of grids to lists of dims, as in "
-                f"{{{next(iter(self))!r}: ['tp', ['dp', 'cp']]}}, got {shown(requests)}"
-            )
         check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
             self[name]._owner.check_alive()  # raises for an unknown one
@@ -426,10 +424,3 @@ def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     known = SetArguments.__annotations__
     arguments = {name: value for name, value in given.items() if name in known}
     return arguments, {name: value for name, value in given.items() if name not in known}
-
-
-def _unknown(name: object, grids: Iterable[str]) -> UnknownDimError:
-    return UnknownDimError(
-        f"there is no grid {shown(name)} in this set; it has {list(grids)}"
-        f"{did_you_mean(name, grids)}"
-    )

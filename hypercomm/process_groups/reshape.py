@@ -7,7 +7,6 @@ reshape that fails on one rank fails on all of them, and leaves what there was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import attrs
@@ -92,7 +91,7 @@ def reshape(
     """
     world = old.world
     is_same_world = old.origin is None or old.origin is world
-    with nullcontext() if scope is None else refusing(scope):  # it runs functions of the user
+    with refusing(scope):  # it runs functions of the user
         specs = [*_specs(old, fresh, views)]
         if scope is not None:
             for spec in specs:
@@ -214,13 +213,7 @@ def _check_strategy(spec: GroupSpec, ranks: int, world_size: int) -> None:
 
 def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSpec]:
     """Yield the specs of the fresh owner, in an order that is the same on all ranks."""
-
-    def place(spec: GroupSpec) -> tuple[str, int, tuple[int, ...], str]:
-        key, names = spec.key, spec.layout.dim_names
-        at = tuple(names.index(dim) for dim in key.dims)
-        return key.view or "", len(at), at, key.name or ""
-
-    for spec in sorted(old.specs.values(), key=place):
+    for spec in sorted(old.specs.values(), key=GroupSpec.place):
         key = spec.key
         view = None if key.view is None else views[key.view]
         layout = views.base if view is None else view.layout

@@ -109,6 +109,11 @@ class GroupSpec:
             return None
         return index, self.groups[index]
 
+    def place(self) -> tuple[str, int, tuple[int, ...], str]:
+        """Return the place of the key among others, by which all ranks sort equally."""
+        at = tuple(self.layout.dim_names.index(dim) for dim in self.key.dims)
+        return self.key.view or "", len(at), at, self.key.name or ""
+
     def describe(self) -> str:
         """Return the request as one entry of a proposal; it must be equal on all ranks."""
         members = ""
@@ -231,8 +236,6 @@ def specify(
 
 
 def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
-    if not callable(derive):
-        raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
     if key.name is None:
         raise GroupOptionsError(
             f"derive= needs a name: its groups are not those over {key.as_call()}; give name=..."

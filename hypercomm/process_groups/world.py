@@ -192,13 +192,6 @@ _lock = threading.Lock()
 _worlds: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
 
 
-def _new_world(default: ProcessGroup) -> World:
-    backend, has_store = c10d.default_backend(), c10d.has_ranks()
-    world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
-    with _lock:  # another thread may have been faster
-        return _worlds.setdefault(default, world)
-
-
 def note(world: World, group: ProcessGroup) -> None:
     """Let `current` return a world while torch takes a group for its default one."""
     _worlds[group] = world
@@ -207,7 +200,7 @@ def note(world: World, group: ProcessGroup) -> None:
 def current_or_none() -> World | None:
     """Return the default world; None before torch.distributed is initialised."""
     default = dist.group.WORLD
-    return None if default is None else _worlds.get(default) or _new_world(default)
+    return None if default is None else _worlds.get(default) or current()
 
 
 def current() -> World:
@@ -217,7 +210,13 @@ def current() -> World:
         NotInitializedError: torch.distributed is not initialised.
     """
     default = c10d.world_group()
-    return _worlds.get(default) or _new_world(default)
+    world = _worlds.get(default)
+    if world is None:
+        backend, has_store = c10d.default_backend(), c10d.has_ranks()
+        world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
+        with _lock:  # another thread may have been faster
+            return _worlds.setdefault(default, world)
+    return world
 
 
 # ---- before there is a world --------------------------------------------------------------------

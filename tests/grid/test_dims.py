@@ -139,9 +139,6 @@ def test_habits_of_a_device_mesh():
             grid.size("tp")
         for name, words in (
             ("tp", r"write grid\['tp'\]"),
-            ("mesh", "device_mesh"),
-            ("get_group", r"write grid\[dim\]\.group"),
-            ("mesh_dim_names", "dim_names"),
             ("xx", "'xx'$"),
         ):
             with pytest.raises(AttributeError, match=words):

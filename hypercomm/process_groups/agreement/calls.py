@@ -722,12 +722,13 @@ def agree(scope: Scope, title: str, entries: Entries, limit_s: float) -> Result[
 
 
 @contextlib.contextmanager
-def refusing(scope: Scope) -> Iterator[None]:
+def refusing(scope: Scope | None) -> Iterator[None]:
     """On an error within a `with` block, fail the next call on the ranks that wait for this one."""
     try:
         yield
     except BaseException as error:
-        refuse(scope, error)
+        if scope is not None:
+            refuse(scope, error)
         raise
 
 
