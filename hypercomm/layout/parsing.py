@@ -114,6 +114,8 @@ def split_dims(text: str) -> tuple[str, ...]:
 
 def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
     """Return the names in a text, without the white space around them."""
+    if not isinstance(text, str):
+        raise LayoutError(f"expected a text like {example!r}, got {shown(text)}")
     names = tuple(map(str.strip, text.split(separator)))
     if "" in names:
         raise LayoutError(f"{shown(text)} lacks a dim name; write it like {example!r}")
@@ -248,23 +250,6 @@ def _mismatch(sizes: Mapping[str, int], world_size: int, room: str) -> str:
         needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
     text = format_sizes(tuple(sizes), tuple(sizes.values()))
     return f"{text} needs {needs}; {room or f'the world has {world_size}'}"
-
-
-def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
-    """Return the sentence for sizes that do not divide a world; None if they do.
-
-    >>> misfit({"tp": 2, "pp": 4}, 16)
-    >>> misfit({"tp": 2, "pp": 3}, 16).partition("; ")[0]
-    'tp=2 * pp=3 = 6 does not divide the world of 16 ranks'
-    """
-    product = math.prod(sizes.values())
-    if world_size % product == 0:
-        return None
-    factors = " * ".join([f"{name}={size}" for name, size in sizes.items()])
-    return (
-        f"{factors} = {product} does not divide the world of {world_size} ranks; "
-        f"{nearest_multiples(world_size, product)} ranks would do"
-    )
 
 
 def check_one_open(names: Sequence[str]) -> str | None:

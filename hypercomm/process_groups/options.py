@@ -140,17 +140,13 @@ def check_backend(backend: str | None) -> None:
         return
     check_known(backend)
     for single in c10d.single_backends(backend):
-        reason = _why_unusable(single)
+        reason = c10d.why_unavailable(single)
         if reason is not None:
-            usable = [name for name in c10d.known_backends() if _why_unusable(name) is None]
+            usable = [name for name in c10d.known_backends() if c10d.why_unavailable(name) is None]
             raise GroupOptionsError(
                 f"backend {single!r} {reason}; use one of {usable} here, or plan with {single!r} "
                 f"in hypercomm.testing.fake_world"
             )
-
-
-def _why_unusable(single: str) -> str | None:
-    return c10d.why_unavailable(single) or c10d.why_not_here(single)
 
 
 def check_known(backend: str) -> None:

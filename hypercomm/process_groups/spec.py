@@ -35,17 +35,12 @@ class GroupKey:
         view = f" of {self.view}" if self.view else ""
         return "+".join(self.dims) + view + (f" ({self.name})" if self.name else "")
 
-    def in_words(self) -> str:
-        """Return the key as sentences have it: "'tp'", "['cp', 'dp'] for view 'expert'"."""
-        view = f" for view {self.view!r}" if self.view else ""
-        return attrs.evolve(self, view=None).as_call() + view
-
     def says_exists(self, *, is_created: bool) -> str:
         """Say that the group exists, or that another thread creates it, and what to do instead."""
         if not is_created:
-            return f"another thread is creating the process group {self.in_words()}; wait for it"
+            return f"another thread is creating the process group {self.as_call()}; wait for it"
         return (
-            f"Process group {self.in_words()} has already been created; get it with "
+            f"Process group {self.as_call()} has already been created; get it with "
             f"get_pg({self.as_call()}), create it once with ensure_pg, or create another over the "
             f"same dims with name=..."
         )
@@ -53,7 +48,7 @@ class GroupKey:
     def says_missing(self, created: Iterable[GroupKey]) -> str:
         """Say that the group was not created, and which were."""
         return (
-            f"Process group for {self.in_words()} hasn't been created; call "
+            f"Process group for {self.as_call()} hasn't been created; call "
             f"create_pg({self.as_call()}) first, on every rank of the grid; created so far: "
             f"{', '.join(map(str, created)) or 'none yet'}"
         )
@@ -61,7 +56,7 @@ class GroupKey:
     def says_ended(self) -> str:
         """Say that `survivors` has ended the group, and what to do."""
         return (
-            f"survivors() has ended the process group over {self.in_words()}; call "
+            f"survivors() has ended the process group over {self.as_call()}; call "
             f"reshape(target, ranks=...) with the ranks that it returned"
         )
 

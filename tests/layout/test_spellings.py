@@ -111,7 +111,7 @@ def test_sizes_multiply(count):
             assert LAYOUT.size_of("+".join(dims)) == LAYOUT.size_of(*dims, default=5)
 
 
-@pytest.mark.parametrize("text", ["", "tp,", "tp,tp", "tp+dp,dp+tp"])
+@pytest.mark.parametrize("text", ["", "tp,", "tp,tp", "tp+dp,dp+tp", 3])
 def test_groups_that_cannot_be_read(text):
     with pytest.raises(LayoutError):
         parse_groups(text)
