@@ -40,8 +40,7 @@ from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, run, together
-from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket
-from hypercomm.process_groups.agreement.status import this_host
+from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket, this_host
 from hypercomm.process_groups.create import destroy, discard
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.torch_internals.store import LateError, in_time

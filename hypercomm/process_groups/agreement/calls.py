@@ -33,13 +33,14 @@ from hypercomm.errors import (
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Record, Ticket
-from hypercomm.process_groups.agreement.status import (
+from hypercomm.process_groups.agreement.protocol import (
     MOST,
     SAME_CALLS,
+    Outcome,
+    Proposal,
+    Record,
     Status,
-    explain_deadlock,
-    find_deadlock,
+    Ticket,
     name_missing,
     read_status,
     status_key,
@@ -565,10 +566,10 @@ class Call(Generic[T]):
             self._waits_for, world.is_reporting = missing, True
             self._perform(protocol.Write(status_key(world.namespace, world.rank), own.text()))
         known: dict[int, Status | None] = {}
-        circle = self._follow(find_deadlock(world.namespace, own, known))
+        circle = self._follow(protocol.find_deadlock(world.namespace, own, known))
         self._seen |= {rank: one for rank, one in known.items() if one and one.outcome is None}
         if circle:
-            outcome = explain_deadlock(circle)
+            outcome = protocol.explain_deadlock(circle)
             for status in circle[1:]:
                 record = self._follow(protocol.read_record(status.key))
                 if record is not None and record.round == status.round:
