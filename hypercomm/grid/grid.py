@@ -42,7 +42,7 @@ from hypercomm.grid.arguments import (
     check_name,
     read_target,
 )
-from hypercomm.grid.dims import GridDims, Size
+from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import (
     as_int,
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
     from hypercomm.grid.connect import Connection
-    from hypercomm.grid.edges import PipelineEdges
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -462,8 +461,6 @@ class GridView:
             pp (edge forward odd)
             pp (edge backward odd)
         """
-        from hypercomm.grid.edges import PipelineEdges
-
         here = self if view is None else GridView(self._state, self._state.views[view].name)
         return PipelineEdges(here[(dims, *more) if more else dims], wrap)
 

@@ -71,11 +71,6 @@ def as_rank(rank: object) -> int:
     return rank if type(rank) is int else as_int(rank, "a rank", error=RankOutsideError)
 
 
-def as_offset(value: object) -> int:
-    """Return a rank offset as an int."""
-    return as_int(value, "rank_offset", 0)
-
-
 def as_world_size(value: object, what: str = "world_size") -> int:
     """Return the number of ranks of a world that is about to be made."""
     return as_int(value, what, 1, LARGEST_WORLD)

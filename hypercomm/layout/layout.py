@@ -31,7 +31,6 @@ from hypercomm.layout.checks import (
     LARGEST_RANK,
     as_int,
     as_names,
-    as_offset,
     as_ordered,
     as_rank,
     as_ranks,
@@ -168,7 +167,7 @@ class RankLayout:
             self._set(*shape._numbering)
             return
         sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
-        offset, steps, listing = as_offset(rank_offset), None, None
+        offset, steps, listing = as_int(rank_offset, "rank_offset", 0), None, None
         if strides is not None:
             steps = as_sizes(strides, "strides")
             if ranks is not None or len(steps) != len(sizes):
@@ -263,7 +262,7 @@ class RankLayout:
             (2, 3, 4)
         """
         sizes = close_sizes(parse_sizes(text), world_size)
-        return cls._of(tuple(sizes.values()), tuple(sizes), as_offset(rank_offset))
+        return cls._of(tuple(sizes.values()), tuple(sizes), as_int(rank_offset, "rank_offset", 0))
 
     @classmethod
     def fit(
@@ -754,7 +753,7 @@ def read_layout(
             if sizes is None:
                 raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
         given = read_sizes(sizes, dim_names, dims)
-        offset = as_offset(rank_offset) if rank_offset else 0
+        offset = as_int(rank_offset, "rank_offset", 0) if rank_offset else 0
         if OPEN in given.values() or world_size is None:
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""
