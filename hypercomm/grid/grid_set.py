@@ -32,7 +32,7 @@ from hypercomm.layout.placement import (
     tile,
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
-from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
+from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.spec import check_once
@@ -349,7 +349,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
         names = [name for name in self if name in requests]
         if not names:
             return {}
-        scope, batches = self._scope(names), dict[str, Batch]()
+        ranks = sorted({rank for name in names for rank in self[name].layout.ranks})
+        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
+        agreement = GridAgreement(layout, self._label, None)
+        scope = agreement.scope(self._world or current(), "calls of a set")
+        batches: dict[str, Batch] = {}
         try:
             with refusing(scope):
                 for name in names:
@@ -364,13 +368,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return create_batches(
             scope, CREATE, batches, limit_of(keywords.get("timeout"), scope.world)
         )
-
-    def _scope(self, names: Iterable[str]) -> Scope:
-        """Return the scope of the calls that the ranks of some grids make together."""
-        ranks = tuple(sorted({rank for name in names for rank in self[name].layout.ranks}))
-        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-        agreement = GridAgreement(layout, self._label, None)
-        return agreement.scope(self._world or current(), "calls of a set")
 
     # ---- life cycle -----------------------------------------------------------------------------
 

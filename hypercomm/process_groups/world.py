@@ -79,22 +79,6 @@ class World:
     _counts: Counter[str] = attrs.field(factory=Counter)
     _options: dict[str, Any] = attrs.field(factory=dict)
 
-    @staticmethod
-    def default() -> World:
-        """Return the world of torch's default process group.
-
-        Raises:
-            NotInitializedError: torch.distributed is not initialised.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5):
-            ...     world = World.default()
-            ...     print(world.rank, world.size, world.backend)
-            5 8 fake
-        """
-        return current()
-
     @property
     def is_default(self) -> bool:
         """Whether it is that of torch's default process group."""
