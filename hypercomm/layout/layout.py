@@ -345,7 +345,7 @@ class RankLayout:
         return {**fields, "rank_offset": self.rank_offset, **gaps}
 
     def __str__(self) -> str:
-        return format_sizes(self.dim_names, self.shape)
+        return format_sizes(self.sizes)
 
     def __repr__(self) -> str:
         ranks = f"rank_offset={self.rank_offset}, strides={self.strides}"
@@ -563,8 +563,7 @@ class RankLayout:
         """
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
-            text = format_sizes(tuple(sizes), tuple(sizes.values()))
-            raise LayoutError(f"{text} has {size} ranks, but {self} has {self.size}")
+            raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
         listing = self._listing
         if not self._is_dense:
             listing = Listing(tuple(self.ranks))

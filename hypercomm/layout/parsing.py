@@ -226,9 +226,8 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     Traceback (most recent call last):
     hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    unknown = None
-    if OPEN in sizes.values():
-        unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    known = known_size(sizes)
     if world_size is None:
         if unknown is None:
             return dict(sizes)
@@ -236,20 +235,14 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             f"the size of dim {shown(unknown)} is unspecified; give it, as in 'tp=2', or "
             f"world_size, the number of ranks"
         )
-    rest, remainder = divmod(positive(world_size, "world_size"), known_size(sizes))
+    rest, remainder = divmod(positive(world_size, "world_size"), known)
     if remainder or rest == 0 or (rest > 1 and unknown is None):
-        raise WorldSizeError(_mismatch(sizes, world_size, room))
+        needs = f"{known} ranks"
+        if unknown is not None:
+            needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
+        here = room or f"the world has {world_size}"
+        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
     return {name: rest if size == OPEN else size for name, size in sizes.items()}
-
-
-def _mismatch(sizes: Mapping[str, int], world_size: int, room: str) -> str:
-    """Return the sentence for sizes that do not make a world."""
-    known = known_size(sizes)
-    needs = f"{known} ranks"
-    if OPEN in sizes.values():
-        needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
-    text = format_sizes(tuple(sizes), tuple(sizes.values()))
-    return f"{text} needs {needs}; {room or f'the world has {world_size}'}"
 
 
 def check_one_open(names: Sequence[str]) -> str | None:

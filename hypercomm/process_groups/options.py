@@ -74,7 +74,7 @@ class GroupOptions:
         """
         default = world.backend
         backend = (self.backend or default).lower()
-        singles, timeout, pg_options = c10d.single_backends(backend), self.timeout, self.pg_options
+        singles, pg_options = c10d.single_backends(backend), self.pg_options
         if pg_options is not None:
             if not any(map(c10d.takes_options, singles)):
                 raise GroupOptionsError(
@@ -86,13 +86,10 @@ class GroupOptions:
                     f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
                     f"got {shown(pg_options)}"
                 )
-            timeout = timeout or _own_timeout(pg_options)
-        timeout = timeout or world.timeout_of(backend)
-        if pg_options is not None:
-            pg_options = _with_timeout(pg_options, timeout)
+        timeout = self.timeout or _own_timeout(pg_options) or world.timeout_of(backend)
+        pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
-            backend, singles = "fake", ("fake",)
-            pg_options = None if pg_options is None else _of_fake_backend(pg_options)
+            backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         changes = self.enable_reconfigure and default != "fake"
         if changes and (reason := c10d.why_not_reconfigured(backend)) is not None:
