@@ -39,7 +39,8 @@ class GridAgreement:
     def text(self) -> str:
         """What must be equal on all ranks of the grid, as JSON."""
         layout = self.layout
-        listed = layout.to_dict().get("ranks")
+        given = layout.to_dict()
+        listed = given.get("ranks")
         if listed is not None and len(listed) > _MOST_LISTED:
             digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
             listed = f"{len(listed)} ranks with digest {digest}"
@@ -47,6 +48,7 @@ class GridAgreement:
             "dims": "-".join(layout.dim_names),
             "shape": list(layout.shape),
             "rank_offset": layout.rank_offset,
+            "strides": given.get("strides"),
             "ranks": listed,
             "name": self._label,
             "backend": self._backend,
