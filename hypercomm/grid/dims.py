@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupMissingError, LayoutError, SimulationError
+from hypercomm.errors import GroupMissingError, SimulationError
 from hypercomm.layout.groups import ArrayGroups, Place, RankGroups
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
@@ -35,10 +35,8 @@ class Size(int):
         True
     """
 
-    def __call__(self, mesh_dim: int | str | None = None) -> int:
-        """Return the number; raise for a `mesh_dim`, which `grid[dim]` takes."""
-        if mesh_dim is not None:
-            raise LayoutError(f"write grid[{mesh_dim!r}].size for the size of one dim")
+    def __call__(self) -> int:
+        """Return the number."""
         return int(self)
 
 

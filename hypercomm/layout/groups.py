@@ -220,9 +220,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """
         sizes = as_sizes(sizes, "level sizes")
         if math.prod(sizes) != self.group_size:
-            product = f"{' * '.join(map(str, sizes)) or '1'} = {math.prod(sizes)}"
             raise LayoutError(
-                f"level sizes multiply to {product}, but each group has {self.group_size} members"
+                f"level sizes {sizes} must multiply to the {self.group_size} members of each group"
             )
         steps = accumulate(sizes, operator.mul, initial=1)
         return tuple([self._every(size, step) for size, step in zip(sizes, steps, strict=False)])

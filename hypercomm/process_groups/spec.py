@@ -138,11 +138,9 @@ class GroupSpec:
         """
         key = self.key.as_call()
         if other.given != self.given:
-            is_adopted = self.choice.strategy == "adopted"
-            made = "is that of a DeviceMesh" if is_adopted else f"was created with {self.given}"
             raise GroupOptionsError(
-                f"the process group over {key} {made}, and cannot be had with {other.given}; use "
-                f"the same options, or another name=..."
+                f"the process group over {key} was created with {self.given}, and cannot be had "
+                f"with {other.given}; use the same options, or another name=..."
             )
         if not same_for_caller(other.groups, self.groups, self.world):
             raise GroupOptionsError(
