@@ -215,13 +215,11 @@ def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSp
     """Yield the specs of the fresh owner, in an order that is the same on all ranks."""
     for spec in sorted(old.specs.values(), key=GroupSpec.place):
         key = spec.key
-        view = None if key.view is None else views[key.view]
-        layout = views.base if view is None else view.layout
-        if set(key.dims) <= set(layout.dim_names):
+        if set(key.dims) <= set(views.layout_of(key.view).dim_names):
             found, dims = views.find(key.dims, key.view)
             new = GroupKey(dims, key.name, None if found is None else found.name)
             yield specify(
-                *(new, view, views.base, spec.derive, spec.given, spec.share),
+                *(new, views.asked(key.view), views.base, spec.derive, spec.given, spec.share),
                 *(fresh.creation, old.world),
             )
 
